@@ -95,7 +95,7 @@ test-deepspeed: install-dev
 	DS_BUILD_OPS=0 $(INSTALL) --editable '.[dev,deepspeed]'
 	$(BIN)/python -m pytest -m deepspeed
 
-# Measures a service, and prints one table of figures and aims: the start of a search on a warm agent; 50 agents, 5,000
+# Measures a service, and prints one table of figures and aims: the start of a search on a warm device; 50 devices, 5,000
 # jobs of a stand-in trial and 200 listeners, on SQLite and on PostgreSQL; 133 faults, the PostgreSQL server's among them;
 # the load on the databases alone. FIGURES= takes options: --faults 20 --database sqlite
 test-service: install-dev

@@ -321,16 +321,16 @@ def _end_of_log(trial: TrialRecord | None) -> str | None:
     return None
 
 
-def main() -> None:
-    """Serve the engine that started this process."""
+def main(uuid: str | None) -> None:
+    """Serve the engine that started this process, on a device or on those that it is told with each search."""
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What a library prints is no message.
     os.dup2(2, 1)
-    device = find_device(sys.argv[1]) if len(sys.argv) > 1 else None
+    device = find_device(uuid) if uuid is not None else None
     # Whoever reads has gone: there is nothing left to say.
     with contextlib.suppress(BrokenPipeError):
         _Child(0, sink, device).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,6 +1,6 @@
-"""Run ``autotune serve`` or ``autotune agent`` with a stand-in for its trials, short leases and a clock that can jump.
+"""Run ``autotune serve``, or the process of its searches, with a stand-in for its trials and a clock that can jump.
 
-``python tests/service/disturbed.py FOLDER serve …``. The leases last 3 seconds, since each fault may cost one. The time
+``python tests/service/disturbed.py FOLDER serve …`` and ``… FOLDER child DEVICE``. The leases last 3 seconds. The time
 of day is off by the seconds that are written in ``FOLDER/clock``.
 """
 
@@ -30,24 +30,25 @@ def main() -> None:
     records.now = shifted_now
     import autotune.store.leases as leases
     import autotune.store.queue as queue
-    from autotune.cli.main import main as run
 
-    leases.LEASE_SECONDS = queue.LEASE_SECONDS = LEASE_SECONDS
-    # Jobs lose more agents here than any does by chance.
-    queue.MOST_ATTEMPTS = 1000
-    for function in (queue.Queue.claim, leases.Leases.take, leases.Leases.renew):
+    leases.LEASE_SECONDS = LEASE_SECONDS
+    # Jobs lose more processes here than any does by chance.
+    queue.MOST_LOSSES = 1000
+    for function in (leases.Leases.take, leases.Leases.renew):
         if function.__defaults__:
             function.__defaults__ = (LEASE_SECONDS,)
-    import autotune.service.agent as agent
-
-    agent._HEARTBEAT_SECONDS = LEASE_SECONDS / 6
-    if sys.argv[2] == "serve":
-        import autotune.service.server as server
-
-        server._SWEEP_SECONDS = 0.5
     interpreter = Path(sys.argv[1], "python")
     if interpreter.exists():
         sys.executable = str(interpreter)
+    if sys.argv[2] == "child":
+        from autotune.engine.child import main as search
+
+        search(sys.argv[3])
+        return
+    import autotune.engine.local as local
+    from autotune.cli.main import main as run
+
+    local._LONGEST_PAUSE_SECONDS = local._FIRST_PAUSE_SECONDS
     run(sys.argv[2:])
 
 

@@ -1,6 +1,6 @@
 """Measure a service in every way there is, and print one table of the figures beside the aims.
 
-``python tests/service/figures.py`` runs, one after another: the start of a search on a warm agent, the load on both
+``python tests/service/figures.py`` runs, one after another: the start of a search on a warm device, the load on both
 databases, faults on both, and the tests with the mark ``service``.
 """
 
@@ -20,7 +20,7 @@ import load
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_SECONDS = 1.0
-"""From the claim to the first trial, at most, on an agent that is warm."""
+"""From the start of a search to its first trial, at most, on a device that is warm."""
 Row = tuple[str, str, str, str]
 
 
@@ -35,7 +35,7 @@ def rows_of_first_trials() -> list[Row]:
     for what, model, seconds, _ in first_trial.measure():
         is_warm = what == first_trial.WARM
         aim, reached = ("at most 1 s", verdict(seconds <= WARM_SECONDS)) if is_warm else ("", "")
-        found.append((f"claim to first trial, {model}: {what}", f"{seconds:.2f} s", aim, reached))
+        found.append((f"start to first trial, {model}: {what}", f"{seconds:.2f} s", aim, reached))
     return found
 
 

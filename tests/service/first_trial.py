@@ -1,7 +1,7 @@
-"""Measure how soon a search's first trial starts after an agent has claimed it: cold, and with a warm trial server.
+"""Measure how soon a search's first trial starts after it was started: cold, and with a warm trial server.
 
-``python tests/service/first_trial.py`` runs five searches on this machine's CPU, through a real service and its agent,
-and prints the seconds from the claim to the start of the first trial's process. A trial's process makes its log first.
+``python tests/service/first_trial.py`` runs five searches on this machine's CPU, through a real service,
+and prints the seconds from its start to the start of the first trial's process. A trial's process makes its log first.
 
 ``python tests/service/first_trial.py --gpu`` runs whole searches of BERT-large on the first GPU, at a limit of 24 GiB.
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {"effective_batch": 16, "seq_len": 32, "trials": 1, "fresh": True}
 WARM = "the same workload again"
 SEARCHES = (
-    ("the agent has just started", "bert-tiny"),
+    ("the service has just started", "bert-tiny"),
     (WARM, "bert-tiny"),
     (WARM, "bert-tiny"),
     ("another model", "gpt2-tiny"),
@@ -31,14 +31,14 @@ SEARCHES = (
 )
 LARGE = {"effective_batch": 64, "memory_limit": "24GiB", "fresh": True}
 SEARCHES_ON_A_GPU = (
-    ("the agent has just started", "bert-large-uncased"),
+    ("the service has just started", "bert-large-uncased"),
     (WARM, "bert-large-uncased"),
     (WARM, "bert-large-uncased"),
 )
 
 
 class Service:
-    """A service with its agent, in a folder of its own."""
+    """A service in a folder of its own."""
 
     def __init__(self, folder: Path, gpus: str) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Service:
             return json.load(answer)
 
     def first_trial(self, model: str, options: dict[str, Any]) -> tuple[float, float]:
-        """Run a search; return the seconds from claim to first trial, and from its submission to its end."""
+        """Run a search; return the seconds from its start to the first trial, and from its submission to its end."""
         submitted = time.time()
         search = self.call("POST", "/v1/searches", {**options, "model": model})
         log = self.folder / "studies" / "logs" / search["study"] / "trial-0000.log"
@@ -76,8 +76,8 @@ class Service:
             time.sleep(0.2)
         if told["state"] != "finished":
             raise RuntimeError(told["problem"])
-        claimed = _moment(told["started_at"])
-        return began - claimed, time.time() - submitted
+        started = _moment(told["started_at"])
+        return began - started, time.time() - submitted
 
 
 def _moment(text: str) -> float:
@@ -101,7 +101,7 @@ def measure(on_gpu: bool = False) -> Iterator[tuple[str, str, float, float]]:
 
 def main() -> None:
     """Measure, and print it."""
-    print(f"{'search':<28} {'model':<19} claim to first trial   whole")
+    print(f"{'search':<28} {'model':<19} start to first trial   whole")
     for what, model, seconds, whole in measure(sys.argv[1:] == ["--gpu"]):
         print(f"{what:<28} {model:<19} {seconds:>18.2f} s {whole:>7.1f} s", flush=True)
     print(f"load average {os.getloadavg()[0]:.1f}")

@@ -1,8 +1,7 @@
-"""Measure a service under load: agents and clients that speak HTTP, jobs of a stand-in trial, both databases.
+"""Measure a service under load: clients that speak HTTP, jobs of a stand-in search, both databases.
 
-``python tests/service/load.py`` runs 5,000 jobs with 50 agents and 200 listeners, on SQLite and on PostgreSQL, and
-prints what was found beside the aims. The agents do everything that real ones do but search. They are tasks of one
-process, so that they leave the cores to the service.
+``python tests/service/load.py`` runs 5,000 jobs on 50 stand-in devices with 200 listeners, on SQLite and on PostgreSQL,
+and prints what was found beside the aims. The service does everything but search.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -28,8 +26,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "studies")]
 
-from autotune import __version__  # noqa: E402
-from autotune.devices import find_device  # noqa: E402
 from autotune.service.app import make_app  # noqa: E402
 from autotune.service.searches import Searches  # noqa: E402
 from autotune.service.tokens import add_token  # noqa: E402
@@ -42,7 +38,7 @@ TOKENS = 10
 AIMS = {
     "jobs lost": 0,
     "jobs doubled": 0,
-    "claim, median (ms)": 50,
+    "a device idle between searches, median (ms)": 50,
     "first page, median (ms)": 200,
     "submit to first event, worst of 5 (ms)": 1000,
     "a request that was answered before, median (ms)": 100,
@@ -109,11 +105,8 @@ class Load:
 
     url: str
     tokens: list[str]
-    trial_seconds: float
-    claim_seconds: list[float] = field(default_factory=list)
     submit_seconds: list[float] = field(default_factory=list)
     page_seconds: list[float] = field(default_factory=list)
-    ran: list[str] = field(default_factory=list)
     heard: int = 0
 
     def caller(self) -> Caller:
@@ -129,28 +122,6 @@ class Load:
             self.submit_seconds.append(time.monotonic() - begun)
         caller.close()
         return ids
-
-    async def run_agent(self, number: int) -> None:
-        """Run jobs until none is left: claim, heartbeat, two events, the end."""
-        caller = self.caller()
-        told = {"name": f"stand-in {number}", "host": "load", "version": __version__}
-        agent = (await caller.call("POST", "/v1/agents", {**told, "device": find_device("cpu").document()}))["id"]
-        # They do not all begin at once.
-        await asyncio.sleep(random.uniform(0, self.trial_seconds))
-        while True:
-            started = time.monotonic()
-            job = (await caller.call("POST", f"/v1/agents/{agent}/claim", {}))["job"]
-            if job is None:
-                break
-            self.claim_seconds.append(time.monotonic() - started)
-            path, lease = f"/v1/agents/{agent}/jobs/{job['id']}", {"lease_token": job["lease_token"]}
-            await caller.call("POST", f"{path}/heartbeat", {**lease, "status": {"running": "trial 0"}})
-            await asyncio.sleep(self.trial_seconds * random.uniform(0.5, 1.5))
-            event = {"kind": "trial", "document": {"number": 0, "state": "completed"}}
-            await caller.call("POST", f"{path}/events", {**lease, "events": [event, event]})
-            await caller.call("POST", f"{path}/end", {**lease, "state": "finished"})
-            self.ran.append(job["id"])
-        caller.close()
 
     async def listen(self) -> None:
         """Follow the changes of the queue."""
@@ -193,6 +164,13 @@ class Load:
         caller.close()
         return found
 
+    async def wait_until_all_have_run(self) -> None:
+        """Wait until no search waits or runs."""
+        caller = self.caller()
+        while (await caller.call("GET", "/v1/searches?state=queued&state=running&limit=1"))["searches"]:
+            await asyncio.sleep(0.2)
+        caller.close()
+
     async def finished(self) -> set[str]:
         """Return the ids of all searches that the service says are finished."""
         caller, found = self.caller(), set()
@@ -203,8 +181,8 @@ class Load:
         caller.close()
         return found
 
-    async def run(self, agents: int, jobs: int, listeners: int) -> dict[str, float]:
-        """Submit the jobs, run them, and return what was found."""
+    async def run(self, jobs: int, listeners: int) -> dict[str, float]:
+        """Submit the jobs, wait until they have run, and return what was found."""
         started = time.monotonic()
         # One token alone may not submit so fast.
         shares = [range(place, jobs, len(self.tokens)) for place in range(len(self.tokens))]
@@ -214,7 +192,7 @@ class Load:
         beside = [asyncio.create_task(self.listen()) for _ in range(listeners)]
         beside.append(asyncio.create_task(self.look()))
         started = time.monotonic()
-        await asyncio.gather(*(self.run_agent(number) for number in range(agents)))
+        await self.wait_until_all_have_run()
         running_seconds = time.monotonic() - started
         # Still with all listeners.
         first_event = [await self.time_first_event(f"event-{number}") for number in range(5)]
@@ -223,10 +201,7 @@ class Load:
         repeated, finished = await self.time_repeats(20), await self.finished()
         return {
             "jobs": jobs,
-            "jobs lost": len(ids - (set(self.ran) & finished)),
-            "jobs doubled": len(self.ran) - len(set(self.ran)),
-            "claim, median (ms)": percentile(self.claim_seconds, 0.5),
-            "claim, 95th percentile (ms)": percentile(self.claim_seconds, 0.95),
+            "jobs lost": len(ids - finished),
             "first page, median (ms)": percentile(self.page_seconds, 0.5),
             "first page, 95th percentile (ms)": percentile(self.page_seconds, 0.95),
             "submit, median (ms)": percentile(self.submit_seconds, 0.5),
@@ -244,14 +219,14 @@ def answer_once(storage: str) -> None:
     from searching import H200
     from starlette.testclient import TestClient
 
+    engine = serving.StandInEngine()
+    engine.add(H200)
     with open_store(storage) as store:
-        searches = Searches(store, storage)
+        searches = Searches(store, storage, engine)
         with TestClient(make_app(searches), base_url=serving.URL) as plain:
             client = serving.with_token(plain, add_token(store.queue, "load", "run"))
-            agent = serving.Agent(client, H200)
             client.post("/v1/searches", json=ANSWERED).raise_for_status()
-            serving.run_recorded(searches, agent)
-            client.delete(f"/v1/agents/{agent.id}")
+            serving.run_recorded(searches, engine)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -271,7 +246,7 @@ def busy_seconds() -> float:
 
 def measure(
     storage: str,
-    agents: int = 50,
+    devices: int = 50,
     jobs: int = 5000,
     listeners: int = 200,
     trial_seconds: float = 1.0,
@@ -281,8 +256,11 @@ def measure(
     answer_once(storage)
     with open_store(storage) as store:
         tokens = [add_token(store.queue, f"client {number}", "run") for number in range(TOKENS)]
+    plan = Path(tempfile.mkstemp(suffix=".json")[1])
+    plan.write_text(json.dumps({"devices": [{"name": "load", "gpus": devices}], "seconds": trial_seconds}))
+    program = str(Path(__file__).with_name("standing_in.py"))
     service = subprocess.Popen(
-        [sys.executable, "-m", "autotune", "serve", "--port", "0", "--no-agent", "--storage", storage],
+        [sys.executable, program, str(plan), "serve", "--port", "0", "--storage", storage],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -293,13 +271,19 @@ def measure(
         url = service.stdout.readline().strip()
         watched = [psutil.Process(), psutil.Process(service.pid), *([database] if database else [])]
         started, busy, before = time.monotonic(), busy_seconds(), [cpu_seconds(process) for process in watched]
-        told = asyncio.run(Load(url, tokens, trial_seconds).run(agents, jobs, listeners))
+        told = asyncio.run(Load(url, tokens).run(jobs, listeners))
         seconds = time.monotonic() - started
         used = [cpu_seconds(process) - then for process, then in zip(watched, before, strict=True)]
         # The service is a child of this process.
         used[0] -= used[1] + (used[2] if database else 0)
+        service.terminate()
+        service.wait(30)
+        ran = json.loads(plan.read_text())
         return {
             **told,
+            "jobs doubled": len(ran["started"]) - len({each.partition("-")[0] for each in ran["started"]}),
+            "a device idle between searches, median (ms)": percentile(ran["idle"], 0.5),
+            "a device idle between searches, 95th percentile (ms)": percentile(ran["idle"], 0.95),
             # What the service costs where other programs share the cores with it.
             "processor time of the service for a job (ms)": round(1000 * used[1] / jobs, 1),
             "processor time of the database server for a job (ms)": round(1000 * used[2] / jobs, 1) if database else 0,
@@ -311,6 +295,7 @@ def measure(
     finally:
         service.terminate()
         service.wait(30)
+        plan.unlink()
 
 
 @contextmanager
@@ -361,14 +346,14 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     """Measure, and print it."""
     parser = argparse.ArgumentParser()
-    for name, default in (("agents", 50), ("jobs", 5000), ("listeners", 200)):
+    for name, default in (("devices", 50), ("jobs", 5000), ("listeners", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--trial-seconds", type=float, default=1.0, help="How long a stand-in trial lasts on average.")
     parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
     given = parser.parse_args()
     with databases(given.database or ["sqlite", "postgresql"]) as places:
         found = {
-            name: measure(url, given.agents, given.jobs, given.listeners, given.trial_seconds, server)
+            name: measure(url, given.devices, given.jobs, given.listeners, given.trial_seconds, server)
             for name, (url, server) in places.items()
         }
     print(table(found))

@@ -1,7 +1,7 @@
 """Take the pictures of the service's pages that the documentation shows.
 
 ``python tests/service/pictures.py docs/images`` starts a service over two searches that were recorded on an H200, with
-stand-ins for its agents, and photographs its pages in the system's Chromium.
+stand-ins for its devices, and photographs its pages in the system's Chromium.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from recorded import EFFECTIVE_64, RecordedRunner  # noqa: E402
 from searching import H200, search  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
-from autotune import __version__  # noqa: E402
 from autotune.service.app import make_app  # noqa: E402
 from autotune.service.searches import Searches  # noqa: E402
 from autotune.service.tokens import add_token  # noqa: E402
@@ -37,20 +36,20 @@ WIDE = (1000, 860)
 
 def record(storage: str) -> str:
     """Record two searches that have finished; return a token."""
+    engine = serving.StandInEngine()
+    engine.add(H200)
     with open_store(storage) as store:
-        searches, token = Searches(store, storage), add_token(store.queue, "ann", "run")
+        searches, token = Searches(store, storage, engine), add_token(store.queue, "ann", "run")
         with TestClient(make_app(searches), base_url=serving.URL) as plain:
             client = serving.with_token(plain, token)
-            agent = serving.Agent(client, H200)
             client.post("/v1/searches", json=LARGE).raise_for_status()
-            serving.run_recorded(searches, agent)
+            serving.run_recorded(searches, engine)
             in_fp32 = {**LARGE, "precision": ["fp32"], "study": "bert-large-uncased-64-fp32"}
             client.post("/v1/searches", json=in_fp32).raise_for_status()
-            job = agent.claim()
-            assert job is not None
-            search(store, RecordedRunner(EFFECTIVE_64), study=job["study"], precisions=("fp32",))
-            agent.post(job, "end", state="finished")
-            client.delete(f"/v1/agents/{agent.id}")
+            run = engine.next_run()
+            search(store, RecordedRunner(EFFECTIVE_64), study=run.work.study, precisions=("fp32",))
+            run.end("finished")
+            serving.waits_for_state(searches, run.job, "finished")
     return token
 
 
@@ -68,23 +67,19 @@ class Visitor:
             return json.loads(answer.read())
 
     def fill_queue(self) -> None:
-        """Connect agents, of which one runs a search, and let others wait."""
-        agents = []
-        for host in ("gpu-1", "gpu-2"):
-            told = {"name": f"{host} cuda:0", "host": host, "version": __version__, "device": H200.document()}
-            agents.append(self.post("/v1/agents", told)["id"])
+        """Have one search run, and others wait."""
         self.post("/v1/searches", {"model": "gpt2-medium", "effective_batch": 32, "device": "h200"})
-        job = self.post(f"/v1/agents/{agents[0]}/claim", {})["job"]
-        status = {"running": "trial 2: 16 × 2 bf16 (step 7); best so far 121.4 samples/s (8 × 4 bf16)"}
-        lease = {"lease_token": job["lease_token"], "status": status}
-        self.post(f"/v1/agents/{agents[0]}/jobs/{job['id']}/heartbeat", lease)
         self.post("/v1/searches", {"model": "roberta-large", "effective_batch": 64, "gpus": 2})
 
 
 @contextlib.contextmanager
 def service(storage: str) -> Iterator[str]:
     """Run a service over a database; yield its address."""
-    words = [sys.executable, "-m", "autotune", "serve", "--port", "8321", "--no-agent", "--storage", storage]
+    plan = Path(storage).with_name("plan.json")
+    hosts = [{"name": name, "gpus": 1} for name in ("gpu-1", "gpu-2")]
+    plan.write_text(json.dumps({"devices": hosts, "seconds": None}))
+    program = str(Path(__file__).with_name("standing_in.py"))
+    words = [sys.executable, program, str(plan), "serve", "--port", "8321", "--storage", storage]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -101,7 +96,7 @@ def photograph(visitor: Visitor, folder: Path) -> None:
         tab.page.goto(f"{visitor.url}/#token={visitor.token}")
         for label, text in {"Model": "bert-large-uncased", "Effective batch": "64", "GPU": "b200"}.items():
             tab.page.get_by_label(label, exact=True).fill(text)
-        tab.page.get_by_text("It will wait: no agent has").wait_for()
+        tab.page.get_by_text("It will wait: no machine has").wait_for()
         tab.page.locator("h1").click()
         tab.picture(folder, "service-form-light")
         tab.page.goto(comparison)

@@ -30,7 +30,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """A service with an agent on the CPU."""
+    """A service that searches on the CPU."""
     with scene_in(tmp_path_factory.mktemp("service")) as scene:
         service = scene.serve()
         yield scene
@@ -62,7 +62,7 @@ def test_the_way_from_the_form_to_the_export(scene: Scene, pictures: Path) -> No
         page.get_by_text("effective batch: '0' is not a whole number").wait_for()
         page.get_by_label("Effective batch").fill("16")
         page.get_by_label("GPU", exact=True).fill("h200")
-        page.get_by_text("It will wait: no agent has a GPU named h200").wait_for()
+        page.get_by_text("It will wait: no machine has a GPU named h200").wait_for()
         tab.picture(pictures, "form")
         page.get_by_label("GPU", exact=True).fill("cpu")
         page.get_by_text("More options").click()
@@ -164,17 +164,17 @@ def test_the_optuna_dashboard_shows_a_study_and_asks_no_other_host(scene: Scene)
 
 def test_a_connection_that_is_lost_is_said(tmp_path: Path) -> None:
     with scene_in(tmp_path) as scene:
-        service = scene.serve("--no-agent")
+        service = scene.serve()
         with open_tab(scene.url) as tab:
             sign_in(tab, scene)
-            assert tab.page.get_by_text("No agent is connected, so nothing runs").is_visible()
+            assert tab.page.get_by_role("heading", name="Devices").is_visible()
             assert not tab.page.get_by_text("The connection is lost.").is_visible()
             service.send_signal(signal.SIGKILL)
             service.wait(60)
             tab.page.get_by_text("The connection is lost.").wait_for()
             assert tab.problems() == []
             port = scene.url.rpartition(":")[2]
-            again = scene.start("again", "serve", "--port", port, "--no-agent")
+            again = scene.start("again", "serve", "--port", port)
             tab.page.get_by_text("The connection is lost.").wait_for(state="hidden", timeout=60_000)
             again.send_signal(signal.SIGTERM)
             assert again.wait(60) == 0

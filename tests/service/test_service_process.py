@@ -53,7 +53,7 @@ class Scene:
         return process
 
     def text(self, name: str) -> str:
-        """What a command printed: ``serve.out``, ``agent.err``."""
+        """What a command printed: ``serve.out``, ``search.err``."""
         return (self.folder / name).read_text()
 
     def serve(self, *words: str) -> warm.Popen:
