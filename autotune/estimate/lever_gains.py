@@ -22,8 +22,6 @@ _USUAL_SHARE_IN_PASSING = 0.3
 _USUAL_BUSY_SHARE = 0.92
 # Share of a step for which a GPU-bound host is busy; it is not measured there. A choice.
 _BUSY_HOST = 0.7
-_RECOMPUTING_SHARE = 0.25
-"""Share of a step that recomputes activations where all layers do: one forward pass of four passes."""
 
 
 def share_in_passing(measured: Measurement) -> float:
@@ -52,6 +50,11 @@ def gain_of(prior: Prior, measured: Measurement) -> float:
     return 1 / (data + max(gpu + prior.host * idle, prior.host * _BUSY_HOST))
 
 
-def gain_of_fewer_layers(layers: int, of: int) -> float:
-    """Return the gain of recomputing so many layers in place of all of them."""
-    return 1 / (1 - _RECOMPUTING_SHARE * (1 - layers / of))
+def gain_of_fewer_layers(measured: Measurement, layers: int, of: int) -> float:
+    """Return the gain of recomputing so many layers in place of all of them.
+
+    Recomputing is one pass of three, of four where all weights are trained.
+    """
+    every, trained = measured.linear_weights or (1, 1)
+    share = 1 / (3 + (trained / every if every else 1.0))
+    return 1 / (1 - share * (1 - layers / of))

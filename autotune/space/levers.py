@@ -64,6 +64,8 @@ class Training:
 class Prior:
     """What a lever is expected to do before this search has measured it."""
 
+    called: str
+    """What it is called where a search tells of it."""
     source: str
     """Where the figures come from."""
     host: float = 1.0
@@ -72,6 +74,11 @@ class Prior:
     """Factor by which the GPU's time for operations falls that are limited by memory traffic."""
     seconds: float = 0.0
     """What a trial takes besides, mostly to compile."""
+    is_unmasked: bool = False
+    """Whether it is tried without an attention mask where no sample is padded: what traces a step makes the mask
+    explicit, which keeps attention from its fast kernel."""
+    accumulates: bool = True
+    """Whether it is tried on a step of several micro-steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,7 @@ class Lever:
     option: str | None = None
     """The option of a search, of a lever that ``auto`` tries on the best candidates only."""
     prior: Prior | None = None
+    """What is expected of it; a lever with one is tried on the best candidates once a search has its first answer."""
     is_optunas: bool = False
     """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
 
@@ -207,8 +215,9 @@ LEVERS: tuple[Lever, ...] = (
         "torch_compile", argument="torch_compile", is_always_set=True, preference=2, is_traced=operator.not_,
         is_optunas=True, option="torch_compile",
         prior=Prior(
+            "compiling",
             "H200, 23 November 2026: 1.06 × bert-base at 128 tokens, 1.2 × BERT-large, 2.2 × Qwen2.5-0.5B; 42 to 79 s, "
-            "9 s with a filled cache", host=0.55, passing=0.5, seconds=60.0,
+            "9 s with a filled cache", host=0.55, passing=0.5, seconds=60.0, is_unmasked=True,
         ),
     ),
     Lever(
@@ -240,20 +249,27 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "torch_compile_mode", (None, "reduce-overhead"), part_of="torch_compile", argument="torch_compile_mode",
-        prior=Prior("H200, 23 November 2026: 2.2 × bert-base at 128 tokens; 40 s", host=0.2, passing=0.5, seconds=60.0),
+        # Accumulated gradients of a tied embedding are overwritten by the next run of a graph.
+        prior=Prior(
+            "compiling with reduce-overhead", "H200, 23 November 2026: 2.2 × bert-base at 128 tokens; 40 s",
+            host=0.2, passing=0.5, seconds=60.0, is_unmasked=True, accumulates=False,
+        ),
     ),
     # What accelerate reads: with torch_compile=True a stock Trainer compiles the layers that repeat.
     Lever(
         "regional_compilation", part_of="torch_compile",
         variables=(("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"),),
         prior=Prior(
-            "an estimate; on a CPU, BERT of 12 layers took 26 s in place of 41 s", host=0.7, passing=0.6, seconds=30.0
+            "compiling by layer", "an estimate; on a CPU, BERT of 12 layers took 26 s in place of 41 s",
+            host=0.7, passing=0.6, seconds=30.0, is_unmasked=True,
         ),
     ),
     Lever(
         "checkpointed_layers", (), part_of="gradient_checkpointing", is_applied=True, saving=_checkpointed,
         obstacle=_no_layers_to_choose, is_traced=operator.not_, option="partial_checkpointing",
-        prior=Prior("H200, 23 November 2026: 1.4 × LoRA of an 8B model with every second layer"),
+        prior=Prior(
+            "checkpointing fewer layers", "H200, 23 November 2026: 1.4 × LoRA of an 8B model with every second layer"
+        ),
     ),
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(
@@ -261,18 +277,22 @@ LEVERS: tuple[Lever, ...] = (
         excludes=("gradient_checkpointing", "torch_compile", "use_liger_kernel"), obstacle=_no_graphs,
         option="cuda_graphs",
         prior=Prior(
-            "H200, 23 November 2026: 1.6 × bert-base at 128 tokens, 1.04 × BERT-large; 1 s", host=0.25, seconds=2.0
+            "CUDA graphs", "H200, 23 November 2026: 1.6 × bert-base at 128 tokens, 1.04 × BERT-large; 1 s",
+            host=0.25, seconds=2.0, is_unmasked=True,
         ),
     ),
     Lever(
         "unpadded", is_applied=True, saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_,
         obstacle=_needs_mask, option="unpadded",
-        prior=Prior("an estimate; compiled code and graphs need it", passing=0.97),
+        prior=Prior("passing no mask", "an estimate; compiled code and graphs need it", passing=0.97),
     ),
     Lever(
         "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
         excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss",
-        prior=Prior("H200, 23 November 2026: 33 % less memory for Qwen2.5-0.5B at 8 × 512 tokens"),
+        prior=Prior(
+            "a fused loss", "H200, 23 November 2026: 33 % less memory for Qwen2.5-0.5B at 8 × 512 tokens; the gain in "
+            "speed is an estimate", passing=0.9,
+        ),
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from autotune.core.units import format_seconds
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
-from autotune.space.levers import BY_NAME, changed, compiles, excluding, levers_of
+from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of
 from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
@@ -29,10 +29,8 @@ _MOST_SECONDS = 120.0
 """No trial of a lever is begun that would end later after the first answer than this. A choice."""
 _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
-_FUSED_LOSS = 1.03
-"""What a loss without logits may gain beside memory: logits are written and read several times. A choice."""
 _ROOM = 1.2
-"""What memory that a fused loss frees may gain where activations are recomputed or a larger batch did not fit."""
+"""What freed memory may gain where activations are recomputed or a larger batch did not fit. A choice."""
 _MOST_FAILURES = 2
 """Ways to compile that may fail before none is tried any more."""
 
@@ -61,33 +59,20 @@ class Idea:
     @property
     def name(self) -> str:
         """What the lever is called."""
-        return _NAMES[self.lever]
+        return _name(self.lever)
 
     def describe(self) -> str:
-        """Return ``CUDA graphs may give up to 1.6 ×, about 4 s``."""
+        """Return ``CUDA graphs may give up to 1.60 ×, about 4 s``."""
         return f"{self.name} may give up to {self.gain:.2f} ×, about {format_seconds(self.seconds)}"
 
 
-_NAMES = {
-    "torch_compile": "compiling",
-    "torch_compile_mode": "compiling with reduce-overhead",
-    "regional_compilation": "compiling by layer",
-    "cuda_graphs": "CUDA graphs",
-    "checkpointed_layers": "checkpointing fewer layers",
-    "unpadded": "passing no mask",
-    "fused_loss": "a fused loss",
-    "batch": "another batch with it",
-}
-_WAYS_TO_COMPILE = ("torch_compile", "torch_compile_mode", "regional_compilation")
-_WAYS = (*_WAYS_TO_COMPILE, "cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss")
+_BATCH = "batch"
+"""What an idea has for a lever where only the batch is another."""
+_WAYS = {row.name: row.prior for row in LEVERS if row.prior is not None}
 
 
-def way_of(arm: Arm) -> str | None:
-    """Return the name of the most telling lever that an arm has; ``None`` where it has none."""
-    tellings = (
-        *reversed(_WAYS_TO_COMPILE), "cuda_graphs", "fused_loss", "checkpointed_layers", "unpadded",
-    )  # fmt: skip
-    return next((name for name in tellings if levers_of(arm, [name])), None)
+def _name(lever: str) -> str:
+    return _WAYS[lever].called if lever in _WAYS else "another batch with it"
 
 
 class Anytime:
@@ -148,51 +133,58 @@ class Anytime:
         """Yield ways to change a measured candidate, what becomes of it, and the most that this may gain."""
         candidate, measured = root.candidate, root.measurement
         assert measured is not None
-        arm = candidate.arm
-        # A compiler has processes of its own, and what is replayed needs no host to be fast.
-        loose = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or "unpadded" in self._late)
-        is_plain = not arm.torch_compile and not arm.cuda_graphs
-        failed = self.failures(history)
-        for way in _WAYS:
-            prior = BY_NAME[way].prior
-            if prior is None or way in failed:
+        for row in self._rows(history, candidate):
+            prior = _WAYS[row.name]
+            if row.name == "checkpointed_layers":
+                yield from self._fewer_layers(history, root)
                 continue
-            if way in _WAYS_TO_COMPILE and is_plain and "torch_compile" in self._late:
-                compiled = changed(
-                    loose,
-                    torch_compile=True,
-                    torch_compile_mode="reduce-overhead" if way == "torch_compile_mode" else None,
-                    regional_compilation=way == "regional_compilation",
-                )
-                # Accumulated gradients of a tied embedding are overwritten by the next run of a graph.
-                if not (way == "torch_compile_mode" and candidate.accumulates):
-                    yield way, replace(candidate, arm=compiled), gain_of(prior, measured)
-            elif way == "cuda_graphs" and is_plain and way in self._late:
-                yield way, replace(candidate, arm=changed(loose, cuda_graphs=True)), gain_of(prior, measured)
-            elif way == "unpadded" and not arm.unpadded and way in self._late:
-                yield way, replace(candidate, arm=changed(arm, unpadded=True)), gain_of(prior, measured)
-            elif way == "fused_loss" and not arm.fused_loss and way in self._late:
-                is_short = arm.gradient_checkpointing or self._larger_did_not_fit(history, candidate)
-                fused = changed(arm, fused_loss=True)
-                yield way, replace(candidate, arm=fused), _FUSED_LOSS
-                if is_short:
-                    roomier = changed(fused, gradient_checkpointing=False)
-                    larger = candidate if arm.gradient_checkpointing else self._beside(candidate, 1)
-                    if larger is not None:
-                        yield way, replace(larger, arm=roomier), _ROOM
-            elif way == "checkpointed_layers" and arm.gradient_checkpointing and way in self._late:
-                fewer = self._fewest_layers(history, candidate)
-                if fewer is not None and fewer != arm.checkpointed_layers:
-                    before = arm.checkpointed_layers or self._layers or 1
-                    gain = gain_of_fewer_layers(fewer, self._layers or 1) / gain_of_fewer_layers(
-                        before, self._layers or 1
-                    )
-                    yield way, replace(candidate, arm=changed(arm, checkpointed_layers=fewer)), gain
+            arm = candidate.arm
+            if prior.is_unmasked:
+                # A compiler has processes of its own, and what is replayed needs no fast host.
+                arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or "unpadded" in self._late)
+            whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
+            with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
+            yield row.name, with_it, gain_of(prior, measured)
+            if row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
+                yield from ((row.name, each, _ROOM) for each in self._with_more_room(history, with_it))
         if self.uses_levers(candidate):
             for step in (1, -1):
                 other = self._beside(candidate, step)
                 if other is not None and self._may_fit(history, root, other):
-                    yield "batch", other, self._gain_of_batch(history, candidate, other)
+                    yield _BATCH, other, self._gain_of_batch(history, candidate, other)
+
+    def _rows(self, history: History, candidate: Candidate) -> list[Lever]:
+        """Return the levers that a candidate may be given besides its own."""
+        failed = self.failures(history)
+        return [
+            row
+            for row in LEVERS
+            if row.prior is not None
+            and row.name not in failed
+            and (row.name in self._late or row.part_of in self._late)
+            and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
+            and (row.prior.accumulates or not candidate.accumulates)
+        ]
+
+    def _with_more_room(self, history: History, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield what a lever that saves memory may allow: to keep all activations, or a larger batch."""
+        if candidate.arm.gradient_checkpointing:
+            yield replace(candidate, arm=changed(candidate.arm, gradient_checkpointing=False))
+            return
+        larger = self._beside(candidate, 1)
+        if larger is not None and history.is_ruled_out(replace(larger, arm=self._space.plain(larger.arm))):
+            yield larger
+
+    def _fewer_layers(self, history: History, root: Tried) -> Iterator[tuple[str, Candidate, float]]:
+        """Yield the candidate with as few layers that recompute as memory is predicted to allow, and the gain."""
+        memory, layers, candidate = history.memory, self._layers, root.candidate
+        if memory is None or not layers or not candidate.arm.gradient_checkpointing or root.measurement is None:
+            return
+        for count in range(1, layers):
+            fewer = replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
+            if memory.likely_fits(fewer) and not history.is_ruled_out(fewer):
+                yield "checkpointed_layers", fewer, gain_of_fewer_layers(root.measurement, count, layers)
+                return
 
     def _beside(self, candidate: Candidate, step: int) -> Candidate | None:
         """Return the candidate at the next larger or smaller batch; ``None`` where there is none."""
@@ -201,10 +193,6 @@ class Anytime:
         ladder = batches.at_level(batches.level(batch))
         beside = [b for b in ladder if (b > batch if step > 0 else b < batch)]
         return self._space.candidate(candidate.arm, beside[0 if step > 0 else -1]) if beside else None
-
-    def _larger_did_not_fit(self, history: History, candidate: Candidate) -> bool:
-        larger = self._beside(candidate, 1)
-        return larger is not None and history.is_ruled_out(larger)
 
     def _may_fit(self, history: History, root: Tried, other: Candidate) -> bool:
         """Return whether a batch beside a measured one is expected to fit: its peak in proportion, at most."""
@@ -228,35 +216,30 @@ class Anytime:
         is_host_bound = history.is_host_bound(candidate)
         return _LARGER_BATCH if is_host_bound else 1 + (_LARGER_BATCH - 1) / 2
 
-    def _fewest_layers(self, history: History, candidate: Candidate) -> int | None:
-        """Return how few layers have to recompute for a batch to fit; ``None`` where that is not predicted.
-
-        Memory is affine in their number, between the predictions with none and with all of them.
-        """
-        memory, layers = history.memory, self._layers
-        if memory is None or not layers:
-            return None
-        arms = (changed(candidate.arm, checkpointed_layers=count) for count in range(1, layers))
-        fewer = (replace(candidate, arm=arm) for arm in arms)
-        fitting = (each for each in fewer if memory.likely_fits(each) and not history.is_ruled_out(each))
-        fewest = next(fitting, None)
-        return fewest.arm.checkpointed_layers if fewest is not None else None
-
     def failures(self, history: History) -> dict[str, str]:
-        """Return the levers that failed, each with its message; several ways to compile fail together."""
+        """Return the levers that failed, each with its message.
+
+        A failure is blamed on a lever that completed in no other trial. Where two ways of one lever failed, or the
+        lever alone did, no way of it is tried any more.
+        """
         found: dict[str, str] = {}
+        proven = {name for t in history.tried if t.measurement for name in levers_of(t.candidate.arm, _WAYS)}
         for tried in history.tried:
-            way = way_of(tried.candidate.arm) if self.uses_levers(tried.candidate) else None
-            if way is not None and isinstance(tried.outcome, Failed):
-                found.setdefault(way, " ".join(tried.outcome.message.split()))
-        compiling = [way for way in _WAYS_TO_COMPILE if way in found]
-        if "torch_compile" in compiling or len(compiling) >= _MOST_FAILURES:
-            found |= dict.fromkeys((way for way in _WAYS_TO_COMPILE if way not in found), found[compiling[0]])
+            if isinstance(tried.outcome, Failed) and self.uses_levers(tried.candidate):
+                has = levers_of(tried.candidate.arm, _WAYS)
+                blamed = _most_telling(has - proven or has)
+                found.setdefault(blamed, " ".join(tried.outcome.message.split()))
+        for owner in {row.part_of for row in LEVERS if row.name in found and row.part_of in _WAYS} | {*found}:
+            ways = [row.name for row in LEVERS if row.part_of == owner and row.name in _WAYS]
+            failed = [way for way in ways if way in found]
+            if owner is not None and (owner in found or len(failed) >= _MOST_FAILURES):
+                why = found.get(owner) or found[failed[0]]
+                found |= {way: why for way in (owner, *ways) if way not in found}
         return found
 
     def left_out(self, history: History) -> tuple[LeftOut, ...]:
         """Return the levers that failed, with the reason of each."""
-        return tuple(LeftOut((_NAMES[way],), why) for way, why in self.failures(history).items())
+        return tuple(LeftOut((_name(way),), why) for way, why in self.failures(history).items())
 
     def learn(self, idea: Idea, history: History) -> float | None:
         """Take in the end of an idea's trial; return its speed over that of its root, ``None`` if it has none."""
@@ -274,16 +257,28 @@ class Anytime:
 
     def _extra_seconds(self, history: History, arm: Arm) -> float:
         """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
-        way = way_of(arm)
+        has = levers_of(arm, _WAYS)
         took = [
             t.measurement.compile_seconds
             for t in history.tried
-            if t.measurement and t.measurement.compile_seconds is not None and way_of(t.candidate.arm) == way
+            if t.measurement
+            and t.measurement.compile_seconds is not None
+            and t.candidate.arm.torch_compile
+            and levers_of(t.candidate.arm, _WAYS) & _ways_of("torch_compile") == has & _ways_of("torch_compile")
         ]
         if took and compiles(arm):
             return took[-1]
-        prior = BY_NAME[way].prior if way is not None else None
-        return prior.seconds if prior is not None else 0.0
+        return _WAYS[_most_telling(has)].seconds if has else 0.0
+
+
+def _ways_of(owner: str) -> frozenset[str]:
+    """Return a lever and its parts."""
+    return frozenset((owner, *(row.name for row in LEVERS if row.part_of == owner)))
+
+
+def _most_telling(names: Collection[str]) -> str:
+    """Return of several levers the one that costs the most, a part before its whole."""
+    return max(names, key=lambda name: (_WAYS[name].seconds, BY_NAME[name].part_of is not None))
 
 
 def _speed(tried: Tried) -> float:

@@ -220,7 +220,9 @@ class SearchRequest:
             return frozenset(late)
         training = Training.of(self.workload, self.device.kind, self.ranks, layers)
         for row in LEVERS:
-            if row.option and getattr(self, row.option) == "auto" and not (row.obstacle and row.obstacle(training)):
+            choice = getattr(self, row.option) if row.option else "auto"
+            has_prior = row.prior is not None and (row.option or not row.part_of)
+            if has_prior and choice == "auto" and not (row.obstacle and row.obstacle(training)):
                 late.add(row.name)
         source = self.workload.source
         if source is not None and kind_of_code(source.interface) != "trainer":

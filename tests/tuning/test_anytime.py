@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 from recorded import ComputedRunner, fault, measurement
-from searching import BERT_LARGE, RecordingObserver, Run, facts, interrupt_after, new_store, request, search
+from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, interrupt_after, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
+from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of
+from autotune.estimate.memory import MemoryModel, Question
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
 from autotune.space.levers import BY_NAME, levers_of
+from autotune.space.space import Batches, Space
+from autotune.tuning.anytime import Anytime
 from autotune.tuning.prepare import Prepared, prepare
 
 CAUSAL = replace(BERT_LARGE, task="causal-lm")
@@ -199,6 +204,52 @@ class TestAnswer:
             search(store, first, observer, interruption, given=given())
             search(store, second, given=given())
         assert not {c for c in first.candidates if levers_of(c.arm, LATE)} & {*second.candidates}
+
+
+class TestMemory:
+    """A batch of 64 needs 40 GiB, or 10 where all of 24 layers recompute; 23 GiB are under the line."""
+
+    KEPT = Arm("bf16", unpadded=False)
+    ALL = Arm("bf16", gradient_checkpointing=True)
+
+    def model(self, line_gib: float) -> MemoryModel:
+        model = MemoryModel(ceiling_of(int(line_gib * GIB), headroom=0), layers=24)
+        for arm, gib in ((self.KEPT, 40), (self.ALL, 10)):
+            found = MemoryPrediction(64, 1, 0, gib * GIB, gib * GIB, runs_out=False, fits=gib < line_gib, anatomy={})
+            model.add(Question(arm, ((64, 1),), None), PredictionAnswer((found,), None))
+        return model
+
+    def test_peaks_are_affine_in_the_number_of_layers(self) -> None:
+        some = Candidate(replace(self.ALL, checkpointed_layers=16), 64)
+        predicted = self.model(24).prediction(some)
+        assert predicted is not None
+        assert predicted.peak_allocated_bytes == predicted.peak_reserved_bytes == 20 * GIB
+        assert predicted.fits
+        without_mask = replace(some, arm=replace(some.arm, unpadded=True))
+        assert self.model(24).prediction(without_mask) == predicted
+
+    def test_as_few_layers_recompute_as_fit(self) -> None:
+        memory = self.model(24)
+        space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers"}))
+        root = Candidate(self.ALL, 64)
+        outcome = Completed(replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), gpu_busy_share=0.97))
+        history = History(ceiling_of(24 * GIB, headroom=0), memory=memory)
+        history.add(Tried("a", root, outcome))
+        idea = Anytime(space, 24).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        assert idea is not None
+        assert idea.describe() == "checkpointing fewer layers may give up to 1.12 ×, about 3.0 s"
+        # 40 - 30 · 14 / 24 GiB are 22.5, and the interval of recomputing arms reaches 2.2 % further.
+        assert idea.candidate.arm.checkpointed_layers == 14
+
+
+def test_a_failure_is_blamed_on_what_was_new() -> None:
+    graphed = Arm("bf16", cuda_graphs=True, unpadded=True)
+    root, fused = Candidate(graphed, 64), Candidate(replace(graphed, fused_loss=True), 64)
+    history = History(ceiling_of(24 * GIB))
+    history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
+    history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
+    anytime = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
+    assert anytime.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
 
 def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
