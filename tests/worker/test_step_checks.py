@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -14,6 +16,7 @@ from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.training_source import find_loop, find_trainer
 from autotune.core.workload import Workload
+from autotune.worker.trial.step_checks import TrainingWatch
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 CODES = OWN_CODE / "fool_the_clock.py"
@@ -34,6 +37,29 @@ def tried(
     assert workload.source is not None
     source = dataclasses.replace(workload.source, interface=server.model(workload).interface)
     return server.trial(Workload.of_source(source), Candidate(Arm(precision), batch, accumulation), WARM).outcome
+
+
+class InPlace(torch.nn.Module):
+    """Computes in the memory that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One score each."""
+        return inputs.mul_(self.weight).sigmoid_()
+
+
+def test_what_a_call_keeps_is_freed_without_a_backward_pass() -> None:
+    """A tensor that keeps itself would stay for ever, and count in the peak."""
+    memory, watch = bytearray(64), TrainingWatch()
+    before = sys.getrefcount(memory)
+    watch._turn_on()
+    InPlace()(torch.frombuffer(memory, dtype=torch.float32))
+    watch._turn_off()
+    assert watch.inner_sizes == {(16,)}
+    assert sys.getrefcount(memory) == before
 
 
 def whole(*values: Any) -> Any:

@@ -197,7 +197,8 @@ class TrainingWatch:
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and _storage(tensor) not in own:
                 self.inner_sizes.add(tuple(tensor.shape[:2]))
-            return tensor
+            # An output that is kept by what it was computed with would never be freed without a backward pass.
+            return tensor if tensor.is_leaf else tensor.detach()
 
         self._looked_within += bool(own)
         self._keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
