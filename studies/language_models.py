@@ -1,0 +1,159 @@
+"""Measure fine-tuning of language models under the memory of one card, from a name, as users would.
+
+    python studies/language_models.py --json FILE [--only NAME,…] [--memory-limit 24GiB]
+    python studies/language_models.py --json FILE --try
+
+For each case: what ``autotune predict`` says, then ``autotune search``, then ``autotune verify``, each as a process of
+its own, and a search for the largest batch in bf16 with all layers checkpointed, which is what most people run. One
+JSON line a case is appended as soon as it is done, with the seconds of each process, the trials that ran out of memory,
+the memory of the host for building the model, and predicted beside measured peaks. What fails is recorded with its last
+words, and the next case runs. ``--try`` takes tiny models on the CPU, to see that everything works.
+
+Databases and logs go to a temporary folder. QLoRA needs peft and bitsandbytes, LoRA needs peft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from autotune.core.candidate import Document
+
+_LAST_WORDS = 1500
+_LONGEST_SECONDS = 1800.0
+_LORA = ["--peft", "lora"]
+_QLORA = [*_LORA, "--quantize", "4bit"]
+CASES: dict[str, list[str]] = {
+    "full-1b-2048": ["--model", "llama-3.2-1b", "--seq-len", "2048"],
+    "lora-8b-1024": ["--model", "llama-3.1-8b", "--seq-len", "1024", *_LORA],
+    "lora-8b-4096": ["--model", "llama-3.1-8b", "--seq-len", "4096", *_LORA],
+    "qlora-14b-1024": ["--model", "qwen3-14b", "--seq-len", "1024", *_QLORA],
+    "qlora-32b-1024": ["--model", "qwen3-32b", "--seq-len", "1024", *_QLORA],
+}
+TINY: dict[str, list[str]] = {
+    "full-tiny": ["--model", "llama-tiny", "--seq-len", "32"],
+    "lora-tiny": ["--model", "llama-tiny", "--seq-len", "32", *_LORA],
+    "qlora-tiny": ["--model", "llama-tiny", "--seq-len", "32", *_QLORA],
+}
+# What an informed user runs where not everything fits.
+_USUAL = ["--precision", "bf16", "--gradient-checkpointing", "on", "--objective", "max-batch", "--no-baseline"]
+
+
+def autotune(*words: str) -> Document:
+    """Run a command that prints JSON; return what it printed, how it ended and how long it took."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "autotune", *words, "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_SECONDS)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, out, err = -1, "", f"stopped after {error.timeout} s"
+    try:
+        document = json.loads(out)
+    except ValueError:
+        document = None
+    return {
+        "words": list(words),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "document": document,
+        "last_words": "" if code == 0 else err[-_LAST_WORDS:],
+    }
+
+
+def _arm_of(document: Document) -> tuple[Any, ...]:
+    names = ("precision", "gradient_checkpointing", "attn_implementation", "optim", "checkpointed_layers")
+    return tuple(document.get(name) for name in names)
+
+
+def peaks(predicted: Document | None, searched: Document | None) -> list[Document]:
+    """Return predicted beside measured peaks, for every completed trial whose arm was predicted."""
+    if not predicted or not searched:
+        return []
+    known = {
+        (_arm_of(arm), batch["per_device_train_batch_size"]): batch
+        for arm in predicted["arms"]
+        for batch in arm["batches"]
+    }
+    found = []
+    for trial in searched["trials"]:
+        batch = known.get((_arm_of(trial), trial["per_device_train_batch_size"]))
+        if batch is None or trial["state"] != "completed":
+            continue
+        row: Document = {"arm": _arm_of(trial), "per_device_train_batch_size": trial["per_device_train_batch_size"]}
+        for kind in ("allocated", "reserved"):
+            measured, told = trial[f"peak_{kind}_bytes"], batch[f"peak_{kind}_bytes"]
+            row |= {f"{kind}_measured_bytes": measured, f"{kind}_predicted_bytes": told}
+            row[f"{kind}_error"] = round(told / measured - 1, 4)
+        found.append(row)
+    return found
+
+
+def summary(parts: dict[str, Document]) -> Document:
+    """Return what a case is about in a few figures; ``None`` where a part gave none."""
+    searched, usual, verified = (parts[name]["document"] for name in ("search", "usual", "verify"))
+    if not searched or not searched["best"]:
+        return {"answered": False}
+    best, trials = searched["best"], searched["trials"]
+    usual_best = (usual or {}).get("best")
+    return {
+        "answered": True,
+        "search_seconds": parts["search"]["seconds"],
+        "samples_per_second": best["samples_per_second"],
+        "next_run": searched["next_run"],
+        "over_usual": best["samples_per_second"] / usual_best["samples_per_second"] if usual_best else None,
+        "trials": len(trials),
+        "out_of_memory": sum(trial["state"] == "out_of_memory" for trial in trials),
+        "peak_reserved_bytes": best["peak_reserved_bytes"],
+        "headroom_bytes": best["headroom_bytes"],
+        "host_bytes_to_build": max((trial["host_bytes_to_build"] or 0 for trial in trials), default=0),
+        "model_seconds": max((trial["phase_seconds"].get("model", 0.0) for trial in trials), default=0.0),
+        "kept": (verified or {}).get("kept"),
+        "peaks": peaks(parts["predict"]["document"], searched),
+    }
+
+
+def run_case(name: str, words: list[str], place: list[str], limit: str, folder: Path) -> Document:
+    """Predict, search and verify one case."""
+    storage = ["--storage", str(folder / f"{name}.db")]
+    batch = ["--effective-batch", "16"]
+    tried = [*words, *batch, "--memory-limit", limit, *place, *storage]
+    parts = {
+        "predict": autotune("predict", *words, *batch, "--gpu", "h200", "--memory-limit", limit, *storage),
+        "search": autotune("search", *tried, "--study", name),
+        "verify": autotune("verify", name, *storage, "--steps", "50"),
+        "usual": autotune("search", *tried, *_USUAL, "--study", f"{name}-usual"),
+    }
+    return {"name": name, "summary": summary(parts), "parts": parts}
+
+
+def main() -> int:
+    """Run the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where a line a case is appended")
+    parser.add_argument("--only", help="names of cases, with commas")
+    parser.add_argument("--memory-limit", default="24GiB")
+    parser.add_argument("--try", action="store_true", dest="tries", help="tiny models on the CPU")
+    given = parser.parse_args()
+    cases = TINY if given.tries else CASES
+    names = given.only.split(",") if given.only else list(cases)
+    place = ["--device", "cpu", "--trials", "4"] if given.tries else []
+    limit = "1GiB" if given.tries else given.memory_limit
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="language-models-") as folder:
+            found = run_case(name, cases[name], place, limit, Path(folder))
+        with given.json.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        told = {part: (each["exit_code"], each["seconds"]) for part, each in found["parts"].items()}
+        print(json.dumps({"name": name, **found["summary"], "processes": told}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
