@@ -8,11 +8,12 @@ from typing import Literal
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
+from autotune.results.expert import expert_of
 from autotune.results.report import Report, measurement
 from autotune.results.wording import verdict
 from autotune.store.records import TrialRecord
 
-Mark = Literal["best", "baseline"]
+Mark = Literal["best", "baseline", "expert"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,12 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
 def _mark(report: Report, trial_id: str | None) -> Mark | None:
     if trial_id is None:
         return None
-    marks: dict[str | None, Mark] = {report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
+    expert = expert_of(report)
+    marks: dict[str | None, Mark] = {}
+    if expert is not None and expert.is_measured and (report.best is None or report.best.candidate != expert.candidate):
+        last = [trial.id for trial in report.trials if trial.candidate == expert.candidate and measurement(trial)][-1:]
+        marks = dict.fromkeys(last, "expert")
+    marks |= {report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
     return marks.get(trial_id)
 
 
@@ -149,7 +155,8 @@ def step_chart(report: Report) -> StepChart:
     """Return the pooled step times of every candidate that fits, and of the baseline if it completed."""
     arms = arms_of(report)
     per_sample = report.study.request["effective_batch"] is None
-    marks: dict[Candidate, Mark] = {}
+    expert = expert_of(report)
+    marks: dict[Candidate, Mark] = {expert.candidate: "expert"} if expert is not None and expert.is_measured else {}
     for trial, mark in ((report.baseline, "baseline"), (report.best, "best")):
         if trial is not None and report.speed(trial) is not None:
             marks[trial.candidate] = "best" if mark == "best" else "baseline"

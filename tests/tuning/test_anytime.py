@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,6 +205,38 @@ class TestAnswer:
             search(store, first, observer, interruption, given=given())
             search(store, second, given=given())
         assert not {c for c in first.candidates if levers_of(c.arm, LATE)} & {*second.candidates}
+
+    def test_a_quick_study_goes_on_where_it_is_searched_again(self, tmp_path: Path) -> None:
+        with new_store(tmp_path) as store:
+            quick = search(store, Gpu().runner(), given=given(search_effort="quick"))
+            runner = Gpu().runner()
+            run = search(store, runner, given=given())
+        assert quick.study.name == run.study.name
+        assert [c for c in runner.candidates if not levers_of(c.arm, LATE)] in ([], [runner.candidates[-1]])
+        assert levers_of(run.best.candidate.arm, LATE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_any_gpu_levers_end_and_lose_nothing(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    failing = rng.choice([None, *LATE])
+    gpu = Gpu(
+        gpu_seconds=10 ** rng.uniform(-4, -1.5),
+        host_seconds=10 ** rng.uniform(-3, -1),
+        sample_bytes=rng.uniform(0.05, 2) * GIB,
+        compile_seconds=rng.uniform(5, 90),
+        fails=lambda arm: failing is not None and bool(levers_of(arm, [failing])),
+        speeds={name: rng.uniform(0.7, 1.3) for name in LATE},
+    )
+    quick, _ = searched(gpu, tmp_path / "quick", search_effort="quick")
+    run, runner = searched(gpu, tmp_path / "default")
+    assert run.study.state == "finished"
+    tried = late(runner)
+    assert len(tried) <= 20
+    assert len(set(tried)) >= len(tried) / 4
+    one, other = (gpu.seconds(each.best.candidate) for each in (quick, run))
+    batches = [each.best.candidate.per_device_train_batch_size for each in (quick, run)]
+    assert batches[1] / max(other) >= 0.98 * batches[0] / max(one)
 
 
 class TestMemory:

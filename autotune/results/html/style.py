@@ -54,7 +54,7 @@ svg .ceiling-text { fill: var(--bad); }
 .connection { fill: none; stroke: var(--s); stroke-width: 1.2; opacity: .45; }
 .whisker { stroke: var(--s); stroke-width: 2; }
 .ring { fill: none; stroke: var(--text); stroke-width: 1.8; }
-.ring.baseline { stroke-dasharray: 3 2.5; }
+.ring.baseline, .ring.expert { stroke-dasharray: 3 2.5; }
 svg .point-label { font-weight: 600; paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
 .row.best .row-label, .row.best .row-value { font-weight: 700; }
 svg .row-label, svg .row-value { paint-order: stroke; stroke: var(--page); stroke-width: 3px; }

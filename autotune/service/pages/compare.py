@@ -11,6 +11,7 @@ from autotune.core.errors import AutotuneError
 from autotune.core.outcome import Measurement
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.estimate.bottleneck import describe_limit
+from autotune.results.expert import expert_of
 from autotune.results.html.markup import Child, Markup, element
 from autotune.results.json_document import report_document
 from autotune.results.report import Report
@@ -68,6 +69,7 @@ _ROWS: tuple[tuple[str, Callable[[Report], str | None]], ...] = (
     ("next run, 95 %", lambda report: _next_run(report)),
     ("optimizer step", lambda report: _measured(report, lambda m: format_seconds(m.step_seconds))),
     ("against the baseline", lambda report: _speedup(report)),
+    ("against an expert", lambda report: _over_expert(report)),
     ("peak reserved", lambda report: _measured(report, lambda m: format_bytes(m.peak_reserved_bytes))),
     ("what limits a step", lambda report: _limit(report)),
     ("trials", lambda report: str(len(report.trials))),
@@ -82,6 +84,11 @@ def _speed(report: Report) -> str | None:
 def _speedup(report: Report) -> str | None:
     speedup = report.speedup()
     return times(speedup) if speedup is not None else None
+
+
+def _over_expert(report: Report) -> str | None:
+    expert = expert_of(report)
+    return times(expert.speedup) if expert is not None and expert.speedup is not None else None
 
 
 def _measured(report: Report, tell: Callable[[Measurement], str]) -> str | None:
