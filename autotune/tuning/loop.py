@@ -307,7 +307,9 @@ class Search:
         self._executor.submit(self._job(record, effort, placement))
 
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
-        request, candidate = self._request, record.candidate
+        request, candidate, source = self._request, record.candidate, self._request.workload.source
+        # A script may need its settings on its command line, so that it has none of its own.
+        has_own = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
         return TrialJob(
             trial_id=record.id,
             candidate=candidate,
@@ -316,7 +318,7 @@ class Search:
             seed=request.seed,
             timeout_seconds=timeout_seconds(request, self._prepared.model.parameters, candidate, effort, self._history),
             log_path=record.log_path or "",
-            unmodified=record.stage == "baseline" and request.workload.source is not None,
+            unmodified=record.stage == "baseline" and has_own,
             placement=placement,
         )
 

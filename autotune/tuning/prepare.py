@@ -97,8 +97,10 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     batches, own = batches_of(request, model), model.own_candidate
     if request.workload.source is not None and own is None:
-        # A loop keeps its optimizer in the baseline, too.
-        own = Candidate(Arm(attn_implementation=default_attention, optim=arms[0].optim), *batches.baseline())
+        # A loop keeps its optimizer in the baseline, too; a script may have no name for fp32.
+        plain = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
+        arm = Arm(plain.precision, attn_implementation=default_attention, optim=plain.optim)
+        own = Candidate(arm, *batches.baseline())
     space = Space(arms, batches, own, late=request.late_settings(model.checkpointing_layers))
     baseline = space.baseline(default_attention)
     if request.ranks > 1:

@@ -45,6 +45,9 @@ def observe(observer: Observer) -> ModelCalls:
     backward = torch.autograd.backward
 
     def watched(tensors: Any, *words: Any, **options: Any) -> Any:
+        if is_in_autograd():
+            # Checkpointing of the older kind runs passes of its own within one.
+            return backward(tensors, *words, **options)
         observer.backward_begins(tensors)
         answer = backward(tensors, *words, **options)
         observer.backward_ends()
@@ -95,8 +98,7 @@ class ModelCalls:
         # In a backward pass, parts of a model are called that recompute their activations.
         if self._depth or is_in_autograd() or id(module) in self._names or next(module.parameters(), None) is None:
             return
-        # What torch.compile makes of a module has the module in it.
-        name = f"{type(getattr(module, '_orig_mod', module)).__name__}#{len(self._names)}"
+        name = f"{type(unwrapped(module)).__name__}#{len(self._names)}"
         self._names[id(module)] = name
         module.register_forward_pre_hook(self._begins, with_kwargs=True)
         module.register_forward_hook(self._ends, always_call=True)
@@ -117,6 +119,15 @@ class ModelCalls:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self.watch()
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the user's module in what ``torch.compile``, Fabric or DDP made of it."""
+    for name in ("_orig_mod", "_original_module", "module"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, torch.nn.Module) and type(module).__module__.startswith(("torch.", "lightning")):
+            return unwrapped(inner)
+    return module
 
 
 def _shapes(value: Any, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,6 +7,7 @@ where both did what they said; the dimension of the model's inputs that changed 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 import time
@@ -30,7 +31,7 @@ from autotune.worker.process import Beside, in_fork
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import SeenGradients, facts_of, problem_of
-from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
+from autotune.worker.user.observed import Loading, Numerics, Shapes, observe, unwrapped
 from autotune.worker.user.placeholder_trial import AUTOCAST, HowItSteps, Site, set_variables
 from autotune.worker.user.protection import keep_run
 
@@ -263,7 +264,12 @@ class _Inspecting:
             *(["precision"] if "precision" in names else []),
             *(["checkpointing"] if "checkpointing" in names else []),
         ]
-        how = HowItSteps(one.anchor, passes, min(one.calls_without_gradients, two.calls_without_gradients), site)
+        counts = one.calls_without_gradients, two.calls_without_gradients
+        more = others.accumulation - values.accumulation if "accumulation" not in fixed else 0
+        each = max(0, math.ceil((counts[1] - counts[0]) / more)) if more > 0 else 0
+        # An evaluation may have been between the steps of one run.
+        least = min(counts[0] - each * values.accumulation, counts[1] - each * others.accumulation)
+        how = HowItSteps(one.anchor, passes, max(0, least) if more else min(counts), each, site)
         assert one.facts is not None
         always = own.checkpoints if own is not None else one.checkpoints
         return dataclasses.replace(
@@ -280,6 +286,7 @@ class _Inspecting:
                 "loader_workers": one.loader_workers,
                 "loader_prefetch": one.loader_prefetch,
                 "tunes_loader": False,
+                "has_own_settings": own is not None,
                 **({"memory_unknown": "its batches are made by its own command line"} if self._predicts else {}),
             },
             own=self._own_settings(own, how) if own is not None else None,
@@ -398,7 +405,7 @@ class _Watching:
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
         return Seen(
-            facts_of(self._models.first, None),
+            facts_of(unwrapped(self._models.first), None),
             tuple(call for step in whole for call in step.calls),
             sum(step.without_gradients for step in whole),
             tuple((step.optimizer, step.passes) for step in whole),

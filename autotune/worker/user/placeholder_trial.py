@@ -64,6 +64,8 @@ class HowItSteps:
     """Backward passes of a micro-step."""
     calls_without_gradients: int = 0
     """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
+    calls_without_gradients_each: int = 0
+    """As many more for each micro-step."""
     site: Site | None = None
     """``None`` where it is not known where samples go in."""
 
@@ -163,6 +165,7 @@ class HookedSteps:
         self._refuse = refuse
         accumulation, site = candidate.gradient_accumulation_steps, how.site
         self._wanted_passes = how.passes * accumulation
+        self._most_without_gradients = how.calls_without_gradients + how.calls_without_gradients_each * accumulation
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
         self._may_skip = candidate.arm.precision == "fp16"
@@ -235,7 +238,7 @@ class HookedSteps:
 
     def _end_step(self) -> None:
         marks, passes, rows = self._marks, self._passes, self._rows
-        is_interrupted = self._is_saving or self._calls_without_gradients > self._how.calls_without_gradients
+        is_interrupted = self._is_saving or self._calls_without_gradients > self._most_without_gradients
         self._marks, self._is_saving = None, False
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
