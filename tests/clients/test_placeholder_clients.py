@@ -1,6 +1,6 @@
 """Training codes in the shape of well-known ones, searched as they are by placeholders, then trained with the winner.
 
-The codes are in ``codes``. Two run with the other tests, all of them with ``make test-clients``.
+The codes are in ``codes``. One runs with the other tests, all of them with ``make test-clients``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CODES_KNOWN = {
         per_sample=1, needs="lightning",
     ),
 }  # fmt: skip
-WITH_THE_OTHERS = ("nanogpt", "timm")
+WITH_THE_OTHERS = ("nanogpt",)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
