@@ -178,6 +178,8 @@ class Server:
         self._torch_threads = torch_threads
         self._control = control
         self._jobs: list[_RunningJob] = []
+        self._layers: set[str] = set()
+        """Folders of what inspections have written, which nobody else removes where the controller was killed."""
         self._parent = os.getppid()
         self._told_to_leave = False
         # Every signal writes a byte to this pipe, which ends the waiting.
@@ -207,8 +209,8 @@ class Server:
             for job in self._jobs:
                 job.kill()
             process.end_children()
-            for job in self._jobs:
-                job.scratch.remove()
+            for scratch in (*(job.scratch for job in self._jobs), *map(Scratch, self._layers)):
+                scratch.remove()
 
     def _wait_and_act(self) -> None:
         reading = [self._control.fd, self._wake_read]
@@ -275,6 +277,8 @@ class Server:
             self._refuse(job.id, f"no process can be started: {getattr(error, 'strerror', None) or error}")
             return
         self._jobs.append(_RunningJob(job, ranks, scratch, store))
+        if job.protection is not None and job.protection.layer is not None:
+            self._layers.add(os.path.dirname(job.protection.layer))
         self.report(Started(job.id, tuple(rank.pid for rank in ranks), scratch.path))
 
     def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,16 @@ import pytest
 from server_client import Answer, ServerClient
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.errors import TrainingSourceError
 from autotune.core.outcome import Failed
-from autotune.core.protection import Protection, ProtectionKind
+from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
+from autotune.devices import Device
+from autotune.execution import TrialServer
 from autotune.execution.protection import find_protection
 from autotune.worker.user import landlock
+from autotune.worker.user.protection import Room
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 sys.path.insert(0, str(OWN_CODE))
@@ -130,3 +135,30 @@ def test_a_write_that_landlock_refuses_is_told_with_its_line(
     assert outcome.message.startswith(f"hostile_loop.py:{function} cannot write to {named} (hostile_loop.py:")
     assert outcome.message.endswith("): your files are read-only for trials here")
     assert (folder / "best.pt").read_text() == "of the user's"
+
+
+def test_half_of_what_is_free_is_all_that_a_trial_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Room(str(folder)).why_exceeded() is None
+    (folder / "large").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 20))
+    room = Room(str(folder))
+    assert room.why_exceeded() == f"its code wrote 1.0 MiB, more than half of what was free in {folder.parent}"
+
+
+def test_code_is_refused_where_nothing_protects_from_it(
+    cpu: Device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = FoundProtection("none", "no mount name space: unshare: Operation not permitted; no Landlock")
+    monkeypatch.setattr("autotune.execution.trial_server.find_protection", lambda: nothing)
+    (folder / "best.pt").write_text("of the user's")
+    with (
+        TrialServer(cpu, loop("save"), folder / "logs") as server,
+        pytest.raises(TrainingSourceError, match=r"nothing keeps hostile_loop\.py:save from your files here: no mount"),
+    ):
+        server.inspect()
+
+
+def test_what_is_offered_is_told_by_a_process_of_its_own() -> None:
+    assert find_protection().kind in ("overlay", "read-only", "landlock", "none")
+    if not HAS_OVERLAY:
+        assert find_protection().why_not_better

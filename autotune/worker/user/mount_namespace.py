@@ -72,11 +72,16 @@ def open_namespace() -> bool:
         _check(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
         is_user_space = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
     # Else what is mounted here would be mounted for the machine, and this process would see what it mounts.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     return is_user_space
+
+
+def copy_namespace() -> None:
+    """Give this process mounts of its own, those of its parent to begin with."""
+    _check(_libc.unshare(_NEW_MOUNTS), "unshare")
 
 
 def join_namespace(pid: int) -> bool:
@@ -137,7 +142,7 @@ def _mounts() -> list[_Mounted]:
 
 
 def _mount_id(fd: int) -> str:
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as lines:
         return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
 
 
@@ -227,6 +232,7 @@ class Cover:
         """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
         name = layer_name(path)
         layer = f"{_by_fd(self._run_fd)}/{name}"
+        own = "" if _owns_machine() else ",userxattr"
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
@@ -240,10 +246,17 @@ class Cover:
                 os.makedirs(os.path.join(layer, "work"), exist_ok=True)
                 _dress(os.path.join(layer, "upper"), lower)
                 if self.below and os.path.isdir(kept := os.path.join(self.below, name)):
-                    lower = f"{opened(kept)}:{lower}"
+                    for part in ("kept", "empty"):
+                        os.makedirs(os.path.join(layer, part))
+                    # The folder may lie within the files below it, which no two layers may. As a file system of its
+                    # own it does not. What was deleted is there again: the code deletes it again.
+                    _mount(
+                        "overlay", f"{layer}/kept", "overlay", _READ_ONLY, f"lowerdir={opened(kept)}:{layer}/empty{own}"
+                    )
+                    lower = f"{opened(f'{layer}/kept')}:{lower}"
                 # By file descriptors, since names may have commas and colons.
                 options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work"
-                _mount("overlay", target, "overlay", 0, options + ("" if _owns_machine() else ",userxattr"))
+                _mount("overlay", target, "overlay", 0, options + own)
             except OSError:
                 return False
         self._covered.append(path)
@@ -330,7 +343,7 @@ def _last_of_others(path: str) -> str:
 
 def _owns_machine() -> bool:
     """Return whether this process is in the first user name space, where an overlay may use attributes of its own."""
-    with open("/proc/self/uid_map", encoding="ascii") as lines:
+    with open("/proc/self/uid_map", encoding="utf-8") as lines:
         return lines.read().split() == ["0", "0", "4294967295"]
 
 

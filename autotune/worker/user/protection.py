@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from autotune.core.compiler_cache import keep_compiled
 from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
@@ -67,6 +68,7 @@ class Protected:
         self._cover: mount_namespace.Cover | None = None
         self._is_user_space = False
         self._is_covered = False
+        self._made_by = os.getpid()
         if self.kind in ("overlay", "read-only") and rank == 0:
             self._is_user_space = mount_namespace.open_namespace()
         elif self.kind == "landlock":
@@ -86,6 +88,9 @@ class Protected:
         if self._is_covered or self.kind not in ("overlay", "read-only"):
             return
         self._is_covered = True
+        if os.getpid() != self._made_by:
+            # Each run of a job has mounts of its own.
+            mount_namespace.copy_namespace()
         below = self._layer if self._layer is not None and os.path.isdir(self._layer) else None
         works_in = [os.path.realpath(path) for path in (self._cwd, Path.home()) if os.path.isdir(path)]
         self._cover = mount_namespace.Cover(self._scratch.layers, self._outside, works_in, self._is_user_space, below)
@@ -140,6 +145,7 @@ def protect(protection: Protection, scratch: Scratch, cwd: str, ranks: Ranks, *,
     begins. Raises ``OSError`` where the kernel refuses.
     """
     global _current
+    keep_compiled(os.environ)
     _current = Protected(protection, scratch, cwd, ranks.rank)
     if shares:
         if ranks.rank == 0:
@@ -218,6 +224,9 @@ def caches(cwd: str) -> list[str]:
     named += [os.environ[name] for name in _NAMED_CACHES if os.environ.get(name)]
     found = dict.fromkeys(os.path.realpath(os.path.expanduser(path)) for path in named)
     theirs = [os.path.realpath(path) for path in (cwd, home)]
+    # What is downloaded into a cache that is not there yet would be thrown away with the layer.
+    with contextlib.suppress(OSError):
+        os.makedirs(next(iter(found)), exist_ok=True)
     return [
         path
         for path in found

@@ -1,0 +1,267 @@
+"""Test the layers over the files as an ordinary user and as root, in forks that enter them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.core.protection import Protection
+from autotune.core.scratch import Scratch, make_scratch
+from autotune.execution.protection import find_protection
+from autotune.worker.rendezvous import Ranks
+from autotune.worker.user import mount_namespace, protection
+
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+sys.path.insert(0, str(OWN_CODE))
+
+import deeds  # noqa: E402
+
+pytestmark = pytest.mark.skipif(find_protection().kind != "overlay", reason="no overlay can be mounted here")
+NOT_ROOT = 12_345
+as_user = pytest.mark.parametrize("user", [0, NOT_ROOT] if os.getuid() == 0 else [os.getuid()])
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose parents every user may enter, and another one for temporary files."""
+    made, temporary = (Path(tempfile.mkdtemp(dir="/tmp")) for _ in range(2))
+    temporary.chmod(0o777)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield made
+    for each in (made, temporary):
+        Scratch(str(each)).remove()
+        assert not each.exists()
+
+
+def owned(folder: Path, user: int) -> Path:
+    """Give a folder and all in it to a user."""
+    for path in (folder, *folder.rglob("*")):
+        os.lchown(path, user, user)
+    return folder
+
+
+def in_fork(user: int, does: Callable[[], None]) -> None:
+    """Run something as another user, and fail where it fails."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            if user != os.getuid():
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+                # As a process that a user has started.
+                ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+            signal.alarm(60)
+            does()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def protect(scratch: Scratch, folder: Path, layer: str | None = None) -> None:
+    """Enter the layers in this process."""
+    os.chdir(folder)
+    protection.protect(Protection("overlay", layer), scratch, str(folder), Ranks(), shares=True)
+
+
+@pytest.mark.parametrize("user", [NOT_ROOT if os.getuid() == 0 else os.getuid()])
+def test_an_ordinary_users_files_stay_as_they_are(
+    folder: Path, user: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from test_protection import state
+
+    monkeypatch.setenv("DEEDS", "some")
+    monkeypatch.setenv("HOME", str(folder))
+    deeds.prepare(folder)
+    before = state(owned(folder, user))
+
+    def tamper() -> None:
+        scratch = make_scratch("autotune-test-")
+        owner = os.getpid()
+
+        def run() -> None:
+            protect(scratch, folder)
+            scratch.enter()
+            assert "CapEff:\t0000000000000000" in Path("/proc/self/status").read_text() or user == 0
+            for moment in deeds.MOMENTS:
+                deeds.do_all(folder, moment)
+            assert os.getpid() != owner
+
+        in_fork(user, run)
+        scratch.remove()
+        assert not os.path.exists(scratch.path)
+
+    in_fork(user, tamper)
+    assert state(folder) == before
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == len(deeds.DEEDS)
+    # Another user may not read this Python's own files.
+    elsewhere = ("Invalid cross-device link", "numpy", "torch", "safetensors", "another python")
+    assert not [line for line in said if "was done" not in line and not any(word in line for word in elsewhere)]
+
+
+@as_user
+def test_what_an_inspection_wrote_lies_below_what_a_trial_writes(folder: Path, user: int) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "old").write_text("theirs")
+    owned(folder, user)
+
+    def both() -> None:
+        inspection, trial, layer = (make_scratch(f"autotune-test-{name}-") for name in ("one", "two", "layer"))
+
+        def inspect() -> None:
+            protect(inspection, folder)
+            shutil.rmtree(folder / "data")
+            (folder / "data").mkdir()
+            (folder / "data" / "downloaded").write_text("of the inspection")
+            protection.keep_run()
+
+        def train() -> None:
+            protect(trial, folder, layer.output_dir)
+            # Deleted files are there again, for the code to delete them again.
+            assert sorted(os.listdir("data")) == ["downloaded", "old"]
+            (folder / "data" / "downloaded").write_text("of a trial")
+
+        in_fork(user, inspect)
+        protection.take_kept(inspection, layer.output_dir)
+        for _ in range(2):
+            in_fork(user, train)
+        assert [path.read_text() for path in Path(layer.output_dir).rglob("downloaded")] == ["of the inspection"]
+        for scratch in (inspection, trial, layer):
+            scratch.remove()
+            assert not os.path.exists(scratch.path)
+
+    in_fork(user, both)
+    assert (folder / "data" / "old").read_text() == "theirs"
+
+
+@as_user
+def test_runs_of_one_job_do_not_see_each_other(folder: Path, user: int) -> None:
+    owned(folder, user)
+
+    def job() -> None:
+        scratch = make_scratch("autotune-test-")
+        os.chdir(folder)
+        protection.protect(Protection("overlay"), scratch, str(folder), Ranks(), shares=False)
+
+        def run() -> None:
+            protection.begin_run()
+            os.mkdir("made")
+
+        for _ in range(2):
+            in_fork(user, run)
+        run()
+
+    in_fork(user, job)
+    assert os.listdir(folder) == []
+
+
+@as_user
+def test_ranks_share_what_they_write(folder: Path, user: int) -> None:
+    owned(folder, user)
+
+    class Two(Ranks):
+        def gather(self, value: object) -> list[object]:  # type: ignore[override]
+            if self.rank == 0:
+                os.write(told[1], str(value).encode().ljust(16))
+                return [value]
+            return [int(os.read(told[0], 16))]
+
+    def first() -> None:
+        os.chdir(folder)
+        protection.protect(Protection("overlay"), scratch, str(folder), Two(0, 2), shares=True)
+        Path("by the first").touch()
+        in_order[0].send(b"written")
+        assert in_order[0].recv(8) == b"written"
+        assert sorted(os.listdir(".")) == ["by the first", "by the second"]
+
+    def second() -> None:
+        os.chdir(folder)
+        protection.protect(Protection("overlay"), scratch, str(folder), Two(1, 2), shares=True)
+        assert in_order[1].recv(8) == b"written"
+        assert os.listdir(folder) == ["by the first"]
+        assert os.getcwd() == str(folder)
+        Path("by the second").touch()
+        in_order[1].send(b"written")
+
+    told, in_order = os.pipe(), socket.socketpair()
+    scratch = make_scratch("autotune-test-")
+    owned(Path(scratch.path), user)
+    if (pid := os.fork()) == 0:
+        os._exit(_code(lambda: in_fork(user, first)))
+    in_fork(user, second)
+    assert os.waitpid(pid, 0)[1] == 0
+    scratch.remove()
+    assert os.listdir(folder) == []
+
+
+def _code(does: Callable[[], None]) -> int:
+    try:
+        does()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+@as_user
+def test_sockets_of_other_processes_are_reached(folder: Path, user: int) -> None:
+    owned(folder, user)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+        server.listen()
+        os.chmod(folder / "socket", 0o777)
+
+        def run() -> None:
+            protect(make_scratch("autotune-test-"), folder)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(folder / "socket"))
+
+        in_fork(user, run)
+
+
+@as_user
+def test_a_folder_with_a_mount_below_it_is_protected_too(folder: Path, user: int) -> None:
+    """Of the mounts of a machine a user can take none away, and lay nothing over a folder above one."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount")
+    (folder / "data").mkdir()
+    (folder / "mounted").mkdir()
+    (folder / "file").write_text("theirs")
+    owned(folder, user)
+
+    def run() -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"uid={user},gid={user},mode=755", "none", "mounted"],
+                       cwd=folder, check=True)  # fmt: skip
+
+        def trial() -> None:
+            protect(make_scratch("autotune-test-"), folder)
+            for name in ("data", "mounted"):
+                (folder / name / "new").write_text("new")
+                assert (folder / name / "new").read_text() == "new"
+            if user == 0:
+                (folder / "file").write_text("new")
+                return
+            with pytest.raises(OSError, match="Read-only file system"):
+                (folder / "file").write_text("new")
+
+        in_fork(user, trial)
+        assert [os.listdir(folder / name) for name in ("data", "mounted")] == [[], []]
+
+    in_fork(0, lambda: (mount_namespace.open_namespace(), run())[1])
+    assert (folder / "file").read_text() == "theirs"
