@@ -88,7 +88,7 @@ def serve(
 
 
 def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
-    from autotune.cli.predict import predicted_document
+    from autotune.tuning.predictions import predicted_document
 
     gpu = options.pop("gpu")
     return predicted_document(gpu, None, storage, options)[0]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from autotune.core.candidate import Arm
 from autotune.core.schema import make_record
 from autotune.core.workload import Workload
+from autotune.devices.gpus import CHECKED_AGAINST
+from autotune.devices.prices import Prices
+from autotune.estimate.advice import Offer, in_order, pareto_front, rank
 from autotune.estimate.step_time import Limiter, StepTime
 
 
@@ -82,6 +86,18 @@ def arm_prediction_type() -> type[Any]:
 def best_prediction_type() -> type[Any]:
     """Return the type of a configuration at the batch at which it is fastest."""
     return make_record("BestPrediction", [*_fields(Arm), *_fields(TimedBatchDocument)])
+
+
+def best_of(arms: Sequence[Any]) -> Any:
+    """Return the fastest configuration that fits, with its batch; ``None`` where none fits at a predicted speed."""
+    timed = [
+        (arm, batch) for arm in arms for batch in arm.batches if batch.fits and isinstance(batch, TimedBatchDocument)
+    ]
+    if not timed:
+        return None
+    arm, batch = max(timed, key=lambda pair: pair[1].samples_per_second)
+    parameters = {name: getattr(arm, name) for name, _ in _fields(Arm)}
+    return best_prediction_type()(**parameters, **vars(batch))
 
 
 def _fields(kind: Any) -> list[tuple[str, Any]]:
@@ -178,3 +194,41 @@ class AdviceDocument:
     prices: PricesDocument
     gpus: list[Any]
     """In the order in which they are to be chosen."""
+
+
+def advice_document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> AdviceDocument:
+    front = pareto_front(offers)
+    return AdviceDocument(
+        predicted=True,
+        workload={name: value for name, value in workload.document().items() if name != "config"},
+        samples=samples,
+        prices=PricesDocument(prices.unit, prices.source),
+        gpus=[_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
+    )
+
+
+def _row(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
+    rates = offer.chip.rates
+    row = OfferDocument(
+        gpu=offer.chip.name,
+        gpus=offer.gpus,
+        fits=offer.best is not None,
+        why_not=offer.why_not,
+        grade=offer.graded.grade if offer.graded is not None else None,
+        rank=place,
+        is_on_pareto_front=is_on_front,
+        hours=offer.hours,
+        hours_interval=offer.interval_hours,
+        price_per_hour=offer.price_per_hour,
+        cost=offer.cost,
+        cost_interval=offer.interval_cost,
+        samples_per_currency_unit=offer.samples / offer.cost if offer.cost else None,
+        joules_per_sample=offer.graded.joules_per_sample if offer.graded is not None else None,
+        most_joules_per_sample=offer.most_joules_per_sample,
+        rates_source=rates.source if rates is not None else None,
+        rates_checked_against=CHECKED_AGAINST.get(offer.chip.name) if rates is not None else None,
+    )
+    if offer.best is None:
+        return row
+    speed = speed_document(offer.best, workload)
+    return FittingOfferDocument(**vars(row), **vars(speed), candidate=offer.best.candidate.parameters())

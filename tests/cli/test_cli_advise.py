@@ -12,7 +12,6 @@ from command_line import COLD, Run, run_process
 from recorded import measurement
 from recorded_steps import Subject
 
-from autotune.cli.advise import _fitting_steps
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.errors import InvalidRequestError
@@ -27,6 +26,7 @@ from autotune.results.predicted import AdviceDocument, FittingOfferDocument, Off
 from autotune.space.space import Batches, Space
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord, TrialRecord
+from autotune.tuning.offers import _fitting_steps
 
 _SMALL = (
     "advise",

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from command_line import COLD, ROOT, Run, run_process
 
-from autotune.cli.predict import _best, _bucket_copy_note, _choice, _print, _print_times
-from autotune.cli.predictions import known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
@@ -28,7 +26,10 @@ from autotune.results.predicted import (
     arm_prediction_type,
     best_prediction_type,
 )
+from autotune.results.prediction_text import bucket_copy_lines, choice_line, gpu_lines, time_lines, unknown_line
+from autotune.results.prediction_view import GpuView, gpu_view
 from autotune.store.opening import open_store
+from autotune.tuning.predictions import known_chips
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 
@@ -142,8 +143,10 @@ def batch(size: int, reserved_bytes: int, fits: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 64 // size,
         "peak_allocated_bytes": reserved_bytes - MIB,
         "peak_reserved_bytes": reserved_bytes,
+        "peak_reserved_interval_bytes": [reserved_bytes, reserved_bytes],
         "fits": fits,
         "anatomy_bytes": {},
+        "bucket_copy_bytes": None,
     }
 
 
@@ -154,29 +157,35 @@ def arm(precision: str, *batches: dict[str, Any]) -> dict[str, Any]:
     return {"precision": precision, **plain, "batches": list(batches)}
 
 
-def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak(capsys: pytest.CaptureFixture[str]) -> None:
-    document = {
-        "gpu": "rtx-3090",
-        "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
-        "ceiling_bytes": 11 * GIB,
-        "line_bytes": 10 * GIB,
-        "fits_below_bytes": 10 * GIB,
-        "arms": [
-            arm("bf16", batch(8, 4 * GIB, True), batch(16, 8 * GIB, True), batch(32, 16 * GIB, False)),
-            arm("fp32", batch(8, 12 * GIB, False), batch(16, 24 * GIB, False)),
-            arm("fp16"),
-        ],
-    }
-    _print(document, all_batches=False, anatomy=False)
-    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.strip().splitlines()[1:]]
+def view(*arms: dict[str, Any]) -> GpuView:
+    """What is predicted of these configurations on a GPU."""
+    return gpu_view(
+        {
+            "gpu": "rtx-3090",
+            "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
+            "ceiling_bytes": 11 * GIB,
+            "line_bytes": 10 * GIB,
+            "fits_below_bytes": 10 * GIB,
+            "arms": list(arms),
+        }
+    )
+
+
+def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak() -> None:
+    gpu = view(
+        arm("bf16", batch(8, 4 * GIB, True), batch(16, 8 * GIB, True), batch(32, 16 * GIB, False)),
+        arm("fp32", batch(8, 12 * GIB, False), batch(16, 24 * GIB, False)),
+        arm("fp16"),
+    )
+    rows = [re.split(r"  +", line) for line in gpu_lines(gpu, all_batches=False, anatomy=False)[1:]]
     assert rows == [
         ["configuration", "largest batch × acc", "allocated", "reserved", "of the line"],
         ["bf16", "16 × 4", "8.0 GiB", "8.0 GiB", "80%"],
         ["fp32", "none; 8 × 8 needs", "12.0 GiB", "12.0 GiB", "120%"],
         ["fp16", "not predicted"],
     ]
-    _print(document, all_batches=True, anatomy=False)
-    assert [line.split()[-1] for line in capsys.readouterr().out.strip().splitlines()[2:]] == ["yes"] * 2 + ["no"] * 3
+    lines = gpu_lines(gpu, all_batches=True, anatomy=False)
+    assert [line.split()[-1] for line in lines[2:]] == ["yes"] * 2 + ["no"] * 3
 
 
 def fast(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
@@ -187,10 +196,15 @@ def fast(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
         "tokens_per_second": 512 * samples_per_second,
         "model_flops_utilization": 0.4,
         "limited_by": "matrix products",
+        "step_seconds": 0.25,
+        "gpu_seconds": 0.1,
+        "gpu_seconds_by_kind": {},
+        "unknown_operations": {},
+        "unknown_operations_share": 0.0,
     }
 
 
-def test_the_anatomy_has_the_time_of_each_kind_of_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_anatomy_has_the_time_of_each_kind_of_work() -> None:
     kinds = {"matrix_product": 0.09, "softmax": 0.0095, "fill": 0.0005}
     timed = {"step_seconds": 0.25, "gpu_seconds": 0.1, "gpu_seconds_by_kind": kinds}
     arms = [
@@ -198,30 +212,20 @@ def test_the_anatomy_has_the_time_of_each_kind_of_work(capsys: pytest.CaptureFix
         arm("fp32", fast(batch(8, 12 * GIB, False), 40.0) | timed),
     ]
     for all_batches, of_each in ((False, ["16 × 4"]), (True, ["8 × 8", "16 × 4", "8 × 8"])):
-        _print_times(arms, all_batches)
-        _, head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.strip().splitlines()]
+        lines = time_lines(view(*arms).arms, all_batches=all_batches)
+        _, head, *rows = [re.split(r"  +", line) for line in lines]
         assert head == ["configuration", "batch × acc", "step", "GPU", "matrix product", "softmax", "other"]
         assert [row[1] for row in rows] == of_each
         assert rows[0] == ["bf16", of_each[0], "250.0", "100.0", "90.0", "9.5", "0.5"]
 
 
-def test_the_fastest_batch_is_shown_and_what_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_batch_is_shown_and_what_to_choose() -> None:
     arms = [
         arm("bf16", fast(batch(8, 4 * GIB, True), 90.0), fast(batch(16, 8 * GIB, True), 88.0)),
         arm("fp32", fast(batch(8, 12 * GIB, False), 40.0)),
         arm("fp16", batch(8, 4 * GIB, True)),
     ]
-    document = {
-        "gpu": "rtx-3090",
-        "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
-        "ceiling_bytes": 11 * GIB,
-        "line_bytes": 10 * GIB,
-        "fits_below_bytes": 10 * GIB,
-        "arms": arms,
-        "best": _best(arms),
-    }
-    _print(document, all_batches=False, anatomy=False)
-    lines = capsys.readouterr().out.strip().splitlines()[1:]
+    lines = gpu_lines(view(*arms), all_batches=False, anatomy=False)[1:]
     assert [re.split(r"  +", line) for line in lines[:-1]] == [
         HEAD,
         ["bf16", "8 × 8", "4.0 GiB", "4.0 GiB", "40%", "90.0", "40%", "matrix products"],
@@ -237,23 +241,23 @@ def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:
     copied = {"bucket_copy_bytes": 3 * GIB}
     rows = [batch(8, 4 * GIB, True) | copied, batch(16, 9 * GIB, False) | copied, batch(32, 18 * GIB, False) | copied]
     ddp = {**arm("bf16", *rows), "strategy": "ddp", "ranks": 2}
-    document = {"arms": [ddp], "fits_below_bytes": 10 * GIB}
-    assert _bucket_copy_note(document) == (
+    assert bucket_copy_lines(view(ddp).arms, 10 * GIB) == [
         "In one step DDP may hold the 3.0 GiB of its gradient buckets twice. There is no room for that with bf16, "
         "ddp × 2 at 16 × 4."
-    )
-    assert _bucket_copy_note({**document, "fits_below_bytes": 5 * GIB}) == ""
+    ]
+    assert bucket_copy_lines(view(ddp).arms, 5 * GIB) == []
 
 
 def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:
     zero = [{**arm("bf16", batch(8, 4 * GIB, True)), "strategy": name, "ranks": 2} for name in ("zero1", "zero2")]
     ddp = {**arm("bf16", fast(batch(8, 4 * GIB, True), 90.0)), "strategy": "ddp", "ranks": 2}
     over = {**arm("bf16", batch(8, 24 * GIB, False)), "strategy": "zero3", "ranks": 2}
-    best = _best([ddp, *zero, over])
-    assert best is not None
-    told = _choice(best, [ddp, *zero, over])
-    assert told.endswith(" zero1, zero2 fit, too: not compared, since their speed is not predicted.")
-    assert "not compared" not in _choice(best, [ddp])
+    gpu = view(ddp, *zero, over)
+    assert gpu.best is not None
+    assert choice_line(gpu.best, gpu.arms).endswith(
+        " zero1, zero2 fit, too: not compared, since their speed is not predicted."
+    )
+    assert "not compared" not in choice_line(gpu.best, gpu.arms[:1])
 
 
 HEAD = [
@@ -395,7 +399,7 @@ def test_a_model_has_to_be_named(run: Run) -> None:
 
 
 def test_operations_of_no_known_kind_are_named_the_most_frequent_first() -> None:
-    told = told_unknown({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
+    told = unknown_line({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
     assert told == (
         "Too fast, perhaps: how long aten::_fft_r2c (12 ×), notes::scan (2 ×), a::b (1 ×), a::c (1 ×) and 1 more take "
         "is not known. Their memory traffic is counted, 3.1% of the GPU time, and nothing else of them."

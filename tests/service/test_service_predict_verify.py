@@ -57,7 +57,7 @@ def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatc
         asked.append((gpu, spec, storage, options))
         return {"predicted": True}, None
 
-    monkeypatch.setattr("autotune.cli.predict.predicted_document", predicted)
+    monkeypatch.setattr("autotune.tuning.predictions.predicted_document", predicted)
     options = {name: BY_NAME[name].default for name in PREDICTED_NAMES}
     assert _predict({**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
     of_command = {option.name for option in options_of("predict")}

@@ -1,0 +1,273 @@
+"""Say in text what is predicted for GPUs: what fits, how fast it trains, what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.core.units import format_bytes, format_rate
+from autotune.results.cells import batch_cell, table_lines
+from autotune.results.prediction_view import ArmView, BatchView, GpuView
+
+# Measured against recorded peaks; see studies/landscapes and tests/estimate/test_predicted_memory.py.
+ACCURACY = (
+    "of 295 peaks on an H200 the allocated bytes were predicted within 0.4 % at worst, the reserved bytes within 3 % "
+    "in 96 of 100 and within 8 % at worst"
+)
+# python studies/kernel_times.py compare; python studies/step_times.py compare
+SPEED_ACCURACY = (
+    "of 57 GPU times of models that had no part in the fit, on an H200, half were predicted within 4 % and 90 of 100 "
+    "within 9 %; 478 of 484 step times were in their interval; other GPUs are computed from their specified rates, and "
+    "were not measured"
+)
+# python studies/rank_memory.py and studies/several_gpus.py
+_RANKS_NOTES = (
+    "bytes are those of each GPU",
+    "of 62 peaks of four models on two H200 (DDP, FSDP2) the allocated bytes were predicted within 0.2 % but for one, "
+    "10 % too low",
+    "reserved bytes under ZeRO were 5 % more than predicted",
+    "what NCCL keeps for itself is not counted",
+    "62 of 63 steps of four models with DDP and FSDP2 were in their interval, half of them predicted within 29 %, on "
+    "hosts of different speed",
+    "speed under ZeRO is not predicted",
+)
+_FEW_BITS_ACCURACY = (
+    "weights and moments are counted as bitsandbytes 0.50 stores them, to the byte; what it needs while it computes "
+    "was read from its code, and not measured on a GPU"
+)
+RANKS_ACCURACY = "; ".join(_RANKS_NOTES)
+_PARTS = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces", "communication")
+_SPEED_HEAD = ["samples/s", "MFU", "limited by"]
+_NEARLY = 0.03
+"""Candidates within this relative distance of the best may be as fast."""
+_LEAST_SHARE = 0.01
+"""Kinds of work that are nowhere a larger share of the GPU time are shown together."""
+_MOST_NAMED = 4
+
+
+def prediction_lines(gpus: Sequence[GpuView], *, all_batches: bool, anatomy: bool) -> list[str]:
+    """Return what is predicted for each GPU, and of several a comparison."""
+    lines = [line for gpu in gpus for line in (*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy), "")]
+    return lines + ([*_comparison_lines(gpus), ""] if len(gpus) > 1 else [])
+
+
+def accuracy_lines(gpus: Sequence[GpuView], *, few_bits: bool) -> list[str]:
+    """Return how good predictions like these were where they were measured."""
+    lines = [f"Predicted, not measured: {ACCURACY}."]
+    if few_bits:
+        lines.append(f"Few bits: {_FEW_BITS_ACCURACY}.")
+    if any(gpu.ranks > 1 for gpu in gpus):
+        lines += ["Several GPUs:", *(f"  {note}" for note in _RANKS_NOTES)]
+    if any(gpu.best is not None for gpu in gpus):
+        lines.append(f"Speed: {SPEED_ACCURACY}.")
+    return lines
+
+
+def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
+    """Return what is predicted for one kind of GPU."""
+    workload, best = gpu.workload, gpu.best
+    on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
+    lines = [
+        f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {on}; "
+        f"a process may reserve {format_bytes(gpu.ceiling_bytes)}, or {format_bytes(gpu.line_bytes)} if the "
+        f"headroom stays free (the line); peaks predicted up to {format_bytes(gpu.fits_below_bytes)} "
+        "count as fitting"
+    ]
+    speed = _SPEED_HEAD if best is not None else []
+    shown = [arm for arm in gpu.arms if not _has_plain_twin(arm, gpu.arms)]
+    if all_batches:
+        head = ["configuration", "batch × acc", "allocated", "reserved", "of the line", "fits"]
+        rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes, anatomy, speed)]
+    else:
+        head = ["configuration", f"{'fastest' if speed else 'largest'} batch × acc"]
+        head += ["allocated", "reserved", "of the line"]
+        rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
+    lines += table_lines(head + speed + (list(_PARTS) if anatomy else []), rows)
+    if anatomy:
+        lines.append(
+            "The parts are those at the moment of the peak. Without accumulation that is often before gradients exist."
+        )
+    if best is not None and best.speed is not None:
+        lines.append(choice_line(best, gpu.arms))
+        if best.speed.unknown_operations:
+            lines.append(unknown_line(best.speed.unknown_operations, best.speed.unknown_operations_share))
+        if anatomy:
+            lines += time_lines(gpu.arms if all_batches else shown, all_batches=all_batches)
+    if gpu.ranks > 1:
+        lines.append(_which_fit(gpu.arms))
+        lines += bucket_copy_lines(gpu.arms, gpu.fits_below_bytes)
+    return lines
+
+
+def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
+    """Return whether all that fits with gradients reduced in each micro-step fits without that, too."""
+    if not arm.arm.sync_each_batch:
+        return False
+    plain = next((other for other in arms if other.arm == replace(arm.arm, sync_each_batch=False)), None)
+    if plain is None:
+        return False
+    fitting = [{_shape(batch) for batch in each.fitting} for each in (arm, plain)]
+    return fitting[0] <= fitting[1]
+
+
+def _shape(batch: BatchView) -> tuple[int, int]:
+    return batch.candidate.per_device_train_batch_size, batch.candidate.gradient_accumulation_steps
+
+
+def _which_fit(arms: Sequence[ArmView]) -> str:
+    """Return which strategies fit, each with its largest batch."""
+    largest: dict[str, int] = {}
+    for arm in arms:
+        name = str(arm.arm.strategy)
+        largest[name] = max(largest.get(name, 0), arm.largest_batch or 0)
+    each = [f"{name} up to {batch} a GPU" if batch else f"{name} does not" for name, batch in largest.items()]
+    return f"What fits: {', '.join(each)}."
+
+
+def bucket_copy_lines(arms: Sequence[ArmView], fits_below_bytes: int) -> list[str]:
+    """Say which candidates have no room for a second copy of DDP's buckets alone."""
+    refused = [
+        (batch.name(), batch.memory.bucket_copy_bytes)
+        for arm in arms
+        for batch in arm.batches
+        if batch.memory.bucket_copy_bytes
+        and not batch.memory.fits
+        and batch.memory.peak_reserved_bytes <= fits_below_bytes
+    ]
+    if not refused:
+        return []
+    names = ", ".join(name for name, _ in refused)
+    copy = format_bytes(max(size_bytes for _, size_bytes in refused))
+    return [
+        f"In one step DDP may hold the {copy} of its gradient buckets twice. There is no room for that with {names}."
+    ]
+
+
+def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:
+    """Return which configuration to choose, its speed, and those that are nearly as fast."""
+    speed = best.speed
+    assert speed is not None
+    low, high = speed.samples_per_second_interval
+    line = f"Choose {best.name()}: {format_rate(speed.samples_per_second)} samples/s"
+    line += f" ({format_rate(low)} to {format_rate(high)})"
+    line += f", {format_rate(speed.tokens_per_second)} tokens/s" if speed.tokens_per_second else ""
+    near = [
+        batch.name()
+        for arm in arms
+        for batch in arm.fitting
+        if batch.samples_per_second > speed.samples_per_second * (1 - _NEARLY) and batch.name() != best.name()
+    ]
+    line = f"{line}." + (f" Within {_NEARLY:.0%}: {'; '.join(near)}." if near else "")
+    return line + _not_compared(arms)
+
+
+def _not_compared(arms: Sequence[ArmView]) -> str:
+    """Return which strategies fit without a predicted speed, so that they were no choice; an empty text for none."""
+    names = dict.fromkeys(
+        arm.arm.strategy
+        for arm in arms
+        if arm.arm.strategy is not None and arm.fitting and not any(batch.speed for batch in arm.batches)
+    )
+    if not names:
+        return ""
+    verb = "fits" if len(names) == 1 else "fit"
+    return f" {', '.join(names)} {verb}, too: not compared, since their speed is not predicted."
+
+
+def unknown_line(calls: dict[str, int], share: float) -> str:
+    """Return a sentence about operations of which only the memory traffic is predicted."""
+    most = sorted(calls, key=lambda name: -calls[name])
+    names = ", ".join(f"{name} ({calls[name]} ×)" for name in most[:_MOST_NAMED])
+    more = f" and {len(most) - _MOST_NAMED} more" if len(most) > _MOST_NAMED else ""
+    return (
+        f"Too fast, perhaps: how long {names}{more} take is not known. Their memory traffic is counted, {share:.1%} of "
+        "the GPU time, and nothing else of them."
+    )
+
+
+def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
+    """Return what an optimizer step takes, and the GPU time of each kind of work in it, largest first."""
+    steps = [
+        (batch.candidate, batch.speed)
+        for arm in arms
+        for batch in (arm.batches if all_batches else filter(None, [arm.fastest]))
+        if batch.speed is not None
+    ]
+    totals: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for _, speed in steps:
+        for kind, seconds in speed.gpu_seconds_by_kind.items():
+            totals[kind] = totals.get(kind, 0.0) + seconds
+            shares[kind] = max(shares.get(kind, 0.0), seconds / speed.gpu_seconds)
+    kinds = sorted((kind for kind in totals if shares[kind] > _LEAST_SHARE), key=lambda kind: -totals[kind])
+    rows = []
+    for candidate, speed in steps:
+        cells = [speed.gpu_seconds_by_kind.get(kind, 0.0) for kind in kinds]
+        times = [speed.step_seconds, speed.gpu_seconds, *cells, speed.gpu_seconds - sum(cells)]
+        rows.append([candidate.arm.describe(), batch_cell(candidate), *(f"{1000 * time:,.1f}" for time in times)])
+    head = ["configuration", "batch × acc", "step", "GPU", *(kind.replace("_", " ") for kind in kinds), "other"]
+    return [
+        "Milliseconds of an optimizer step, of the GPU in it, and of each kind of work on the GPU:",
+        *table_lines(head, rows, right=head[2:]),
+    ]
+
+
+def _comparison_lines(gpus: Sequence[GpuView]) -> list[str]:
+    """Return a line for each GPU with its best configuration."""
+    rows = []
+    for gpu in gpus:
+        best = gpu.best
+        if best is None or best.speed is None:
+            rows.append([gpu.gpu, "", "", "", ""])
+            continue
+        low, high = best.speed.samples_per_second_interval
+        interval = f"{format_rate(low)} to {format_rate(high)}"
+        speed = [format_rate(best.samples_per_second), interval, best.speed.limited_by]
+        rows.append([gpu.gpu, best.candidate.describe(), *speed])
+    return table_lines(["GPU", "choose", "samples/s", "interval", "limited by"], rows)
+
+
+def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[list[str]]:
+    """Return the rows of one configuration, which is named in the first."""
+    rows = []
+    name = arm.arm.describe()
+    for batch in arm.batches:
+        fits = "yes" if batch.memory.fits else "no"
+        peak = [*_peak_cells(batch, line_bytes), fits, *_speed_cells(batch, speed)]
+        rows.append([name, batch_cell(batch.candidate), *peak, *_part_cells(batch, anatomy)])
+        name = ""
+    return rows
+
+
+def _chosen_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[str]:
+    """Return the row of the fastest batch that fits, or of the largest where speed is not predicted.
+
+    Where none fits, it is the batch with the lowest peak.
+    """
+    name, fastest = arm.arm.describe(), arm.fastest
+    if fastest is not None:
+        shown, cell = fastest, batch_cell(fastest.candidate)
+    elif arm.batches:
+        shown = min(arm.batches, key=lambda batch: batch.memory.peak_reserved_bytes)
+        cell = f"none; {batch_cell(shown.candidate)} needs"
+    else:
+        empty = len(speed) + (len(_PARTS) if anatomy else 0)
+        return [name, "not predicted", "", "", "", *([""] * empty)]
+    speeds = _speed_cells(shown, speed) if fastest is not None else [""] * len(speed)
+    return [name, cell, *_peak_cells(shown, line_bytes), *speeds, *_part_cells(shown, anatomy)]
+
+
+def _speed_cells(batch: BatchView, head: list[str]) -> list[str]:
+    if not head or batch.speed is None:
+        return [""] * len(head)
+    utilization = f"{batch.speed.model_flops_utilization:.0%}"
+    return [format_rate(batch.samples_per_second), utilization, batch.speed.limited_by]
+
+
+def _peak_cells(batch: BatchView, line_bytes: int) -> list[str]:
+    allocated, reserved = batch.memory.peak_allocated_bytes, batch.memory.peak_reserved_bytes
+    return [format_bytes(allocated), format_bytes(reserved), f"{reserved / line_bytes:.0%}"]
+
+
+def _part_cells(batch: BatchView, anatomy: bool) -> list[str]:
+    return [format_bytes(batch.memory.anatomy_bytes.get(part, 0)) for part in _PARTS] if anatomy else []

@@ -1,0 +1,120 @@
+"""Find the best that GPUs to rent would do for a training job, from predictions alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
+from autotune.core.units import format_bytes
+from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip
+from autotune.estimate.advice import Offer
+from autotune.estimate.grades import Grades
+from autotune.estimate.memory import MemoryModel
+from autotune.estimate.step_time import StepTime, StepTimeModel
+from autotune.tuning.predictions import batches_of, of_ranks, predictions
+from autotune.tuning.prepare import Prepared
+
+_PLENTY_BYTES = 2**42
+"""Memory of the GPUs that stand for all of their kind: no candidate is left out for want of it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and all that is known of its memory and speed."""
+
+    prepared: Prepared
+    models: dict[bool, MemoryModel]
+    grades: Grades
+    samples: float
+
+
+def models_of(
+    chips: list[Chip], options: dict[str, Any], answers: Any, counts: tuple[int, ...]
+) -> tuple[Prepared, dict[bool, MemoryModel]]:
+    """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
+
+    Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
+    H200.
+    """
+    kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
+    stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
+    wanted = options["precision"]
+    if wanted is not None:
+        # GPUs of a kind that has none of these precisions are told so later.
+        kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)] or kinds
+    only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
+    if len(kinds) == 2:
+        # No kind of attention makes a difference to float32, of which both would say the same.
+        only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
+    targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
+    asked = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
+    found = predictions(targets, asked, answers, counts)
+    return found[0][0], {kind: model for kind, (_, model) in zip(kinds, found, strict=True)}
+
+
+def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the wanted precisions that a GPU has; all of them where it has none, which is refused later."""
+    if wanted is None:
+        return None
+    return tuple(precision for precision in wanted if precision in precisions) or wanted
+
+
+def best_offer(chip: Chip, count: int, job: Job, price: float | None) -> Offer:
+    """Return the best that so many GPUs of a kind do."""
+
+    def refused(why: str) -> Offer:
+        return Offer(chip, None, why, job.samples, price, count)
+
+    if chip.rates is None or chip.memory_bytes is None:
+        return refused("its rates are not published")
+    if count > 1 and chip.rates.link is None:
+        return refused("several in one host are not predicted")
+    ceiling = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, job.prepared.request.headroom)
+    known, least = _fitting_steps(chip, count, job, ceiling)
+    if known:
+        graded = [job.grades.graded(chip, step) for step in known]
+        # What was measured here is better known than a prediction that promises a little more.
+        best = [each for each in graded if each.grade == "measured"] or graded
+        return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
+    if least is None:
+        return refused("nothing is predicted for it")
+    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(ceiling.line_bytes)}")
+
+
+def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
+    """Return the predicted steps of all candidates that fit, and the least memory of those that do not."""
+    speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
+    known: list[StepTime] = []
+    least: int | None = None
+    for arm in space.arms:
+        model = model_of(arm, chip, job.models)
+        operations = model.operations(arm) if model is not None else None
+        if model is None or operations is None or arm.precision not in chip.precisions:
+            continue
+        for batch in batches_of(space):
+            candidate = Candidate(arm, batch, space.batches.accumulation(batch))
+            predicted = model.prediction(candidate)
+            if predicted is None:
+                continue
+            # DDP holds every gradient a second time, in its buckets. A search keeps it from a third copy where that
+            # would matter, see autotune.tuning.strategies.
+            needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
+            least = min(needed, least or needed)
+            if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
+                known.append(speeds.predict(operations, _of_ranks(candidate, count)))
+    return known, least
+
+
+def _of_ranks(candidate: Candidate, count: int) -> Candidate:
+    if count == 1:
+        return candidate
+    return replace(candidate, arm=replace(candidate.arm, strategy="ddp", ranks=count))
+
+
+def model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
+    """Return the predictions for the GPU's kind; in float32 those of either kind: flash attention has 16 bits only."""
+    if arm.precision in ("fp16", "bf16"):
+        return models.get(chip.has_flash_attention)
+    return models.get(True) or models.get(False)

@@ -1,0 +1,240 @@
+"""Predict memory and speed on GPUs that are not in this machine, for ``predict`` and ``advise``."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.device import precisions_of
+from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.inspection import Inspection
+from autotune.core.options import request_fields
+from autotune.core.placement import Placement
+from autotune.core.schema import encode
+from autotune.core.units import format_bytes
+from autotune.core.workload import Workload
+from autotune.devices import Device, find_device
+from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip, find_chip, read_chips
+from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
+from autotune.estimate.memory_jobs import Forecast, Target
+from autotune.estimate.step_time import StepTimeModel
+from autotune.execution import TrialServer
+from autotune.results.predicted import (
+    BatchDocument,
+    GpuPredictionDocument,
+    PredictionDocument,
+    RanksPredictionDocument,
+    TimedBatchDocument,
+    arm_prediction_type,
+    best_of,
+    speed_document,
+)
+from autotune.results.prediction_text import ACCURACY, RANKS_ACCURACY, SPEED_ACCURACY
+from autotune.space.dataloader import usable_cores
+from autotune.space.space import Space
+from autotune.tuning.allowed import check_request
+from autotune.tuning.answer_cache import AnswersBeside, KeptPredictions, inspection_key
+from autotune.tuning.forecasting import most_predictions
+from autotune.tuning.options import build_workload, in_usual_dtype
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
+
+# One host has no more. A choice.
+_MOST_RANKS = 64
+
+
+def known_chips(spec: str | None) -> dict[str, Chip]:
+    """Return the GPUs of the catalog and of the user's own file, which take precedence."""
+    return {**CHIPS, **(read_chips(spec) if spec is not None else {})}
+
+
+def predictions(
+    targets: Sequence[tuple[Chip, int]],
+    options: Sequence[dict[str, Any]],
+    answers: AnswersBeside,
+    ranks: Sequence[int] = (1,),
+) -> list[tuple[Prepared, MemoryModel]]:
+    """Return the predictions for each chip with so much memory; one process makes those that are not stored.
+
+    They are for every batch that so many ranks could have.
+    """
+    precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
+    workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
+    requests = [
+        _request(workload, chip, limit_bytes, own) for (chip, limit_bytes), own in zip(targets, options, strict=True)
+    ]
+    for request in requests:
+        check_request(request)
+    cpu = find_device("cpu")
+    # Of several ranks the inspection also says whether the model can be sharded, and what DDP need not do.
+    placement = Placement.of(*[cpu] * max(request.ranks for request in requests))
+    key = inspection_key(cpu, workload, placement.ranks)
+    assert key is not None
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
+        TrialServer(placement, workload, Path(logs), on_start=lambda: None) as runner,
+    ):
+        remembered = answers.find(key, Inspection)
+        if remembered is None:
+            _begin(runner, answers)
+        facts = remembered or runner.inspect()
+        on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
+        every = [prepare(request, on_gpu) for request in requests]
+        asked = [
+            Target(chip, prepared.ceiling, _questions(prepared.space, ranks))
+            for (chip, _), prepared in zip(targets, every, strict=True)
+        ]
+        forecast = Forecast(
+            runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
+        )
+        if not forecast.is_complete:
+            _begin(runner, answers)
+        forecast.complete()
+        if remembered is None:
+            # Last, since making a database takes a second in which others could be predicting.
+            answers.keep(key, facts)
+    return list(zip(every, forecast.models, strict=True))
+
+
+def _begin(runner: TrialServer, answers: AnswersBeside) -> None:
+    """Start the process that predicts, and import what storing its answers needs while that imports torch."""
+    runner.start()
+    answers.prepare_to_keep()
+
+
+def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
+    """Return the request of a search on the chip."""
+    ranks = _ranks(options.get("gpus"))
+    first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
+    others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
+    asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    if ranks > 1 and options["world_size"] == 1:
+        asked["world_size"] = ranks
+    return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **asked)
+
+
+def _ranks(gpus: str | None) -> int:
+    """Return how many GPUs train together; raises ``InvalidRequestError`` where that is no number."""
+    if gpus is None:
+        return 1
+    if not gpus.isdecimal() or not 1 <= int(gpus) <= _MOST_RANKS:
+        raise InvalidRequestError(f"--gpus {gpus} is not a number of GPUs", f"give one from 1 to {_MOST_RANKS}")
+    return int(gpus)
+
+
+def _questions(space: Space, ranks: Sequence[int]) -> list[Question]:
+    shared = [of_ranks(space, count) for count in ranks] if ranks != (1,) else [space]
+    pairs = [(batch, each.batches.accumulation(batch)) for each in shared for batch in batches_of(each)]
+    multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
+    return questions(space.arms, pairs, multiple)
+
+
+def of_ranks(space: Space, count: int) -> Space:
+    """Return the space with the effective batch shared by so many ranks.
+
+    Raises ``InvalidRequestError`` where it cannot be shared equally.
+    """
+    return dataclasses.replace(space, batches=dataclasses.replace(space.batches, world_size=count))
+
+
+def batches_of(space: Space) -> list[int]:
+    """Return every batch of an effective batch; none where the batch is free, since only the largest is predicted."""
+    if space.batches.effective_batch is None:
+        return []
+    return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
+
+
+def predicted_document(
+    gpu: tuple[str, ...] | None, gpu_spec: str | None, storage: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], AutotuneError | None]:
+    """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
+    targets = _chips(gpu, options["memory_limit"], gpu_spec)
+    with AnswersBeside(storage) as answers:
+        predicted = predictions(targets, [options] * len(targets), answers)
+    documents = [
+        _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
+    ]
+    answer: PredictionDocument = PredictionDocument(True, ACCURACY, SPEED_ACCURACY, documents, documents[0].arms)
+    if any(arm.ranks > 1 for document in documents for arm in document.arms):
+        answer = RanksPredictionDocument(**vars(answer), ranks_accuracy=RANKS_ACCURACY)
+    document: dict[str, Any] = encode(answer)
+    return document, answers.problem
+
+
+def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:
+    """Return the chips to predict for, each with its usable memory."""
+    known = known_chips(spec)
+    if not names:
+        if limit_bytes is None:
+            raise InvalidRequestError(
+                "the memory of the GPU is not known", "give --memory-limit 24GiB or --gpu rtx-3090"
+            )
+        # Without rates: its speed is not known.
+        return [(Chip(name="a GPU like the H200", memory_bytes=limit_bytes), limit_bytes)]
+    found = []
+    for name in names:
+        chip = find_chip(name, known)
+        assert chip.memory_bytes is not None
+        if limit_bytes is not None and limit_bytes > chip.memory_bytes:
+            raise InvalidRequestError(
+                f"--memory-limit {format_bytes(limit_bytes)} is more than the {format_bytes(chip.memory_bytes)} "
+                f"of {chip.name}",
+                "leave it out, or lower it",
+            )
+        found.append((chip, limit_bytes or chip.memory_bytes))
+    return found
+
+
+def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
+    """Return the predictions for one chip."""
+    ceiling = prepared.ceiling
+    speeds = StepTimeModel(chip) if chip.rates is not None else None
+    arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
+    return GpuPredictionDocument(
+        gpu=chip.name,
+        workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},
+        ceiling_bytes=ceiling.cap_bytes,
+        line_bytes=ceiling.line_bytes,
+        fits_below_bytes=ceiling.bounds.below_line_bytes(PREDICTION_MARGIN),
+        best=best_of(arms),
+        arms=arms,
+    )
+
+
+def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> Any:
+    """Return the predictions for one configuration."""
+    space, workload = prepared.space, prepared.request.workload
+    largest = model.largest_batch(arm)
+    operations = model.operations(arm)
+    free = space.batches.effective_batch is None
+    wanted = [(b, 1) for b in model.batches(arm)] if free else []
+    wanted += [(b, space.batches.accumulation(b)) for b in batches_of(space)]
+    rows: list[BatchDocument] = []
+    for batch, accumulation in wanted:
+        candidate = Candidate(arm, batch, accumulation)
+        prediction = model.prediction(candidate)
+        # Without accumulation it is the same to reduce gradients in each micro-step and in the last one.
+        is_twin = arm.sync_each_batch and not candidate.accumulates
+        if prediction is not None and not is_twin:
+            row = BatchDocument(
+                per_device_train_batch_size=batch,
+                gradient_accumulation_steps=accumulation,
+                peak_allocated_bytes=prediction.peak_allocated_bytes,
+                peak_reserved_bytes=prediction.peak_reserved_bytes,
+                peak_reserved_interval_bytes=reserved_interval(prediction, arm),
+                fits=prediction.fits,
+                anatomy_bytes=prediction.anatomy,
+                bucket_copy_bytes=prediction.bucket_copy_bytes,
+            )
+            if speeds is not None and operations is not None and speeds.knows(arm):
+                speed = speed_document(speeds.predict(operations, candidate), workload)
+                row = TimedBatchDocument(**vars(row), **vars(speed))
+            rows.append(row)
+    if not free:
+        largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
+    return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows)
