@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def serve(
       autotune search --server http://127.0.0.1:8321 --model bert-large-uncased --effective-batch 64
     """
     try:
+        from autotune.service.predictions import PredictionProcess
         from autotune.service.server import Settings, log_to_stderr
         from autotune.service.server import serve as run
     except ImportError as error:
@@ -83,15 +85,8 @@ def serve(
             executor=executor, certificate=certificate, key=key, behind_proxy=behind_proxy,
         ),
         ready,
-        lambda options: _predict(options, storage),
+        PredictionProcess((sys.executable, "-m", "autotune.service.predict_process"), storage),
     )  # fmt: skip
-
-
-def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
-    from autotune.tuning.predictions import predicted_document
-
-    gpu = options.pop("gpu")
-    return predicted_document(gpu, None, storage, options)[0]
 
 
 @click.command(short_help="List the searches and the devices of a service.")

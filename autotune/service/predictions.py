@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
+from autotune.service.problems import error_of
 from autotune.service.requests import canonical, check_names, check_path, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
@@ -21,8 +27,73 @@ _MOST_KEPT = 256
 _MOST_WAITING = 8
 """More questions at once are refused: each may take a minute of the processor."""
 
+_MOST_OF_A_TOKEN = 2
+MOST_SECONDS = 30.0
+"""How long a prediction may take: nobody is to hold the processors for longer."""
+
 Predict = Callable[[Document], Document]
 """Returns the document of ``predict --json`` for options by name, each given or at its default."""
+
+
+class PredictionProcess:
+    """Predicts in a process of its own, which is ended where it takes too long or the service ends."""
+
+    def __init__(self, words: Sequence[str], storage: str, most_seconds: float = MOST_SECONDS) -> None:
+        self._words = tuple(words)
+        self._storage = storage
+        self._most_seconds = most_seconds
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_closing = False
+
+    def __call__(self, options: Document) -> Document:
+        """Return the prediction; raises as the command does, and ``ServiceError`` where it takes too long."""
+        asked = {"options": {name: json_value(value) for name, value in options.items()}, "storage": self._storage}
+        process = subprocess.Popen(
+            self._words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        try:
+            if self._is_closing:
+                _kill(process)
+            said, _ = process.communicate(json.dumps(asked).encode(), self._most_seconds)
+            told = json.loads(said)
+        except subprocess.TimeoutExpired as error:
+            raise ServiceError(
+                f"the prediction took longer than {self._most_seconds:.0f} s",
+                "ask for a smaller effective batch or fewer settings, or run autotune predict yourself",
+                status=503,
+            ) from error
+        except ValueError as error:
+            message = "the prediction was ended: it needed too much memory, or the service ends"
+            raise ServiceError(message, "run autotune predict yourself", status=503) from error
+        finally:
+            self._running.discard(process)
+            _kill(process)
+        if "problem" in told:
+            raise error_of(told["problem"])
+        document: Document = told["document"]
+        return document
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._is_closing = True
+        for process in list(self._running):
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 @dataclass
@@ -33,19 +104,22 @@ class Predictions:
     data_folders: Sequence[Path] = ()
     _kept: OrderedDict[str, Document] = field(default_factory=OrderedDict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    _waiting: int = 0
+    _waiting: Counter[str] = field(default_factory=Counter)
+    """By token."""
 
-    def answer(self, document: Any) -> Document:
-        """Return the prediction that a client asks for; raises as the command does."""
+    def answer(self, document: Any, by: str) -> Document:
+        """Return the prediction that the client of a token asks for; raises as the command does."""
         if self.predict is None:
             raise ServiceError("this service predicts nothing", "run autotune predict on a machine", status=501)
         options = _read(document, self.data_folders)
         key = canonical({name: json_value(value) for name, value in options.items()})
         if (known := self._kept.get(key)) is not None:
             return known
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting.total() >= _MOST_WAITING:
             raise ServiceError(f"{_MOST_WAITING} predictions are under way", "ask again in a minute", status=429)
-        self._waiting += 1
+        if self._waiting[by] >= _MOST_OF_A_TOKEN:
+            raise ServiceError(f"{by!r} has {_MOST_OF_A_TOKEN} predictions under way", "wait for their end", status=429)
+        self._waiting[by] += 1
         try:
             with self._turn:
                 found = self._kept.get(key) or self.predict(options)
@@ -54,7 +128,7 @@ class Predictions:
                     self._kept.popitem(last=False)
                 return found
         finally:
-            self._waiting -= 1
+            self._waiting[by] -= 1
 
 
 def _read(document: Any, data_folders: Sequence[Path]) -> Document:

@@ -63,6 +63,8 @@ class Runner:
     """What may be searched by name."""
     lost: int = 0
     """Attempts whose process or node was lost, since the start."""
+    also_ends: list[Callable[[], None]] = field(default_factory=list)
+    """What else is to end with it."""
     _running: dict[str, _Running] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -130,6 +132,8 @@ class Runner:
     def close(self) -> None:
         """Start no more, end what runs in processes of this one, and record the ends."""
         self._is_closing = True
+        for end in self.also_ends:
+            end()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()

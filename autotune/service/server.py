@@ -26,7 +26,7 @@ from autotune.service.dashboard import WithDashboard
 from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_files
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
-from autotune.service.predictions import Predict
+from autotune.service.predictions import Predict, PredictionProcess
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
@@ -130,6 +130,8 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
         searches = Searches(store, settings.storage, _engine(settings), data_folders=settings.data_folders, codes=codes)
+        if isinstance(predict, PredictionProcess):
+            searches.runner.also_ends.append(predict.close)
         app = make_app(
             searches,
             names=_names(settings),

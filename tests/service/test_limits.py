@@ -12,18 +12,20 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from processes import wait_until
+from processes import all_gone, children, wait_until
 from serving import StandInEngine, waits_for_state, with_token
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
-from autotune.core.errors import StorageError
+from autotune.core.errors import ServiceError, StorageError
 from autotune.service.access import _MOST_GUESSES
 from autotune.service.limits import OncePerMinute
+from autotune.service.predictions import PredictionProcess, Predictions
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.repository import Store
@@ -170,3 +172,42 @@ def test_a_finished_search_without_a_result_is_looked_at_again(
     searches._line_of_study = lambda job: "302.9 samples/s"  # type: ignore[method-assign]
     searches.store.names_of = lambda names: set(names)  # type: ignore[method-assign]
     assert searches.result_lines(found) == {job: "302.9 samples/s"}
+
+
+def test_a_prediction_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    program = "import subprocess, sys; subprocess.Popen(['sleep', '1000']).wait()"
+    predict = PredictionProcess((sys.executable, "-c", program), "a.db", most_seconds=1.0)
+    with pytest.raises(ServiceError, match="took longer than 1 s") as told:
+        predict({"model": "gpt2"})
+    assert told.value.status == 503
+    assert all_gone(children(os.getpid()))
+
+
+def test_a_prediction_under_way_ends_with_the_service() -> None:
+    predict = PredictionProcess((sys.executable, "-c", "import time; time.sleep(1000)"), "a.db")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(predict, {"model": "gpt2"})
+        assert wait_until(lambda: bool(predict._running))
+        predict.close()
+        with pytest.raises(ServiceError, match="the prediction was ended"):
+            waiting.result(60)
+
+
+def test_a_token_has_two_predictions_under_way_at_most() -> None:
+    is_over = threading.Event()
+
+    def predict(options: object) -> dict[str, object]:
+        is_over.wait(60)
+        return {}
+
+    predictions = Predictions(predict)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(predictions.answer, {"model": "gpt2", "gpu": ["rtx-3090"], "seq_len": length}, "ann")
+            for length in (32, 64)
+        ]
+        assert wait_until(lambda: predictions._waiting["ann"] == 2)
+        with pytest.raises(ServiceError, match="'ann' has 2 predictions under way"):
+            predictions.answer({"model": "gpt2", "gpu": ["rtx-3090"]}, "ann")
+        is_over.set()
+        assert [each.result(60) for each in asked] == [{}, {}]

@@ -7,8 +7,8 @@ from searching import H200
 from serving import PREDICTED, StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
+from autotune.service.predict_process import predicted as predicted_for_a_service
 from autotune.cli.remote import print_verification
-from autotune.cli.serve import _predict
 from autotune.core.candidate import Document
 from autotune.core.errors import PromiseMissedError, ServiceError
 from autotune.core.options import BY_NAME, options_of
@@ -59,7 +59,7 @@ def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("autotune.tuning.predictions.predicted_document", predicted)
     options = {name: BY_NAME[name].default for name in PREDICTED_NAMES}
-    assert _predict({**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
+    assert predicted_for_a_service({**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
     of_command = {option.name for option in options_of("predict")}
     passed = of_command - {"gpu", "gpu_spec", "storage", "server", "as_json", "all_batches", "anatomy"}
     assert asked == [(("rtx-3090",), None, "a.db", {name: BY_NAME[name].default for name in passed})]

@@ -21,4 +21,4 @@ def predict(
     request: Request, token: Reader,
 ) -> Document:  # fmt: skip
     """Return the document of ``autotune predict --json``; takes the options of the command, runs nothing on a GPU."""
-    return cast(Predictions, request.app.state.predictions).answer(document)
+    return cast(Predictions, request.app.state.predictions).answer(document, token.name)

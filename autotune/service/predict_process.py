@@ -1,0 +1,49 @@
+"""Predict for a service in a process of its own, which may be ended: ``python -m autotune.service.predict_process``.
+
+It reads the options as JSON from standard input, and writes a document or a problem to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+from autotune.core.errors import AutotuneError
+from autotune.core.options import check_arguments
+
+_MOST_BYTES = 8 * 2**30
+# Searches are measured on the same cores.
+_NICENESS = 10
+
+
+def predicted(options: dict[str, Any], storage: str) -> dict[str, Any]:
+    """Return the document of ``autotune predict --json``."""
+    from autotune.tuning.predictions import predicted_document
+
+    gpu = options.pop("gpu")
+    return predicted_document(gpu, None, storage, options)[0]
+
+
+def main() -> None:
+    """Answer one question."""
+    # What a library prints is no answer.
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    os.nice(_NICENESS)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = _MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MOST_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    asked = json.load(sys.stdin)
+    try:
+        told: dict[str, Any] = {"document": predicted(check_arguments(asked["options"]), asked["storage"])}
+    except AutotuneError as error:
+        told = {"problem": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}}
+    with answer:
+        json.dump(told, answer)
+
+
+if __name__ == "__main__":
+    main()
