@@ -7,11 +7,11 @@ from searching import H200
 from serving import PREDICTED, StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
-from autotune.service.predict_process import predicted as predicted_for_a_service
 from autotune.cli.remote import print_verification
 from autotune.core.candidate import Document
 from autotune.core.errors import PromiseMissedError, ServiceError
 from autotune.core.options import BY_NAME, options_of
+from autotune.service.predict_process import predicted as predicted_for_a_service
 from autotune.service.predictions import PREDICTED_NAMES
 from autotune.service.searches import Searches
 
