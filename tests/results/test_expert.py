@@ -59,6 +59,15 @@ def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     assert "predicted" in found.describe()
 
 
+def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None:
+    """As where the user's own settings have another effective batch."""
+    own = trial(0, BF16, 32, completed(150.0), "baseline")
+    own = dataclasses.replace(own, candidate=dataclasses.replace(own.candidate, gradient_accumulation_steps=1))
+    found = expert_of(report(own, trial(1, BF16, 32, completed(200.0))))
+    assert found is not None
+    assert found.candidate.per_device_train_batch_size == 32
+
+
 def test_activations_are_recomputed_only_where_nothing_fits_without() -> None:
     found = expert_of(search((CHECKPOINTED, 64, completed(120.0)), (BF16, 8, OVER)))
     assert found is not None
