@@ -241,3 +241,24 @@ def test_steps_with_an_evaluation_or_a_saved_model_are_not_counted(trial_server:
     measured = answer.completed.measurement
     steps = answer.log.count("step ")
     assert steps > 2 * len(measured.step_seconds_each)
+
+
+def test_a_loop_that_catches_out_of_memory_and_goes_on_is_refused(trial_server: ServerClient, folder: Path) -> None:
+    """Backward passes and optimizer steps are made as ever, and nothing comes back to the model."""
+    text = LOOP.replace(
+        "            loss = loss_of(net, new()) if",
+        "            if batch > 6:\n"
+        "                try:\n"
+        "                    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "                except torch.OutOfMemoryError:\n"
+        "                    net(new())\n"
+        "                    loss = torch.zeros(1, requires_grad=True).sum()\n"
+        "            else:\n"
+        "              loss = loss_of(net, new()) if",
+    )
+    (folder / "loop.py").write_text(text)
+    told, _ = inspected(trial_server, OPTIONS)
+    assert trial_server.trial(told, Candidate(Arm(), 6, 2)).completed.measurement.step_seconds > 0
+    outcome = trial_server.trial(told, Candidate(Arm(), 8, 2)).outcome
+    assert isinstance(outcome, Failed)
+    assert "no gradient came back to the model of loop.py" in outcome.message

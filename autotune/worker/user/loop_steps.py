@@ -248,6 +248,10 @@ class MeasuredSteps(MeasureCallback):
         """Start the clock of the first step."""
         self.on_train_begin(None, None, self._control)
 
+    def restart_clock(self) -> None:
+        """Start the clock of the first step anew: what came before it is no training."""
+        self._start_clock()
+
     def step_begins(self) -> None:
         """Start a step: its first batch is there."""
         self.on_step_begin(None, None, self._control)

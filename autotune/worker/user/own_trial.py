@@ -74,6 +74,10 @@ class OwnTrial(Trial):
             self._end(self._completed(self._callback.pending, None))
         self._end(self._judged(error))
 
+    def samples_of_micro_step(self) -> int | None:
+        """Return how many samples are to be seen going into the model; ``None`` where they are counted otherwise."""
+        return self._candidate.per_device_train_batch_size
+
     def _make_checks(self, meter: Meter) -> StepChecks:
         def refuse(found: NotTrained) -> NoReturn:
             # Their code might catch an exception.
@@ -81,7 +85,7 @@ class OwnTrial(Trial):
 
         return StepChecks(
             self._source.name,
-            self._candidate.per_device_train_batch_size,
+            self.samples_of_micro_step(),
             refuse,
             out_of_memory_count=meter.failed_allocations,
         )

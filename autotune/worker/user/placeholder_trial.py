@@ -109,6 +109,7 @@ class PlaceholderTrial(StepsTrial):
             on_enough=self._enough,
             on_step=lambda step: self._send(Progress(step=step)),
             busy=self._busy_step(),
+            checks=self._checks,
         )
         how = decode(interface.get("steps", {}), HowItSteps)
         return HookedSteps(
@@ -121,6 +122,9 @@ class PlaceholderTrial(StepsTrial):
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
         )
+
+    def samples_of_micro_step(self) -> int | None:
+        """Return ``None``: the inspection has shown where samples go in, and they are counted there."""
 
     def _set_tf32(self) -> None:
         """Leave it to the script, which is told by its placeholders."""
@@ -181,6 +185,8 @@ class HookedSteps:
         self._loading.watch()
         self._calls = observe(self)
         self._watch_saving()
+        # Now, since within the call of a model its checks would be turned on for the modules in it.
+        listener.begin()
 
     def _watch_saving(self) -> None:
         save = torch.save
@@ -205,7 +211,7 @@ class HookedSteps:
             self._has_begun = True
             self._on_begin()
             self._loading.take()
-            self._listener.begin()
+            self._listener.restart_clock()
             self._listener.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
