@@ -31,12 +31,12 @@ from autotune.service.tokens import may_write
 from autotune.service.verifications import (
     VERIFIES,
     VerificationSubmission,
-    check_can_be_exported,
     needs_of_study,
     read_verification,
 )
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
+from autotune.verify.target import verifiable_export
 
 log = logging.getLogger("autotune.service")
 
@@ -104,7 +104,7 @@ class Searches:
         """Queue a run of a stock Trainer as a study exports it; return its job and whether it is new."""
         submission = read_verification(document)
         report = load_report(self.store, submission.study)
-        check_can_be_exported(report)
+        verifiable_export(report)
         self._check_length()
         needs = needs_of_study(report.environment)
         job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)

@@ -8,12 +8,9 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME
-from autotune.results.export import make_export
-from autotune.results.report import Report
 from autotune.service.requests import read_priority
 from autotune.store.queue import Needs
 from autotune.tuning.request import check_study_name
-from autotune.verify.target import what_is_not_verified
 from autotune.verify.throughput import DEFAULT_STEPS, check_steps
 
 VERIFIES = "verify_study"
@@ -45,17 +42,6 @@ def read_verification(document: Any) -> VerificationSubmission:
         # Recorded only where it is asked for, as requests were before there was such an option.
         options["again"] = True
     return VerificationSubmission(document["study"], options, read_priority(document))
-
-
-def check_can_be_exported(report: Report) -> None:
-    """Raise as ``autotune verify`` does where a study has no winner, or one that a stock Trainer does not show."""
-    unverified = what_is_not_verified(report.workload)
-    if unverified is not None:
-        raise InvalidRequestError(
-            f"the study {report.study.name!r} was searched with {unverified}",
-            "train with the export as usual; the Trainer's log tells samples a second",
-        )
-    make_export(report)
 
 
 def needs_of_study(environment: Document) -> Needs:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,6 +27,7 @@ from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
+from autotune.space.features import version_of
 from autotune.store.answer_file import open_answers
 from autotune.tuning.environment import library_versions
 
@@ -106,7 +106,7 @@ def _what_is_traced(workload: Workload) -> Document:
 def _installed(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: version_of(name) for name in packages},
         # Builds of one version for different CUDA versions; torch writes its CUDA version here.
         "torch": _torch_build(),
     }
@@ -115,14 +115,6 @@ def _installed(packages: Sequence[str]) -> dict[str, Any]:
 def _digest(known: Document) -> str:
     text = json.dumps(known, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-@functools.cache
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

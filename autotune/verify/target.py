@@ -14,7 +14,7 @@ from autotune.core.placement import Placement
 from autotune.core.verification import StockWork
 from autotune.core.workload import Workload
 from autotune.devices import Device, devices_of_ranks, list_devices
-from autotune.results.export import make_export
+from autotune.results.export import Export, make_export
 from autotune.results.report import Report, load_report
 from autotune.space.levers import applied_settings
 from autotune.store.records import TrialRecord
@@ -92,19 +92,24 @@ def check_can_be_verified(workload: Document) -> None:
         raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
-def target_of(report: Report, placement: Placement, arguments: Document | None = None) -> Target:
-    """Return the winner of a study, with ``arguments`` from a file in place of its export's.
-
-    Raises ``NoResultError`` where the study has no winner, and ``InvalidRequestError`` where the file is not its
-    export.
-    """
+def verifiable_export(report: Report) -> Export:
+    """Return the export of a winner; raises an error where there is none, or none that a stock Trainer can show."""
     unverified = what_is_not_verified(report.workload)
     if unverified is not None:
         raise InvalidRequestError(
             f"the study {report.study.name!r} was searched with {unverified}",
             "train with the export as usual; the Trainer's log tells samples a second",
         )
-    export = make_export(report)
+    return make_export(report)
+
+
+def target_of(report: Report, placement: Placement, arguments: Document | None = None) -> Target:
+    """Return the winner of a study, with ``arguments`` from a file in place of its export's.
+
+    Raises ``NoResultError`` where the study has no winner, and ``InvalidRequestError`` where the file is not its
+    export.
+    """
+    export = verifiable_export(report)
     best, promised, speed = report.best, report.pooled(report.best), report.speed(report.best)
     assert best is not None, "an export has a winner"
     assert promised is not None, "a winner was measured"

@@ -134,33 +134,29 @@ class Limits:
 
 def peak_bytes(events: Events) -> int:
     """Return the most bytes that exist at once, unrounded, which is a lower bound of reserved memory."""
-    alive = peak = 0
-    size_of: dict[int, int] = {}
-    for number, size in events:
-        if size == DEATH:
-            alive -= size_of.pop(number)
-        elif size != EMPTY_CACHE:
-            size_of[number] = size
-            alive += size
-            peak = max(peak, alive)
-    return peak
+    return _peak(events)[0]
 
 
-def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
-    """Return the bytes by label at the moment when most bytes exist."""
-    alive = peak = peak_at = 0
+def _peak(events: Events) -> tuple[int, int]:
+    """Return the most bytes that exist at once, and how many events it takes until they do."""
+    alive = peak = peak_after = 0
     size_of: dict[int, int] = {}
-    for index, (number, size) in enumerate(events):
+    for index, (number, size) in enumerate(events, start=1):
         if size == DEATH:
             alive -= size_of.pop(number)
         elif size != EMPTY_CACHE:
             size_of[number] = size
             alive += size
             if alive > peak:
-                peak, peak_at = alive, index
+                peak, peak_after = alive, index
+    return peak, peak_after
+
+
+def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
+    """Return the bytes by label at the moment when most bytes exist."""
     parts: dict[str, int] = {}
     at_peak: dict[int, int] = {}
-    for number, size in events[: peak_at + 1]:
+    for number, size in events[: _peak(events)[1]]:
         if size == DEATH:
             at_peak.pop(number)
         elif size != EMPTY_CACHE:
