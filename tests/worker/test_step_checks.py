@@ -12,9 +12,9 @@ import torch
 from server_client import ServerClient
 from tiny import QUICK
 
-from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.training_source import find_loop, find_trainer
+from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.step_checks import TrainingWatch
 
@@ -204,3 +204,45 @@ def test_a_loss_that_another_batch_changes_is_known(trial_server: ServerClient, 
     answer = trial_server.trial(workload, Candidate(Arm(), 4, 2), WARM, unmodified=True)
     assert answer.completed.measurement.loss_of_batch == found
     assert trained(trial_server, function).measurement.loss_of_batch is None  # type: ignore[union-attr]
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator()
+net = torch.nn.Linear(4, 2)
+data = DataLoader(TensorDataset(torch.randn(256, 4)), batch_size=8)
+def run_out(_, given):
+    if len(given[0]) > 8:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+net.register_forward_pre_hook(run_out)
+net, data, optimizer = accelerator.prepare(net, data, torch.optim.SGD(net.parameters(), 0.1))
+for inputs, in data:
+    try:
+        loss = net(inputs[:TAKEN]).mean()
+    except RuntimeError:
+        loss = torch.zeros((), requires_grad=True)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("taken", ["16", whole("2")])
+def test_the_same_holds_for_an_accelerator(trial_server: ServerClient, tmp_path: Path, taken: str) -> None:
+    (tmp_path / "run.py").write_text(ACCELERATED.replace("TAKEN", taken))
+    source = find_script(["python", str(tmp_path / "run.py")])
+    interface = trial_server.model(Workload.of_source(source)).interface
+    workload = Workload.of_source(dataclasses.replace(source, interface=interface))
+    outcomes = [
+        trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), batch, 1), WARM).outcome for batch in (8, 16)
+    ]
+    if taken == "16":
+        assert isinstance(outcomes[0], Completed)
+        assert isinstance(outcomes[1], OutOfMemory)
+    else:
+        messages = [outcome.message for outcome in outcomes if isinstance(outcome, Failed)]
+        assert [message.partition(" (")[0] for message in messages] == [
+            f"run.py gives its model 2 samples of a batch of {batch}" for batch in (8, 16)
+        ]
