@@ -42,10 +42,10 @@ def gain_of(prior: Prior, measured: Measurement) -> float:
     limit = what_limits(measured)
     busy, data = limit.gpu_busy_share, limit.data_share
     if busy is None:
-        busy = max(0.0, _USUAL_BUSY_SHARE - data)
+        busy = _USUAL_BUSY_SHARE * (1 - data)
     gpu = busy * (1 - share_in_passing(measured) * (1 - prior.passing))
     idle = max(0.0, 1 - busy - data)
-    if busy < HOST_BOUND:
+    if busy < HOST_BOUND * (1 - data):
         return 1 / (data + max(gpu, prior.host * (1 - data)))
     return 1 / (data + max(gpu + prior.host * idle, prior.host * _BUSY_HOST))
 

@@ -27,6 +27,8 @@ _GAIN_A_SECOND = 0.001
 """Gain in speed for which a second of search is worth it: a minute has to promise 6 %. A choice."""
 _MOST_SECONDS = 120.0
 """No trial of a lever is begun that would end later after the first answer than this. A choice."""
+_LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
+"""A trial of a lever is ended after so many times what it is expected to take. A choice."""
 _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
 _ROOM = 1.2
@@ -50,6 +52,11 @@ class Idea:
     """The same over its root, before what was learned of the lever."""
     seconds: float
     """What its trial is expected to take."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long its trial may take: a compiler that hangs is ended."""
+        return _LEAST_LIMIT_SECONDS + _LIMIT_TIMES * self.seconds
 
     @property
     def is_worth_it(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -304,7 +304,9 @@ class Search:
             self._running[record.id] = _Running(trial, record, placement, self._clock())
         self._plan.begin(record)
         self._observer.trial_begins(trial.number, candidate, stage)
-        self._executor.submit(self._job(record, effort, placement))
+        job = self._job(record, effort, placement)
+        limit_seconds = min(job.timeout_seconds, step.limit_seconds)
+        self._executor.submit(replace(job, timeout_seconds=limit_seconds))
 
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         request, candidate, source = self._request, record.candidate, self._request.workload.source

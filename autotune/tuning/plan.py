@@ -5,6 +5,7 @@ Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection
@@ -69,6 +70,8 @@ class Step:
     candidate: Candidate
     why: str = ""
     """What is expected of it, in words; empty where the search has no first answer yet."""
+    limit_seconds: float = math.inf
+    """How long the trial may take, if that is less than any trial may."""
 
 
 class Plan:
@@ -192,7 +195,7 @@ class Plan:
         if idea is None:
             return None
         self._idea = idea
-        return Step("search", idea.candidate, idea.describe())
+        return Step("search", idea.candidate, idea.describe(), idea.limit_seconds)
 
     @property
     def has_first_answer(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from recorded import ComputedRunner, fault, measurement
 from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, interrupt_after, new_store, request, search
+from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
+from autotune.devices import Device
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of
 from autotune.estimate.memory import MemoryModel, Question
@@ -23,10 +26,14 @@ from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
 from autotune.space.levers import BY_NAME, levers_of
 from autotune.space.space import Batches, Space
+from autotune.tuning import anytime
 from autotune.tuning.anytime import Anytime
 from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.run import run_search
 
 CAUSAL = replace(BERT_LARGE, task="causal-lm")
+GRAPHED = frozenset({"cuda_graphs", "unpadded"})
 LATE = ("torch_compile", "cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss")
 
 
@@ -167,6 +174,13 @@ class TestEnd:
         _, runner = searched(Gpu(compile_seconds=70.0), tmp_path)
         assert 1 <= sum(arm.torch_compile for arm in late(runner)) <= 2
 
+    def test_a_compiler_that_hangs_is_ended_after_a_few_times_what_is_expected(self, tmp_path: Path) -> None:
+        _, runner = searched(Gpu(compile_seconds=50.0), tmp_path)
+        limits = {job.candidate.arm.torch_compile: job.timeout_seconds for job in runner.jobs[-4:]}
+        assert 180 < limits[True] < 300
+        (graphed,) = (job.timeout_seconds for job in runner.jobs if levers_of(job.candidate.arm, LATE) == GRAPHED)
+        assert graphed < 90
+
     @pytest.mark.parametrize("option", ["torch_compile", "cuda_graphs", "unpadded", "fused_loss"])
     def test_what_is_off_is_never_tried(self, tmp_path: Path, option: str) -> None:
         _, runner = searched(Gpu(), tmp_path, **{option: "off"})
@@ -281,8 +295,8 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     history = History(ceiling_of(24 * GIB))
     history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
-    anytime = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
-    assert anytime.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
+    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
+    assert levers.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
 
 def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
@@ -301,3 +315,25 @@ def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
         "torch_compile_mode": (2.61, 1.24),
         "unpadded": (1.0, 1.01),
     }
+
+
+@pytest.mark.whole
+def test_real_trials_go_on_with_what_a_cpu_can_have(
+    cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches on a CPU stop at their first answer; here one goes on, through real processes."""
+    monkeypatch.setattr(SearchRequest, "goes_on", True)
+    # However long trials take on a busy machine.
+    monkeypatch.setattr(anytime, "_GAIN_A_SECOND", 0.0)
+    monkeypatch.setattr(anytime, "_MOST_SECONDS", math.inf)
+    asked = SearchRequest(
+        tiny_workload("gpt2-tiny"), cpu, effective_batch=8, batch_multiple=8, study="levers", precisions=("fp32",),
+        gradient_checkpointing="off", torch_compile="off", tolerance=0.001, measure_baseline=False,
+    )  # fmt: skip
+    observer = RecordingObserver()
+    study, report = run_search(asked, str(tmp_path / "studies.db"), observer)
+    assert study.state == "finished"
+    with_levers = [trial for trial in report.trials if levers_of(trial.candidate.arm, LATE)]
+    assert {name for trial in with_levers for name in levers_of(trial.candidate.arm, LATE)} >= {"fused_loss"}
+    assert all(isinstance(trial.outcome, Completed) for trial in with_levers)
+    assert any(note.startswith("a fused loss gave ") for note in observer.notes)
