@@ -216,6 +216,7 @@ class SearchOptions(TypedDict, total=False):
     task: Task | None
     seq_len: int | None
     padding: float | str
+    effective_tokens: int | None
     dtype: DTypeName | None
     pretrained: bool
     dataset: str | os.PathLike[str] | None

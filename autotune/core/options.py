@@ -164,6 +164,10 @@ OPTIONS: tuple[Option, ...] = (
         | {"advise": "Samples of an optimizer step: per-device batch × accumulation × GPUs, always exactly."},
     ),
     Option(
+        "effective_tokens", COUNT, "The same in tokens, in place of --effective-batch: a multiple of --seq-len.",
+        TRAINED, BOTH, own_code_decides=True,
+    ),
+    Option(
         "task", choice(*TASKS),
         f"One of {', '.join(TASKS)} [default: from the architecture in config.json].", TRAINED, ALL,
         metavar="TASK", own_code_decides=True,

@@ -39,7 +39,8 @@ class SpeedDocument:
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
     """Return the predicted speed of a candidate as it is printed."""
-    tokens = predicted.samples_per_second * workload.seq_len if workload.is_text else None
+    real = workload.seq_len * (1 - workload.padding)
+    tokens = predicted.samples_per_second * real if workload.is_text else None
     return SpeedDocument(
         predicted.seconds,
         predicted.gpu_seconds,

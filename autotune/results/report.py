@@ -128,11 +128,12 @@ class Report:
         return bool(self.study.request.get("objective", "throughput") == "throughput")
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
-        """Return the mean tokens a second of a measurement; ``None`` where samples are not text."""
+        """Return the mean tokens a second of a measurement, padding left out; ``None`` where samples are not text."""
         if measured is None or not self.is_text:
             return None
         lengths = lengths_of(self.workload)
-        return measured.samples_per_second * (lengths.mean if lengths else int(self.workload["seq_len"]))
+        real = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
+        return measured.samples_per_second * (lengths.mean if lengths else real)
 
     def headroom_bytes(self, trial: TrialRecord) -> int | None:
         """Return the bytes of the cap that a completed trial left free; with expandable segments, at least so many."""

@@ -48,6 +48,7 @@ def build_request(
     named = devices or (named_devices(options) if options.get("gpus") is not None else ())
     own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
+    options = with_effective_batch(options, workload)
     device, *others = named or named_devices(options)
     workload = workload if own else in_usual_dtype(workload, options["dtype"], device.precisions)
     beside: list[Device] = []
@@ -110,6 +111,30 @@ def build_workload(options: dict[str, Any]) -> Workload:
     )
 
 
+def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    """Return the options with the effective batch in samples, where it was given in tokens."""
+    tokens = options.get("effective_tokens")
+    if tokens is None:
+        return options
+    said = f"--effective-tokens {tokens}"
+    if options["effective_batch"] is not None:
+        raise InvalidRequestError(f"{said} and --effective-batch both say what a step is", "give one of the two")
+    if not workload.is_text:
+        raise InvalidRequestError(f"{said}: samples of {workload.task} are not text", "give --effective-batch")
+    if workload.data is not None:
+        raise InvalidRequestError(
+            f"{said}: samples of --dataset differ in length", "give --effective-batch, in samples"
+        )
+    samples, rest = divmod(tokens, workload.seq_len)
+    if rest or not samples:
+        near = [count * workload.seq_len for count in (samples, samples + 1) if count]
+        raise InvalidRequestError(
+            f"{said} is no whole number of samples of {workload.seq_len} tokens",
+            f"give {' or '.join(map(str, near))}, or another --seq-len",
+        )
+    return {**options, "effective_batch": samples}
+
+
 def in_usual_dtype(workload: Workload, asked: DTypeName | None, precisions: Collection[Precision]) -> Workload:
     """Return the workload with its weights in the dtype asked for, else in the one that is usual on a device.
 
@@ -155,7 +180,7 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
             raise InvalidRequestError(
                 f"{BY_NAME[name].parameter} applies to LoRA adapters, and there are none", "add --peft lora"
             )
-    if options["world_size"] > 1 and options["effective_batch"] is None:
+    if options["world_size"] > 1 and options["effective_batch"] is None and not options.get("effective_tokens"):
         raise InvalidRequestError(
             f"--world-size {options['world_size']} divides an effective batch, and none is given",
             "give --effective-batch, or leave --world-size out",

@@ -40,7 +40,7 @@ from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswersBeside, KeptPredictions, inspection_key
 from autotune.tuning.forecasting import most_predictions
-from autotune.tuning.options import build_workload, in_usual_dtype
+from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 
@@ -66,7 +66,8 @@ def predictions(
     precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
     workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
     requests = [
-        _request(workload, chip, limit_bytes, own) for (chip, limit_bytes), own in zip(targets, options, strict=True)
+        _request(workload, chip, limit_bytes, with_effective_batch(own, workload))
+        for (chip, limit_bytes), own in zip(targets, options, strict=True)
     ]
     for request in requests:
         check_request(request)
