@@ -52,6 +52,7 @@ PREDICTING_MODULES = (
     "core/schema.py",
     "core/workload.py",
     "models/tasks.py",
+    "space/features.py",
     "space/training_arguments.py",
 )
 

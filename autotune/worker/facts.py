@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import TrainingArguments
 from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
 from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
+from autotune.space.features import version_of
 from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import (
@@ -27,16 +27,9 @@ from autotune.worker.trial.build import build_model, model_class
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the libraries that a measurement depends on; ``None`` for one that is not installed."""
-    return {name: _version(name) for name in _PACKAGES}
+    return {name: version_of(name) for name in _PACKAGES}
 
 
 def layer_classes(model: torch.nn.Module) -> list[str]:
