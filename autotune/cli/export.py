@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import table_options
-from autotune.cli.output import FilePath, write_text
+from autotune.cli.options import service_of, table_options
+from autotune.cli.output import FilePath, as_printed, write_text
 
 
 @click.command()
@@ -21,7 +21,8 @@ from autotune.cli.output import FilePath, write_text
 )
 @click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @table_options("export")
-def export(study: str, form: str, output: Path | None, storage: str) -> None:
+@click.pass_context
+def export(ctx: click.Context, /, study: str, form: str, output: Path | None, storage: str, server: str | None) -> None:
     """Export the best trial as TrainingArguments.
 
     \b
@@ -34,14 +35,20 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     from autotune.results.report import load_report
     from autotune.store.opening import open_store
 
-    with open_store(storage, create=False) as store:
-        made = make_export(load_report(store, study))
-    launch = next((known for known in LAUNCH_FORMATS if known == form), None)
-    plain = next((known for known in FORMATS if known == form), FORMATS[0])
-    text = render_launch(made, launch) if launch is not None else render(made, plain)
+    if (service := service_of(ctx)) is not None:
+        from autotune.cli.remote import export_remotely
+
+        text, notes = export_remotely(service, study, form)
+    else:
+        with open_store(storage, create=False) as store:
+            made = make_export(load_report(store, study))
+        launch = next((known for known in LAUNCH_FORMATS if known == form), None)
+        plain = next((known for known in FORMATS if known == form), FORMATS[0])
+        text = render_launch(made, launch) if launch is not None else render(made, plain)
+        notes = beside_lines(made, launch or plain)
     if output is None:
         click.echo(text, nl=False)
     else:
         write_text(output, text)
-    for line in beside_lines(made, launch or plain):
-        click.echo(line, err=True)
+    for line in notes:
+        click.echo(as_printed(line), err=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from autotune import __version__
+from autotune.cli.output import as_printed
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
 
@@ -35,6 +36,7 @@ _COMMANDS = {
     "db": "autotune.cli.db",
     "serve": "autotune.cli.serve",
     "queue": "autotune.cli.serve",
+    "follow": "autotune.cli.serve",
     "cancel": "autotune.cli.serve",
     "token": "autotune.cli.serve",
 }
@@ -86,7 +88,7 @@ def say_error(message: str, hint: str = "") -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return as_printed(" ".join(text.split()))
 
 
 @click.group(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, SCRIPT, Kind
@@ -94,3 +95,9 @@ class SectionedCommand(click.Command):
                 records += left.values()
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record], col_max=28)
+
+
+def service_of(ctx: click.Context) -> str | None:
+    """Return the service that a command is to ask; ``None`` where it names no service, or a database of its own."""
+    named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
+    return None if named else ctx.params["server"]

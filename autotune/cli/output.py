@@ -28,6 +28,11 @@ def write_text(path: Path, text: str) -> None:
         raise StorageError(f"{path} cannot be written: {error.strerror}", "name another file") from error
 
 
+def as_printed(text: object) -> str:
+    """Return what others said without what a terminal would obey: all control characters but line breaks and tabs."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in str(text))
+
+
 def print_json(document: Any) -> None:
     """Print one document on stdout."""
     click.echo(json.dumps(document, indent=2))

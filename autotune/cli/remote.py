@@ -11,7 +11,7 @@ from urllib.parse import quote
 import click
 from rich.console import Console
 
-from autotune.cli.output import print_json
+from autotune.cli.output import as_printed, print_json
 from autotune.cli.view import ConsoleView, open_view
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
@@ -60,13 +60,60 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     client = Client(server)
     asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}
     search = client.request("POST", "/v1/searches", asked)
-    name = shlex.quote(str(search["study"]))
-    path = f"/v1/searches/{quote(str(search['id']), safe='')}"
+    _follow_to_the_end(client, search, as_json=as_json)
+
+
+def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
+    """Have a service go on with a search that was cancelled, failed or has more budget now, and show it."""
+    client = Client(server)
+    known = client.request("GET", _path_of(study))
+    needs = {name: known["needs"][name] for name in ("gpu", "memory_bytes", "count") if known["needs"][name]}
+    asked = {**known["request"], "study": known["study"], "needs": needs}
+    asked |= {name: value for name, value in budget.items() if value is not None}
+    if known["needs"]["device_kind"] is not None and "gpu" not in needs:
+        asked["device"] = known["needs"]["device_kind"]
+    _follow_to_the_end(client, client.request("POST", "/v1/searches", asked), as_json=as_json)
+
+
+def follow_remotely(server: str, search: str, *, as_json: bool) -> None:
+    """Show a search of a service from its beginning to its end, and print the result."""
+    client = Client(server)
+    _follow_to_the_end(client, client.request("GET", _path_of(search)), as_json=as_json)
+
+
+def show_remotely(server: str, study: str, *, as_json: bool) -> None:
+    """Print what a service has of a study, as ``autotune show`` does."""
+    client = Client(server)
+    if as_json:
+        print_json(client.request("GET", f"{_path_of(study)}/report"))
+        return
+    click.echo(as_printed(client.request("GET", f"{_path_of(study)}/report", query={"format": "text"}).rstrip("\n")))
+
+
+def report_remotely(server: str, study: str) -> str:
+    """Return a study of a service as an HTML page."""
+    return str(Client(server).request("GET", f"{_path_of(study)}/report", query={"format": "html"}))
+
+
+def export_remotely(server: str, study: str, form: str) -> tuple[str, list[str]]:
+    """Return the best trial of a study of a service in a format, and what has to be said beside it."""
+    text, headers = Client(server).fetch(f"{_path_of(study)}/export", {"format": form})
+    return text, [note for note in headers.get("autotune-note", "").split(" | ") if note]
+
+
+def _path_of(search: str) -> str:
+    return f"/v1/searches/{quote(search, safe='')}"
+
+
+def _follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
+    name, path = shlex.quote(str(search["study"])), _path_of(str(search["id"]))
     try:
         problem = _watch(client, search)
     except KeyboardInterrupt:
         click.echo(
-            f"the search {name} goes on at {client.url}; autotune cancel {name} --server {client.url} ends it", err=True
+            f"the search {name} goes on at {client.url}; autotune follow {name} --server {client.url} shows it again, "
+            f"autotune cancel {name} --server {client.url} ends it",
+            err=True,
         )
         raise
     if problem is not None:
@@ -74,7 +121,7 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     if as_json:
         print_json(client.request("GET", f"{path}/report"))
         return
-    click.echo(client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n"))
+    click.echo(as_printed(client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n")))
     click.echo(f"\nNext:\n  {client.url}{search['links']['page']}")
     click.echo(f"  {client.url}{search['links']['export']}?format=cli")
 
@@ -148,7 +195,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
         verdict = str(shown["verification"].get("verdict", "no verdict")).replace("_", " ")
         click.echo(f"{verdict}; an earlier autotune recorded no text of it, --json prints its figures")
     else:
-        click.echo("\n".join(shown["lines"]))
+        click.echo(as_printed("\n".join(shown["lines"])))
     if shown["missed"] is not None:
         raise error_of(shown["missed"])
 

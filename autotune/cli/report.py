@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import table_options
+from autotune.cli.options import service_of, table_options
 from autotune.cli.output import FilePath, write_text
 
 
@@ -15,7 +15,8 @@ from autotune.cli.output import FilePath, write_text
 @click.option("--html", "page", metavar="FILE", type=FilePath(dir_okay=False, path_type=Path, allow_dash=True),
               help="Write one HTML page with charts; - is stdout.")  # fmt: skip
 @table_options("report")
-def report(study: str, page: Path | None, storage: str) -> None:
+@click.pass_context
+def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, server: str | None) -> None:
     """Report a study as a page with charts, or as text.
 
     The page needs no other file and no network. Without --html, the text is that of autotune show.
@@ -29,6 +30,14 @@ def report(study: str, page: Path | None, storage: str) -> None:
     from autotune.store.opening import open_store
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
+    if (service := service_of(ctx)) is not None:
+        from autotune.cli.remote import report_remotely, show_remotely
+
+        if page is None:
+            show_remotely(service, study, as_json=False)
+        else:
+            _write(page, report_remotely(service, study))
+        return
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
         if page is None:
@@ -37,7 +46,10 @@ def report(study: str, page: Path | None, storage: str) -> None:
         best = loaded.best
         prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None
         step = stored_step(loaded, best.candidate, store.answers) if best is not None else None
-    text = html_page(loaded, prediction, step)
+    _write(page, html_page(loaded, prediction, step))
+
+
+def _write(page: Path, text: str) -> None:
     if str(page) == "-":
         click.echo(text, nl=False)
     else:

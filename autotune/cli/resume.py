@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import table_options
+from autotune.cli.options import service_of, table_options
 
 
 @click.command(short_help="Continue a search that was ended or killed.")
@@ -22,6 +22,7 @@ def resume(
     gpus: str | None,
     parallel: bool,
     executor: str | None,
+    server: str | None,
     storage: str,
     wait: bool,
     as_json: bool,
@@ -41,6 +42,12 @@ def resume(
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
+    if (service := service_of(ctx)) is not None:
+        from autotune.cli.remote import resume_remotely
+
+        limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
+        resume_remotely(service, study, limits, as_json=as_json)
+        return
     asked = {"device": device, "gpus": gpus, "parallel": parallel}
     if executor is not None:
         from autotune.cli.remote import resume_on_cluster

@@ -125,6 +125,18 @@ def _where(device: dict[str, Any] | None) -> str:
     return f"{device['name']} of {device['host']}" if device is not None else ""
 
 
+@click.command(short_help="Show a search of a service to its end.")
+@click.argument("search")
+@table_options("follow")
+def follow(search: str, server: str | None, as_json: bool) -> None:
+    """Show a search of a service, by its id or its study's name, from its beginning to its end, and its result."""
+    from autotune.cli.remote import follow_remotely
+
+    if server is None:
+        raise _NO_SERVICE
+    follow_remotely(server, search, as_json=as_json)
+
+
 @click.command(short_help="Cancel a search of a service.")
 @click.argument("search")
 @table_options("cancel")
@@ -141,8 +153,11 @@ def _client(server: str | None) -> Client:
     from autotune.service.client import Client
 
     if server is None:
-        raise InvalidRequestError("no service was given", "give --server URL, or set AUTOTUNE_SERVER")
+        raise _NO_SERVICE
     return Client(server)
+
+
+_NO_SERVICE = InvalidRequestError("no service was given", "give --server URL, or set AUTOTUNE_SERVER")
 
 
 @click.group(short_help="Manage the tokens of a service.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import table_options
+from autotune.cli.options import service_of, table_options
 from autotune.cli.output import print_json
 from autotune.cli.table import print_table
 from autotune.core.outcome import Completed
@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("study")
 @table_options("show")
-def show(study: str, storage: str, as_json: bool) -> None:
+@click.pass_context
+def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
+    if (service := service_of(ctx)) is not None:
+        from autotune.cli.remote import show_remotely
+
+        show_remotely(service, study, as_json=as_json)
+        return
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report
     from autotune.store.opening import open_store

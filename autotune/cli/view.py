@@ -10,6 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from autotune.cli.output import as_printed
 from autotune.tuning.narrator import Narrator
 
 # Kept low, since trials are measured on the same CPU cores.
@@ -27,12 +28,12 @@ class ConsoleView(ABC):
         """Return the status as it is now."""
 
     def print_line(self, text: str, style: str | None = None) -> None:
-        """Print a line as it is."""
-        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        """Print a line as it is, but for what a terminal would obey."""
+        self._console.print(as_printed(text), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> Text:
         """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""
-        return Text(self.status_line(), no_wrap=True, overflow="ellipsis")
+        return Text(as_printed(self.status_line()), no_wrap=True, overflow="ellipsis")
 
 
 class View(Narrator, ConsoleView):

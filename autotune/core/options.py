@@ -72,7 +72,9 @@ STORED = (
     "serve",
     "token",
 )
-JSON = ("search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue")
+JSON = (
+    "search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue", "follow",
+)  # fmt: skip
 
 TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
@@ -423,8 +425,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
-        WHERE, ("search", "predict", "verify", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER",
-        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service that runs it."},
+        WHERE, (
+            "search", "resume", "predict", "verify", "show", "report", "export", "queue", "follow", "cancel",
+        ), metavar="URL", envvar="AUTOTUNE_SERVER",
+        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service that runs it.",
+                 "show": "URL of a service that has the study.", "report": "URL of a service that has the study.",
+                 "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
         in_function=False,
     ),
     Option(

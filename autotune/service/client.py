@@ -176,6 +176,16 @@ class Client:
         except ValueError as error:
             raise self._not_ours(response.status_code) from error
 
+    def fetch(self, path: str, query: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+        """Return an answer as text with its headers; raises what its problem stands for."""
+        try:
+            response = self._http.get(path, params=query)
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.status_code >= 400:
+            raise self._error(response)
+        return response.text, response.headers
+
     def _error(self, response: httpx2.Response) -> Exception:
         """Return the error that an answer stands for; that of a proxy in between is no problem document."""
         try:

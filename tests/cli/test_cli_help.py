@@ -25,6 +25,7 @@ COMMANDS = [
     ("report",),
     ("studies",),
     ("export",),
+    ("follow",),
     ("run",),
     ("verify",),
     ("dashboard",),
