@@ -63,7 +63,7 @@ class Report:
         """What the baseline's settings are called."""
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
-        if not (self.workload["source"] or {}).get("interface", {}).get("has_own_settings", True):
+        if not (self.workload.get("source") or {}).get("interface", {}).get("has_own_settings", True):
             return "a per-device batch of at most 8 without anything else"
         return "the LoopConfig defaults" if self.is_loop else "your own settings"
 

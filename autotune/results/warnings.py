@@ -12,6 +12,7 @@ from autotune.core.stop import StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
+from autotune.space.levers import LEVERS, levers_of, without
 from autotune.store.records import TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
@@ -124,6 +125,13 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
         gain = _gain_of(report, best.candidate, lever)
         if gain is not None:
             found.append(f"{words}, the winner is {gain:.2f} × as fast as without")
+    arm = best.candidate.arm
+    levers = levers_of(arm, [row.name for row in LEVERS if row.prior is not None])
+    if levers - {"torch_compile"}:
+        plain = dataclasses.replace(best.candidate, arm=without(arm, levers))
+        gain = _ratio(report, best.candidate, plain)
+        if gain is not None:
+            found.append(f"with its levers the winner is {gain:.2f} × as fast as without ({plain.arm.describe()})")
     request = report.study.request
     is_quick = request["objective"] == "throughput" and request.get("effort", "quick") == "quick"
     if is_quick and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
@@ -133,10 +141,15 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
 
 def _gain_of(report: Report, winner: Candidate, lever: str) -> float | None:
     """Return the winner's speed with an option on over its speed with it off; ``None`` where either is missing."""
+    on, off = (dataclasses.replace(winner, arm=_with_lever(winner.arm, lever, is_on)) for is_on in (True, False))
+    return _ratio(report, on, off)
+
+
+def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
+    """Return the speed of one candidate over that of another; ``None`` where either is missing."""
     speeds = []
-    for is_on in (True, False):
-        variant = dataclasses.replace(winner, arm=_with_lever(winner.arm, lever, is_on))
-        measured = [m for t in report.trials if t.candidate == variant and (m := measurement(t))]
+    for each in (candidate, other):
+        measured = [m for t in report.trials if t.candidate == each and (m := measurement(t))]
         if not measured:
             return None
         # The last trial: a first rough measurement was repeated.

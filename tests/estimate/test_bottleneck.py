@@ -111,6 +111,11 @@ class TestReport:
         found = notes(host_bound(of(2, arm, 230.0, 0.6), torch_compile="auto"))
         assert f"{words}, the winner is 1.15 × as fast as without" in found
 
+    def test_so_is_what_all_levers_of_the_winner_gained(self) -> None:
+        graphed = dataclasses.replace(BF16, cuda_graphs=True, unpadded=True)
+        found = notes(report(BASELINE, of(1, BF16, 200.0, 0.46), of(2, graphed, 300.0, 0.8), best=2))
+        assert "with its levers the winner is 1.50 × as fast as without (bf16)" in found
+
     def test_or_its_loss(self) -> None:
         found = notes(host_bound(of(2, PINNED, 180.0, 0.6)))
         assert "pinned to one core, the winner is 0.90 × as fast as without" in found
