@@ -196,7 +196,8 @@ class Searches:
     def _line_of_verification(self, job: JobRecord) -> str:
         shown = (self.verification(job) or {}).get("verification") or {}
         verdict = shown.get("verdict")
-        return "cannot tell" if verdict == "cannot_tell" else f"the promise is {verdict}" if verdict else ""
+        told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
+        return told.get(verdict, f"the promise is {verdict}") if verdict else ""
 
     def _line_of_study(self, job: JobRecord) -> str:
         report = self.report(job)

@@ -26,11 +26,11 @@ from autotune.tuning.run import on_this_machine
 from autotune.verify.comparison import Interval
 from autotune.verify.target import Target
 
-Finding = Literal["agrees", "machine_slower", "run_differs", "machine_varies", "between"]
+Finding = Literal["agrees", "machine_slower", "machine_faster", "run_differs", "machine_varies", "between"]
 """What the repeated trial shows.
 
 ``agrees``: it is not below the promise, and is compatible with the stock run. ``machine_slower``: it is below the
-promise, as the stock run is. ``run_differs``: it is as fast as promised, and the stock run is slower.
+promise, as the stock run is; ``machine_faster``: both are above it. ``run_differs``: it is as fast as promised, and the stock run is slower.
 ``machine_varies``: it is compatible with neither, or the stock run is faster than it. ``between``: the stock run
 missed the promise, and the trial is compatible with both of them.
 """
@@ -70,6 +70,8 @@ def find(promise: Interval, run: Interval, again: Interval) -> Finding:
     differs = run.high < now.low or run.low > now.high
     if again.high < promise.low:
         return "machine_varies" if differs else "machine_slower"
+    if again.low > promise.high and not differs:
+        return "machine_faster"
     if differs:
         return "run_differs" if run.high < now.low else "machine_varies"
     return "between" if run.high < promise.low else "agrees"
@@ -86,6 +88,8 @@ def conclusion(finding: Finding, where: str, *, has_changed: bool = False) -> tu
             return "", ""
         case "machine_slower":
             return f"{where} is slower now" + (", or its other versions of libraries are" if has_changed else ""), ""
+        case "machine_faster":
+            return f"{where} is faster now than in the search: search again for figures of today", ""
         case "run_differs":
             return f"{where} is no slower now", "it was disturbed, or differs from a trial"
         case "machine_varies":

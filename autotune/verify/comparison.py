@@ -10,7 +10,7 @@ from typing import Literal
 from autotune.core.statistics import estimate_mean
 from autotune.core.units import format_rate, format_spread
 
-Verdict = Literal["kept", "missed", "cannot_tell"]
+Verdict = Literal["kept", "missed", "cannot_tell", "faster"]
 
 TELLING_SLACK = 0.2
 """Share of slow-down that a run must be able to refute. Above it, agreement with the promise says little. A choice."""
@@ -110,13 +110,13 @@ def compare(promised: Interval, obtained: Interval) -> Verdict:
     """Return whether a run kept its promise.
 
     It is missed where the run's interval lies wholly below the promised one. It is kept where the run's speed lies in
-    the promised interval or above it, unless both intervals are so wide that hardly any speed would have missed. In all
-    other cases nobody can tell.
+    the promised interval, unless both intervals are so wide that hardly any speed would have missed. A run whose speed
+    lies above the promised interval is faster than promised: the search measured too low. In all other cases nobody can
+    tell.
     """
     if obtained.high < promised.low:
         return "missed"
-    if obtained.low >= promised.mean:
-        return "kept"
-    if slack(promised, obtained) > TELLING_SLACK or obtained.mean < promised.low:
+    is_sure = obtained.low >= promised.mean or slack(promised, obtained) <= TELLING_SLACK
+    if not is_sure or obtained.mean < promised.low:
         return "cannot_tell"
-    return "kept"
+    return "faster" if obtained.mean > promised.high else "kept"

@@ -239,16 +239,25 @@ class Verification:
 
     def verdict_line(self) -> str:
         """Say the result of a run without a miss in one sentence, and how certain it is."""
-        speed = self.speed
-        if speed is None or self.verdict() != "cannot_tell":
-            return "kept: a stock Trainer does what was promised"
-        return "cannot tell: " + "; ".join(self.why())
+        match self.verdict():
+            case "cannot_tell":
+                return "cannot tell: " + "; ".join(self.why())
+            case "faster":
+                return "faster than promised: " + "; ".join(self.why())
+            case _:
+                return "kept: a stock Trainer does what was promised"
 
     def why(self) -> list[str]:
         """Say why the speeds differ, or why the intervals cannot tell; empty where the promise was kept."""
         promise, speed = self.promise, self.speed
         if speed is None or compare(promise, speed) == "kept":
             return []
+        if compare(promise, speed) == "faster":
+            above = speed.mean / promise.mean - 1
+            return [
+                f"{describe_speed(speed)} samples/s lie above the promised {describe_ends(promise)}; the search measured "
+                f"{above / (1 + above):.0%} too low, and what it compared may be as uncertain"
+            ]
         found = []
         open_share = slack(promise, speed)
         if compare(promise, speed) == "cannot_tell":
@@ -341,7 +350,7 @@ def verify(
 ) -> Verification:
     """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
 
-    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not kept,
+    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not as promised,
     or with ``again``, the winner's trial is then measured once more: that tells a machine that has become slower from a
     run that differs. ``note`` is told when that begins.
     """

@@ -103,6 +103,14 @@ def verified(run: float, again: float, *, busy: float | None = None, **changes: 
     return Verification(target(0.05, busy=busy), 100, answer, Again(measured(again)))
 
 
+def test_a_run_and_a_trial_above_the_promise_show_that_the_search_measured_low() -> None:
+    found = verified(400.0, 396.0)
+    assert (found.verdict(), found.finding) == ("faster", "machine_faster")
+    found.check()
+    assert "this machine is faster now than in the search" in found.again_lines()[0]
+    assert verified(400.0, 320.0).finding == "machine_varies"
+
+
 SLOWER = "measured again just now as in the search: 253.0 ± 1.0% samples/s, 20.9% below the search's 320.0"
 
 
@@ -267,6 +275,7 @@ def test_no_search_begins_between_the_stock_run_and_the_repeated_trial(
         pytest.param(obtained(250.0), False, "missed", True, id="missed"),
         pytest.param(obtained(stretches=stretches([270.0, 350.0] * 5)), False, "cannot_tell", True, id="cannot tell"),
         pytest.param(obtained(320.0), False, "kept", False, id="kept"),
+        pytest.param(obtained(400.0), False, "faster", True, id="faster than promised"),
         pytest.param(obtained(320.0), True, "kept", True, id="kept, and asked for"),
         pytest.param(obtained(320.0, peak=22 * GIB), False, "missed", False, id="memory alone is missed"),
         pytest.param(StockResult("out_of_memory", "none left", "train"), True, "missed", False, id="out of memory"),

@@ -18,6 +18,7 @@ from autotune.store.queue import ENDED, JobRecord, TokenRecord
 _VERDICTS = {
     "kept": "Kept: a stock Trainer does what was promised.",
     "missed": "Missed: a stock Trainer does not do what was promised.",
+    "faster": "Faster than promised: the search measured too low.",
     "cannot_tell": "Cannot tell: the run was too short or too uneven.",
 }
 
