@@ -14,4 +14,10 @@ def dashboard(port: int, storage: str) -> None:
     """Serve the Optuna dashboard over the studies, read-only, on 127.0.0.1."""
     from autotune.results.dashboard import serve
 
-    serve(storage, port=port, ready=lambda url: click.echo(f"the dashboard is at {url}; Ctrl-C ends it", err=True))
+    def say(url: str) -> None:
+        click.echo("the dashboard, read-only (its buttons change nothing); Ctrl-C ends it", err=True)
+        click.echo("its best trial is one process; autotune show tells the mean over all that measured it", err=True)
+        # Alone on its line, so that a terminal links nothing else.
+        click.echo(url, err=True)
+
+    serve(storage, port=port, ready=say)

@@ -78,6 +78,7 @@ def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate
     from autotune.results.report import winners_speeds
+    from autotune.results.wording import state_of
     from autotune.store.location import shown_location
     from autotune.store.opening import open_store
 
@@ -110,7 +111,7 @@ def studies(storage: str, as_json: bool) -> None:
         rows.append(
             (
                 summary.study.name,
-                summary.study.state,
+                state_of(summary.study),
                 summary.environment["device_name"],
                 str(summary.trials),
                 summary.best.candidate.describe() if summary.best else "",

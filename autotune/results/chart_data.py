@@ -27,7 +27,8 @@ class SpeedPoint:
     """The peak that is compared with the ceiling: reserved memory, or allocated memory with expandable segments."""
     samples_per_second: float
     relative_spread: float | None
-    """Half the 95 % interval of the trial's own speed, relative to it; ``None`` where one step was timed."""
+    """Half the 95 % interval of the trial's own speed, of the next run for a marked one, relative to it; ``None`` where
+    one step was timed."""
     feasible: bool
     mark: Mark | None
     told: str
@@ -60,6 +61,11 @@ class SpeedChart:
         """Whether all peaks would be at the left end of a linear axis up to the ceiling."""
         peaks = [point.peak_bytes for point in self.points]
         return bool(peaks) and 0 < max(peaks) < self.cap_bytes / 5 and min(peaks) > 0
+
+    @property
+    def leaves_ceiling_out(self) -> bool:
+        """Whether the ceiling is so far from all trials, of which none reached it, that an axis to it shows nothing."""
+        return self.is_far_below_ceiling and not self.over
 
     def limited(self, most: int) -> SpeedChart:
         """Return the chart with about ``most`` marks: the fastest trials, and the smallest batches that ran out."""
@@ -122,19 +128,24 @@ def speed_chart(report: Report) -> SpeedChart:
 
 
 def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
-    peak = measured.judged_bytes(trial.candidate.arm)
+    mark = _mark(report, trial.id)
+    peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
+    spread = measured.known_spread
+    if mark is not None and (pooled := report.speed(trial)) is not None:
+        # Of all its processes, as everywhere.
+        speed, spread = pooled.samples_per_second, pooled.relative_half_width
     told = (
-        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(measured.samples_per_second)} samples/s, "
+        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} samples/s, "
         f"peak {format_bytes(peak)}; {verdict(report, trial)}"
     )
     return SpeedPoint(
         arm,
         trial.candidate,
         peak,
-        measured.samples_per_second,
-        measured.known_spread,
+        speed,
+        spread,
         report.feasible(trial),
-        _mark(report, trial.id),
+        mark,
         told,
     )
 

@@ -24,16 +24,20 @@ def plot_trials(report: Report) -> Any:
         raise InvalidRequestError("a plot needs matplotlib, which is not installed", how_to_add("plot"))
     axes = importlib.import_module("matplotlib.pyplot").subplots(layout="constrained")[1]
     chart = speed_chart(report)
-    unit, name = (GIB, "GiB") if chart.cap_bytes >= 2 * GIB else (MIB, "MiB")
+    most = max((p.peak_bytes for p in chart.points), default=0) if chart.leaves_ceiling_out else chart.cap_bytes
+    unit, name = (GIB, "GiB") if most >= 2 * GIB else (MIB, "MiB")
     for number in range(len(chart.arms)):
         _plot_arm(axes, chart, number, unit)
     label = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
-    axes.axvline(chart.cap_bytes / unit, color="tab:red", label=label)
-    axes.axvspan(chart.line_bytes / unit, chart.cap_bytes / unit, color="tab:red", alpha=0.1, linewidth=0)
+    if chart.leaves_ceiling_out:
+        axes.plot([], [], linestyle="", label=f"{label}, far to the right")
+    else:
+        axes.axvline(chart.cap_bytes / unit, color="tab:red", label=label)
+        axes.axvspan(chart.line_bytes / unit, chart.cap_bytes / unit, color="tab:red", alpha=0.1, linewidth=0)
     for point in chart.points:
         if point.mark is not None:
             _ring(axes, point, unit)
-    if chart.is_far_below_ceiling:
+    if chart.is_far_below_ceiling and chart.over:
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)

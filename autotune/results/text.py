@@ -13,7 +13,7 @@ from autotune.results.expert import expert_of, utilization
 from autotune.results.report import Report, data_facts
 from autotune.results.warnings import notes
 from autotune.results.wording import verdict
-from autotune.space.dataloader import LOADER_BOUND, waits_for_data
+from autotune.space.dataloader import waits_for_data
 from autotune.store.records import TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
@@ -102,15 +102,19 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
 
 def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
     """Return the winner's peak memory and headroom; with expandable segments, the line that its trial ran under."""
-    cap, spare = report.ceiling.cap_bytes, report.headroom_bytes(best) or 0
+    cap = report.ceiling.cap_bytes
+    is_expandable = best.candidate.arm.expandable_segments
+    spare = report.ceiling.headroom_bytes if is_expandable else cap - measured.peak_reserved_bytes
     headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
-    if best.candidate.arm.expandable_segments:
+    if is_expandable:
         return (
             f"{format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
             f"{format_bytes(report.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
         )
     reserved = format_bytes(measured.peak_reserved_bytes)
-    return f"{reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
+    processes = report.history.processes(best.candidate)
+    measured_in = f"the most of {processes} processes" if processes > 1 else "measured"
+    return f"{reserved} of {format_bytes(cap)} reserved at the peak, {measured_in}; {headroom}"
 
 
 def _bucket_copy_lines(measured: Measurement) -> list[str]:
@@ -131,17 +135,17 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
     lines = []
     if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
         seconds = measured.worst_batch_step_seconds
+        at_longest, words = measured.worst_batch_peak_reserved_bytes, f"{measured.worst_batch_tokens} tokens"
         lines.append(
-            f"peak with the longest samples, padded to {measured.worst_batch_tokens} tokens: "
-            f"{format_bytes(measured.worst_batch_peak_reserved_bytes)}"
-            + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
-            + "the speed is that of an epoch's mean batch"
+            f"{format_bytes(at_longest)} of it after the first steps, on the longest samples ({words}"
+            + (f", {format_seconds(seconds)} a step)" if seconds else ")")
+            + ("" if at_longest >= measured.peak_reserved_bytes else "; the rest came with batches of other lengths")
+            + "; the speed is that of an epoch's mean batch"
         )
     share = waits_for_data(measured)
-    if share <= LOADER_BOUND and what_limits(measured).kind == "host":
-        return [*lines, f"{share:.1%} of a step is spent waiting for data"]
-    which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
-    return [*lines, f"{which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
+    told = f"{share:.1%} of a step is spent waiting for data"
+    which = {"data": "the data loader", "gpu": "computing, not the data loader,"}.get(what_limits(measured).kind)
+    return [*lines, told if which is None else f"{which} is the bottleneck: {told}"]
 
 
 def _first_epoch_lines(measured: Measurement) -> list[str]:

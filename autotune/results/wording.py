@@ -7,8 +7,9 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
+from autotune.core.stop import StopReason
 from autotune.results.report import Report, measurement
-from autotune.store.records import TrialRecord
+from autotune.store.records import StudyRecord, TrialRecord
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
@@ -36,6 +37,15 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     if trial.id == report.study.best_trial_id:
         words.append("best")
     return " ".join([*words, f"({source.describe()})"] if source else words)
+
+
+def state_of(study: StudyRecord) -> str:
+    """Return a study's state in a word or two: one whose budget was spent is not finished."""
+    if study.state != "finished" or study.stop_reason not in (StopReason.TRIALS, StopReason.TIME):
+        return study.state
+    if study.best_trial_id is not None and study.best_trial_id == study.baseline_trial_id:
+        return "baseline only"
+    return "budget spent"
 
 
 def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:

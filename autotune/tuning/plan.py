@@ -42,6 +42,11 @@ class Company:
         self._alone: dict[Candidate, list[float]] = {}
         self._accompanied: dict[Candidate, list[float]] = {}
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this run of the search has started a trial."""
+        return bool(self._begun)
+
     def begin(self, trial_id: str, beside: Collection[str]) -> None:
         """Record that a trial was started while the trials ``beside`` it were under way."""
         self._begun.add(trial_id)
@@ -160,11 +165,21 @@ class Plan:
         """Return why the budget allows no further trial; ``None`` where it does."""
         most = self._request.most_trials
         if most is not None and self.trials_spent >= most:
-            return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} is spent")
+            spent = "was spent before: nothing was run" if self._has_run_nothing else "is spent"
+            return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} {spent}")
         budget = self._request.time_budget_seconds
         if budget is not None and self.elapsed_seconds() >= budget:
-            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} is spent")
+            if self._has_run_nothing and self._spent_seconds >= budget:
+                spent = f"was spent before, in {format_seconds(self._spent_seconds)}: nothing was run"
+            else:
+                spent = "is spent"
+            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} {spent}")
         return None
+
+    @property
+    def _has_run_nothing(self) -> bool:
+        """Whether this run of the search goes on with earlier trials, and has not started one."""
+        return bool(self.records) and not self._company.has_begun
 
     @property
     def trials_spent(self) -> int:
@@ -288,8 +303,9 @@ class Plan:
         if not self._is_settled:
             return None
         owed = finals(self.history, self.in_space)
-        took = [trial.seconds or 0.0 for trial in self.records.values() if trial.candidate == best.candidate]
-        if not owed and shows_deviation(self.history, best, max(took, default=0.0), self.elapsed_seconds()):
+        # A reused trial took no time.
+        took = [trial.seconds for trial in self.records.values() if trial.candidate == best.candidate and trial.seconds]
+        if not owed and took and shows_deviation(self.history, best, max(took), self.elapsed_seconds()):
             owed = [best.candidate]
         if owed and self._has_answer and self._next_idea() is not None:
             # What is measured again is the winner of all levers.

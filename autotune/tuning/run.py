@@ -71,8 +71,11 @@ def run_search(
         else:
             store = _opened(stack, storage)
 
+        others: dict[str, str] = {}
+
         def is_taken(name: str) -> bool:
             from autotune.store.leases import name_of_study
+            from autotune.tuning.studies import what_differs
 
             nonlocal store
             if store is None and path is not None and path.exists():
@@ -80,7 +83,11 @@ def run_search(
                 store = _opened(stack, storage)
             if store is None:
                 return False
-            return store.study(name) is not None or store.leases.holder(name_of_study(name)) is not None
+            known = store.study(name)
+            if known is not None and (why := what_differs(store, known, request)) is not None:
+                others[name] = why
+                return True
+            return store.leases.holder(name_of_study(name)) is not None
 
         # Two names of one file are the same study. A URL may contain a password, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
@@ -95,6 +102,9 @@ def run_search(
                 is_taken=is_taken,
             )
         )
+        for other, why in others.items():
+            observer.note(f"this is not the search of the study {other} ({why}), and is named {turn.study}")
+            break
         request = request.named(turn.study)
         folder = log_folder(storage, turn.study)
         has_waited = turn.has_waited

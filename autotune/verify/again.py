@@ -30,7 +30,8 @@ Finding = Literal["agrees", "machine_slower", "machine_faster", "run_differs", "
 """What the repeated trial shows.
 
 ``agrees``: it is not below the promise, and is compatible with the stock run. ``machine_slower``: it is below the
-promise, as the stock run is; ``machine_faster``: both are above it. ``run_differs``: it is as fast as promised, and the stock run is slower.
+promise, as the stock run is; ``machine_faster``: both are above it. ``run_differs``: it is as fast as promised, and the
+stock run is slower.
 ``machine_varies``: it is compatible with neither, or the stock run is faster than it. ``between``: the stock run
 missed the promise, and the trial is compatible with both of them.
 """

@@ -255,8 +255,8 @@ class Verification:
         if compare(promise, speed) == "faster":
             above = speed.mean / promise.mean - 1
             return [
-                f"{describe_speed(speed)} samples/s lie above the promised {describe_ends(promise)}; the search measured "
-                f"{above / (1 + above):.0%} too low, and what it compared may be as uncertain"
+                f"{describe_speed(speed)} samples/s lie above the promised {describe_ends(promise)}; the search "
+                f"measured {above / (1 + above):.0%} too low, and what it compared may be as uncertain"
             ]
         found = []
         open_share = slack(promise, speed)
@@ -350,9 +350,9 @@ def verify(
 ) -> Verification:
     """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
 
-    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not as promised,
-    or with ``again``, the winner's trial is then measured once more: that tells a machine that has become slower from a
-    run that differs. ``note`` is told when that begins.
+    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not as
+    promised, or with ``again``, the winner's trial is then measured once more: that tells a machine that has become
+    slower from a run that differs. ``note`` is told when that begins.
     """
     check_steps(steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds

@@ -15,14 +15,15 @@ from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WIN
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
-from autotune.core.stop import NOTHING_LEFT
+from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB
-from autotune.results.chart_data import step_chart
+from autotune.results.chart_data import OverPoint, speed_chart, step_chart
+from autotune.results.html.svg_charts import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes
-from autotune.results.wording import describe_data, times, verdict
+from autotune.results.wording import describe_data, state_of, times, verdict
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repository import Store
@@ -290,6 +291,67 @@ def test_what_the_machine_showed_before_counts() -> None:
     assert narrow is not None
     assert wider.relative_half_width > 1.5 * narrow.relative_half_width
     assert deviations_before(others, dataclasses.replace(study, environment_id="elsewhere")) == {}
+
+
+@pytest.mark.parametrize(
+    ("reason", "best", "told"),
+    [
+        (NOTHING_LEFT.reason, 1, "finished"),
+        (StopReason.TIME, 1, "budget spent"),
+        (StopReason.TRIALS, 0, "baseline only"),
+        (StopReason.TRIALS, None, "budget spent"),
+    ],
+)
+def test_a_search_that_spent_its_budget_is_not_called_finished(reason: StopReason, best: int | None, told: str) -> None:
+    made = report(BASELINE, WINNER, best=best)
+    assert state_of(dataclasses.replace(made.study, stop_reason=reason)) == told
+    running = report(BASELINE, WINNER, state="running")
+    assert state_of(dataclasses.replace(running.study, stop_reason=reason)) == "running"
+
+
+def test_the_peak_and_the_headroom_are_those_of_all_processes() -> None:
+    made = report(
+        BASELINE,
+        trial(1, BF16, 32, completed(300.0, 22.2)),
+        trial(2, BF16, 32, completed(301.0, 21.0), "final"),
+        best=2,
+    )
+    assert (
+        "  22.2 GiB of 23.0 GiB reserved at the peak, the most of 2 processes; headroom 819.2 MiB (3%)"
+        in summary_lines(made)
+    )
+
+
+def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
+    """On a CPU only the waiting for data is known."""
+    for busy, told in (
+        (None, "3.0% of a step is spent"),
+        (0.95, "computing, not the data loader, is the bottleneck: 3.0%"),
+    ):
+        measured = dataclasses.replace(completed(312.0).measurement, data_seconds=0.03 * 64 / 312, gpu_busy_share=busy)
+        made = report(BASELINE, trial(1, BF16, 32, Completed(measured)))
+        made = dataclasses.replace(made, workload={**WORKLOAD, "task": "own"})
+        assert any(line.strip().startswith(told) for line in summary_lines(made)), summary_lines(made)
+
+
+def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None:
+    twice = report(
+        BASELINE, trial(1, BF16, 32, completed(300.0, 2.0)), trial(2, BF16, 32, completed(320.0, 2.0), "final"), best=2
+    )
+    chart, speed = speed_chart(twice), twice.speed(twice.best)
+    assert speed is not None
+    (best,) = [point for point in chart.points if point.mark == "best"]
+    assert best.samples_per_second == speed.samples_per_second == pytest.approx((300 * 320) ** 0.5)
+    assert best.relative_spread == speed.relative_half_width
+    near = report(BASELINE, WINNER)
+    assert not speed_chart(near).leaves_ceiling_out
+    small = [dataclasses.replace(trial(n, FP32, 8, completed(40.0, 0.1)), stage="baseline") for n in (0, 1)]
+    far = speed_chart(report(*small))
+    assert far.leaves_ceiling_out
+    drawn = str(draw_speed_chart(far, "far", 600))
+    assert "far to the right" in drawn
+    assert "ceiling-line" not in drawn
+    assert not dataclasses.replace(far, over=(OverPoint(0, OVER.candidate, ""),)).leaves_ceiling_out
 
 
 def test_nothing_to_note() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, measurement, out_of_memory
-from searching import ceiling_of, new_store, prepared, search, with_environment
+from searching import FACTS, H200, ceiling_of, new_store, prepared, request, search, with_environment
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import (
@@ -29,8 +29,10 @@ from autotune.core.outcome import (
     source_of,
 )
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
-from autotune.devices import Ceiling
+from autotune.core.workload import Workload
+from autotune.devices import Ceiling, Device
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
@@ -38,6 +40,7 @@ from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.records import PastTrial, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning import studies
 from autotune.tuning.request import MAX_BATCH_EFFORT
 from autotune.tuning.reuse import Library, derive, holds_under
 
@@ -480,3 +483,34 @@ def test_a_record_that_did_not_count_all_inputs_is_not_reused() -> None:
         library = Library([past(candidate, dataclasses.replace(run, measurement=known))], ceiling_of(CAP_BYTES))
         assert (library.answer(candidate, Effort()) is not None) == is_answered
     assert derive(partial, candidate, Candidate(BF16, 8, 16)) is None
+
+
+class TestTheSameSearchAgain:
+    """A search without a name goes on with the study of the same request, which answers with all its processes."""
+
+    def differs(self, store: Store, device: Device = H200, **options: Any) -> str | None:
+        known = store.study("first")
+        assert known is not None
+        asked = dataclasses.replace(request(**options), study=None, device=device)
+        # Versions that the recorded search was told, and this process has none of.
+        packages = dict(FACTS.software.packages)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(studies, "version_of", packages.get)
+            return studies.what_differs(store, known, asked)
+
+    def test_is_answered_from_the_study_of_the_first(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        assert self.differs(store) is None
+        # More may be spent on it.
+        assert self.differs(store, trials=50) is None
+
+    def test_of_anything_else_is_told_what_differs(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        assert self.differs(store, fresh=True) == "--fresh measures again"
+        assert self.differs(store, effective_batch=32) == "effective_batch: 64, now 32"
+        assert self.differs(store, dataclasses.replace(H200, uuid="GPU-1")) == "it was searched on another machine"
+        assert self.differs(store, dataclasses.replace(H200, driver="600")) == "driver: '580.159.04', now '600'"
+        less = dataclasses.replace(H200, memory_free_bytes=20 * GIB)
+        assert self.differs(store, less) == "23.4 GiB could be reserved then, and 19.4 GiB can now"
+        own = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
+        assert self.differs(store, workload=own) == "your own code may have changed"

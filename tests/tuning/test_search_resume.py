@@ -72,6 +72,20 @@ def interrupted(store: Store, after: int, **options: Any) -> Run:
     return search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, **options)
 
 
+class TestBudgets:
+    def test_a_budget_that_was_spent_before_is_told_as_such(self, store: Store) -> None:
+        """It counts what the study has spent in all its runs."""
+        first = search(store, RecordedRunner(EFFECTIVE_64), trials=3)
+        assert first.study.stopped_because == "the budget of 3 trials is spent"
+        again = search(store, RecordedRunner(EFFECTIVE_64), trials=2)
+        assert again.study.stopped_because == "the budget of 2 trials was spent before: nothing was run"
+        third = search(store, RecordedRunner(EFFECTIVE_64), time_budget_seconds=1.0)
+        assert third.study.stopped_because is not None
+        assert third.study.stopped_because.startswith("the time budget of 1.0 s was spent before, in ")
+        more = search(store, RecordedRunner(EFFECTIVE_64), trials=4)
+        assert more.study.stopped_because == "the budget of 4 trials is spent"
+
+
 class TestGoingOn:
     @pytest.mark.parametrize("trials", [1, 3, 5])
     def test_repeats_nothing_and_ends_where_it_would_have(self, store: Store, trials: int) -> None:

@@ -436,9 +436,7 @@ def _limit_section(report: Report) -> Markup | None:
     shares.append(("waits for data", limit.data_share if limit.host_share is not None else None, "s3"))
     parts = [Part(name, share, kind, f"{share:.1%}") for name, share, kind in shares if share]
     if line is None:
-        told = "Whether the device, the host or the data limits a step was not measured."
-        if limit.kind == "data":
-            told = f"Waiting for data takes {limit.data_share:.1%} of a step; what limits the rest was not measured."
+        told = f"Waiting for data takes {limit.data_share:.1%} of a step; what limits the rest was not measured."
         return _section("What limits a step", element("p", told))
     whole = max(1.0, sum(part.size for part in parts))
     legend = [_legend_item(_swatch(part.kind), f"{part.name}: {part.told}") for part in parts]

@@ -99,7 +99,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
         told,
         width,
         height,
-        _memory_axis(across, area, chart.cap_bytes),
+        _memory_axis(across, area),
         _speed_axis(up, area, has_values=bool(chart.points)),
         _ceiling(chart, across, area),
         [_connection(arm, placed) for arm in range(len(chart.arms))],
@@ -110,7 +110,12 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
 
 
 def _memory_scale(chart: SpeedChart, area: Box) -> Scale:
-    """Return a linear scale to beyond the ceiling; a logarithmic one where all trials would be at the left edge."""
+    """Return a linear scale to beyond the ceiling; a logarithmic one where all trials would be at the left edge.
+
+    Where no trial came near the ceiling, the scale ends at the trials.
+    """
+    if chart.leaves_ceiling_out:
+        return Scale(0.0, max(point.peak_bytes for point in chart.points) * 1.15, area.left, area.right)
     high = max([chart.cap_bytes, *(point.peak_bytes for point in chart.points)])
     if chart.is_far_below_ceiling:
         low = min(point.peak_bytes for point in chart.points)
@@ -118,8 +123,8 @@ def _memory_scale(chart: SpeedChart, area: Box) -> Scale:
     return Scale(0.0, high * 1.06, area.left, area.right)
 
 
-def _memory_axis(across: Scale, area: Box, cap_bytes: int) -> Child:
-    unit, name = (GIB, "GiB") if cap_bytes >= 2 * GIB else (MIB, "MiB")
+def _memory_axis(across: Scale, area: Box) -> Child:
+    unit, name = (GIB, "GiB") if across.high >= 2 * GIB else (MIB, "MiB")
     in_unit = Scale(across.low / unit, across.high / unit, across.start, across.end, across.is_log)
     ticks = in_unit.ticks(int((area.right - area.left) / 60))
     log = ", logarithmic" if across.is_log else ""
@@ -144,6 +149,9 @@ def _ceiling(chart: SpeedChart, across: Scale, area: Box) -> Child:
     """Draw the cap, the line, and the headroom between them."""
     cap, line = across(chart.cap_bytes), across(chart.line_bytes)
     words = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
+    if chart.leaves_ceiling_out:
+        words = f"ceiling {format_bytes(chart.cap_bytes)}, far to the right"
+        return _text(area.right, area.top - 10, words, "end", "ceiling-text")
     return [
         element(
             "rect", class_="headroom", x=line, y=area.top, width=max(0.0, cap - line), height=area.bottom - area.top
@@ -180,7 +188,8 @@ def _point_labels(
     """Ring and label the winner and the baseline, where few marks are covered."""
     marks = [Box(x - 7, y - 7, x + 7, y + 7) for _, x, y in (*placed, *crosses)]
     marks += [Box(x - 11, y - 11, x + 11, y + 11) for point, x, y in placed if point.mark is not None]
-    marks.append(Box(line - 2, area.top, cap + 2, area.bottom))
+    if line < cap:
+        marks.append(Box(line - 2, area.top, cap + 2, area.bottom))
     labels: list[Box] = []
     parts: list[Child] = []
     for point, x, y in sorted(placed, key=lambda each: each[0].mark == "baseline"):
