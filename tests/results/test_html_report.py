@@ -278,7 +278,7 @@ def test_a_study_that_has_just_begun() -> None:
 
 
 def test_a_study_on_the_cpu() -> None:
-    """Its trials need little of a large memory, so the axis is logarithmic; no GPU is spoken of."""
+    """Its trials need little of a large memory, so the ceiling is left out; no GPU is spoken of."""
     cpu = Device("cpu", None, "cpu", "A processor", 128 * GIB, None, 2 * GIB, 120 * GIB, native_bf16=True)
     asked = dataclasses.replace(request(effective_batch=16, memory_limit_bytes=None), device=cpu)
     runner = ComputedRunner(
