@@ -253,4 +253,8 @@ def choose_arms(
         for fused in choice_of(liger)
         for precision in precisions
     )
-    return tuple(arm for arm in arms if excluding(arm) is None)
+    whys = {arm: excluding(arm) for arm in arms}
+    found = tuple(arm for arm, why in whys.items() if why is None)
+    if not found:
+        raise InvalidRequestError(f"nothing is left to search: {next(iter(whys.values()))}", "turn one of the two off")
+    return found

@@ -58,21 +58,35 @@ def _check_levers(request: SearchRequest) -> None:
         if is_cpu:
             raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
         require("liger-kernel", "--liger")
-    _check_settings(request)
+    _check_settings(request, _MANY_LAYERS)
     if FLASH_ATTENTION in (request.attn_implementations or ()):
         if is_cpu:
             raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
         require("flash-attn", f"--attn {FLASH_ATTENTION}")
 
 
-def _check_settings(request: SearchRequest) -> None:
-    """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have."""
-    training = Training.of(request.workload, request.device.kind, request.ranks)
+_MANY_LAYERS = 2**31
+"""As many as anyone asks for, where the model was not inspected yet."""
+
+
+def _check_settings(request: SearchRequest, layers: int | None) -> None:
+    """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have.
+
+    ``layers`` is how many layers of the model can recompute their activations; ``None``: none alone.
+    """
+    training = Training.of(request.workload, request.device.kind, request.ranks, layers)
     for row in LEVERS:
         why = row.obstacle(training) if row.option and row.obstacle else None
-        if why is not None and row.name in request.settings():
-            option = f"--{row.name.replace('_', '-')}"
-            raise InvalidRequestError(f"{option} on: {why}", f"leave {option} at auto or off")
+        if why is not None and row.option and row.name in request.settings():
+            option = f"--{row.option.replace('_', '-')}"
+            raise InvalidRequestError(
+                f"{option} {getattr(request, row.option)}: {why}", f"leave {option} at auto or off"
+            )
+    asked = request.settings().get("checkpointed_layers", 0)
+    if layers is not None and asked > layers:
+        raise InvalidRequestError(
+            f"--partial-checkpointing {asked}: the model has {layers} layers", "leave it at auto or off"
+        )
 
 
 def _check_ranks_of_own_code(request: SearchRequest) -> None:
@@ -180,7 +194,7 @@ def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
 def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts) -> None:
     """Raise ``InvalidRequestError`` for what this model, this code or the installed transformers cannot do."""
     _check_ranks_of_own_code(request)
-    _check_layers(request, model.checkpointing_layers)
+    _check_settings(request, model.checkpointing_layers)
     _check_sharding(request, model)
     known = facts.optims or request.optims
     for optim in request.optims:
@@ -214,17 +228,6 @@ def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
     if request.workload.source is not None:
         # Which optimizer the user's own code has is known since its inspection only.
         _check_optims_shard(sharded[0], request.optims, chosen_by=request.workload.source.name)
-
-
-def _check_layers(request: SearchRequest, layers: int | None) -> None:
-    """Raise ``InvalidRequestError`` where fewer layers can recompute than were asked to; ``None``: none alone."""
-    asked = request.settings().get("checkpointed_layers", 0)
-    if asked > (layers or 0):
-        raise InvalidRequestError(
-            f"--partial-checkpointing {asked}: "
-            + (f"the model has {layers} layers" if layers else "the layers of this model cannot be told apart"),
-            "leave it at auto or off",
-        )
 
 
 def _check_optims_shard(strategy: Strategy, optims: Sequence[str], *, chosen_by: str | None = None) -> None:

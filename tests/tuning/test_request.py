@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, H200, facts, request
 
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Effort
 from autotune.devices import Headroom
@@ -59,8 +60,20 @@ class TestChecked:
             check_request(request(workload=padded, **{lever: "on"}))
         check_request(request(workload=padded, search_effort="default"))
 
+    def test_a_lever_that_the_data_rules_out_once_it_was_read(self) -> None:
+        data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
+        with pytest.raises(InvalidRequestError, match="--unpadded on: samples are padded"):
+            prepare(request(workload=dataclasses.replace(BERT_LARGE, data=data), unpadded="on"), facts())
+
+    def test_levers_that_exclude_each_other(self) -> None:
+        with pytest.raises(InvalidRequestError, match="cuda_graphs does not go with gradient_checkpointing"):
+            prepare(request(cuda_graphs="on", gradient_checkpointing="on"), facts())
+
     def test_more_layers_than_the_model_can_recompute(self) -> None:
         partial = request(partial_checkpointing="12")
+        check_request(partial)
+        with pytest.raises(InvalidRequestError, match="12: the layers of this model cannot be told apart"):
+            prepare(partial, facts())
         assert {arm.checkpointed_layers for arm in prepare(partial, facts(checkpointing_layers=24)).space.arms} == {
             None,
             12,
