@@ -1,6 +1,6 @@
 """Decide which candidates may be tried now. Only here is a batch size or an arm ruled out.
 
-The policies, Optuna's samplers and the loop all ask this module, so that the loop accepts what a policy proposes.
+Every policy asks this module, also the one that passes on what Optuna's samplers propose.
 
 What a trial rules out depends on how it ended. Out of memory on the device rules out that batch and larger ones, in
 every arm that needs at least as much memory. Out of host memory, or an error, rules out the candidate alone. An arm
