@@ -409,7 +409,8 @@ def _storage(tensor: torch.Tensor) -> int:
     """Return what tensors on the same memory have in common; 0 for those that have none."""
     try:
         return local_part(tensor).untyped_storage().data_ptr()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
+        # A parameter of a lazy module has no memory before its first call.
         return 0
 
 
