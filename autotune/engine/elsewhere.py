@@ -125,7 +125,7 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
     """Return a node and the devices of it that the options ask for; ``DeviceError`` where no node has them."""
     hosts = engine.hosts()
     if not hosts:
-        why = "; ".join(engine.problems()) or "the Ray cluster has no node"
+        why = "; ".join(dict.fromkeys(engine.problems())) or "the Ray cluster has no node"
         raise ServiceError(why, "install the same autotune on every node, in the environment that runs Ray there")
     device, gpus = options.get("device"), options.get("gpus")
     if device not in (None, "cpu", "cuda"):

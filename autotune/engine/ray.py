@@ -67,7 +67,7 @@ class RayRun:
         moment = time.monotonic()
         if self._away_since is None:
             self._away_since = moment
-            log.warning("the cluster is away: %s", error.message)
+            log.info("the cluster is away: %s", error.message)
         if moment - self._away_since > self._patience_seconds:
             return self._end(after, error.message)
         try:
@@ -163,7 +163,7 @@ class RayEngine:
             is_other = facts.version != __version__
             what = f"autotune {facts.version}" if is_other else "other modules of autotune"
             self._refused[node.id] = f"the node {facts.host} has {what}, and here is {__version__}"
-            log.warning("%s; install the same autotune there", self._refused[node.id])
+            log.info("%s; install the same autotune there", self._refused[node.id])
             return None
         self._facts[node.id] = facts
         return facts

@@ -36,6 +36,7 @@ log = logging.getLogger("autotune.service")
 _LOOK_SECONDS = 2.0
 _LISTEN_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
+_END_SECONDS = 8.0
 _MOST_AT_ONCE = 1000
 
 
@@ -137,12 +138,17 @@ class Runner:
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        self.engine.close()
+        if self.engine.shares_storage:
+            # Their ends are messages, which are taken then.
+            self.engine.close()
         with self._guard:
             every = list(self._running.values())
+        deadline = time.monotonic() + _END_SECONDS
         for running in every:
             if running.thread is not None:
-                running.thread.join(_RETRY_SECONDS + _LISTEN_SECONDS)
+                running.thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.engine.shares_storage:
+            self.engine.close()
 
     # Starting
 
@@ -234,11 +240,12 @@ class Runner:
         """Record what a job's run says, to its end."""
         job, run = running.job, running.run
         assert run is not None
+        goes_on = False
         try:
             with contextlib.ExitStack() as stack:
                 if not self.engine.shares_storage:
                     stack.enter_context(_Held(self.store, job.study))
-                self._take_all(job, run)
+                goes_on = not self._take_all(job, run)
         except AttemptOverError:
             log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
         except InvalidRequestError as error:
@@ -250,7 +257,8 @@ class Runner:
             log.exception("following a search failed", extra={"fields": _fields(job)})
             self._is_settled = False
         finally:
-            run.close()
+            if not goes_on:
+                run.close()
             with self._guard:
                 self._running.pop(job.id, None)
             with contextlib.suppress(OSError):
@@ -258,7 +266,8 @@ class Runner:
             self.changes.notify(job.id)
             self._wake.set()
 
-    def _take_all(self, job: JobRecord, run: Run) -> None:
+    def _take_all(self, job: JobRecord, run: Run) -> bool:
+        """Take what a run says; return whether that was all of it, and not only all before this service ends."""
         heard = job.heard
         while True:
             try:
@@ -268,12 +277,14 @@ class Runner:
             if not messages:
                 if self._is_closing and not self.engine.shares_storage:
                     # It goes on without this service, which finds it again.
-                    return
+                    return False
                 continue
             end = self._record_until_it_is(job, messages)
             heard = messages[-1].number
-            if end is not None or (self._is_closing and not self.engine.shares_storage):
-                return
+            if end is not None:
+                return True
+            if self._is_closing and not self.engine.shares_storage:
+                return False
 
     def _record_until_it_is(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
         """Record messages as soon as the database lets them; return the end, if it was among them.

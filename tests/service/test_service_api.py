@@ -400,3 +400,32 @@ def test_a_body_is_json_whatever_the_client_calls_it(writer: TestClient) -> None
     assert (told.status_code, told.json()["detail"][:22]) == (404, "there is no study 'not")
     broken = writer.post("/v1/verify", content=b"study=nothing", headers=form)
     assert (broken.status_code, broken.json()["detail"]) == (422, "the body is not JSON")
+
+
+def test_a_search_that_outlives_the_service_is_left_alone_and_found_again(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
+) -> None:
+    """As an actor of a cluster: the service that ends neither ends it nor puts its job back."""
+    on_cpu.shares_storage = False
+    told = submit(writer)
+    run = on_cpu.next_run()
+    closed: list[bool] = []
+    run.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    run.add("line", {"text": "before", "style": None})
+    assert wait_until(lambda: len(streamed_lines(searches, told["id"])) == 1)
+    searches.runner.close()
+    assert (closed, searches.job(told["id"]).state) == ([], "running")
+    again = Searches(searches.store, searches.storage, on_cpu)
+    on_cpu.found[run.work.id] = run
+    again.runner.begin()
+    run.add("line", {"text": "after", "style": None})
+    run.end("finished")
+    waits_for_state(again, told["id"], "finished")
+    assert streamed_lines(again, told["id"]) == ["before", "after"]
+    assert again.job(told["id"]).attempts == 1
+    assert wait_until(lambda: closed == [True])
+    again.runner.close()
+
+
+def streamed_lines(searches: Searches, job: str) -> list[str]:
+    return [str(event.document["text"]) for event in searches.store.queue.events(job) if event.kind == "line"]
