@@ -270,6 +270,33 @@ def _take_off_trl(words: list[str], launch: _Launch) -> list[str]:
     return ["-m", f"trl.scripts.{words[0]}", *words[1:]]
 
 
+def _take_off_swift(words: list[str], launch: _Launch) -> list[str]:
+    # ms-swift 3, swift.cli.main: each command starts Python again with the file of its name, under torchrun where
+    # NPROC_PER_NODE asks for that.
+    if not words or words[0].startswith("-"):
+        raise InvalidRequestError(f"{launch.command[:80]!r} names no training", "give one: -- swift sft …")
+    if (count := os.environ.get("NPROC_PER_NODE")) is not None:
+        launch.check_number(count, f"NPROC_PER_NODE={count}", ["-m", f"swift.cli.{words[0]}", *words[1:]])
+    return ["-m", f"swift.cli.{words[0].replace('-', '_')}", *words[1:]]
+
+
+def _take_off_axolotl(words: list[str], launch: _Launch) -> list[str]:
+    # axolotl.cli.main: its train starts axolotl.cli.train by accelerate launch or torchrun.
+    if words[:1] != ["train"]:
+        raise InvalidRequestError(f"{launch.command[:80]!r} starts no training", "give: -- axolotl train config.yaml")
+    left: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in ("--launcher", "--num-processes", "--num_processes"):
+            value = value if equals else next(rest, "")
+            if name != "--launcher":
+                launch.check_number(value, f"{name} {value}", ["-m", "axolotl.cli.train", *left])
+        elif name not in ("--accelerate", "--no-accelerate"):
+            left.append(word)
+    return ["-m", "axolotl.cli.train", *left]
+
+
 def _refuse_deepspeed(words: list[str], launch: _Launch) -> list[str]:
     at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     raise _unknown(launch.command, "starts a process for each GPU", words[at:] if at is not None else [])
@@ -303,6 +330,8 @@ _TAKE_OFF: dict[str, _TakeOff] = {
     "accelerate": _take_off_accelerate,
     "accelerate-launch": _take_off_accelerate_launch,
     "trl": _take_off_trl,
+    "swift": _take_off_swift,
+    "axolotl": _take_off_axolotl,
     "deepspeed": _refuse_deepspeed,
     **dict.fromkeys(_ENVIRONMENT_RUNNERS, _refuse_environment),
     **dict.fromkeys(_SHELLS, _refuse_shell),

@@ -38,11 +38,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("python -m accelerate.commands.accelerate_cli launch train.py", "train.py"),
         ("trl sft --config sft.yaml", "-m trl.scripts.sft --config sft.yaml"),
         (".venv/bin/trl dpo --x 1", "-m trl.scripts.dpo --x 1"),
+        ("swift sft --model m --output_dir out", "-m swift.cli.sft --model m --output_dir out"),
+        ("axolotl train c.yaml --launcher torchrun --num-processes 1 --lr 1", "-m axolotl.cli.train c.yaml --lr 1"),
         ("./ray/train.py", "./ray/train.py"),
     ],
 )
 def test_a_launcher_of_one_process_is_taken_off(command: str, left: str) -> None:
     assert " ".join(without_launchers(command.split()).words) == left
+
+
+def test_a_launcher_that_is_told_its_processes_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    with pytest.raises(InvalidRequestError, match="starts several processes") as refused:
+        take_launchers_off(["swift", "sft", "--x", "1"])
+    assert "python -m swift.cli.sft --x 1" in refused.value.hint
+    assert take_launchers_off(["swift", "sft"], ranks=2).words == ("-m", "swift.cli.sft")
 
 
 def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
         outcome = trial_server.trial(workload, Candidate(Arm(), 8)).outcome
         assert isinstance(outcome, Failed)
         assert outcome.message.startswith(message)
+
+
+def test_what_starts_python_again_is_refused_with_the_whole_command(trial_server: ServerClient, folder: Path) -> None:
+    """With the folder that the user named in place of the trial's own; ``sitecustomize`` stays imported."""
+    (folder / "loop.py").write_text("import sys\nassert 'sitecustomize' in sys.modules\n" + LOOP)
+    (folder / "run.py").write_text(
+        "import subprocess, sys\nsubprocess.run([sys.executable, 'loop.py', *sys.argv[1:]], check=True)\n"
+    )
+    long = [word for number in range(60) for word in (f"--option-{number}", "value")]
+    workload = Workload.of_source(find_script(["run.py", "--output_dir", "my/out", *long]))
+    answer = trial_server.inspection(workload)
+    words = shlex.split(answer.problem.hint.partition("-- ")[2])
+    assert words == ["python", "loop.py", "--output_dir", "my/out", *long]
+    assert "sitecustomize" not in answer.log
 
 
 def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> None:

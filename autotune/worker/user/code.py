@@ -16,8 +16,10 @@ from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.protection import begin_run, refused_write
 
-# Options that name the folder which scripts write to, as HfArgumentParser spells them.
-_OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
+OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
+"""Options that name the folder which scripts write to, as HfArgumentParser spells them."""
+REDIRECTED_VARIABLE = "AUTOTUNE_OUTPUT"
+"""Set to the folder that the command line names, where a trial has put another in its place."""
 # Services that scripts report to by themselves, beside the Trainer's own callbacks.
 _SILENCED = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "SWANLAB_MODE": "disabled"}
 
@@ -65,13 +67,14 @@ def run_script(source: TrainingSource, output_dir: str) -> None:
 def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
     words = list(argv)
     for place, word in enumerate(words):
-        option, equals, _ = word.partition("=")
-        if option not in _OUTPUT_OPTIONS:
+        option, equals, own = word.partition("=")
+        if option not in OUTPUT_OPTIONS:
             continue
         if equals:
             words[place] = f"{option}={output_dir}"
         elif place + 1 < len(words):
-            words[place + 1] = output_dir
+            own, words[place + 1] = words[place + 1], output_dir
+        os.environ[REDIRECTED_VARIABLE] = own
     return words
 
 

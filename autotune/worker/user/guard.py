@@ -17,6 +17,8 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
+from autotune.worker.user.advice import framework_of, next_step
+from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
 from autotune.worker.user.on_import import on_import
 
 Stop = Callable[[str, str], None]
@@ -183,9 +185,8 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
                 "only the steps within Trainer.train of a Trainer can be measured",
             )
     return (
-        f"{source.name} trains in a loop of its own{_place(frames, source)}",
-        "make a function of its loop, and name it with --loop FILE:FUNCTION; what is measured as it is trains with "
-        "transformers.Trainer or a subclass",
+        f"{source.name} trains in a loop of its own{framework_of(frames)}{_place(frames, source)}",
+        next_step(source, frames),
     )
 
 
@@ -291,4 +292,10 @@ def _instead(words: Sequence[str]) -> str:
     left = left[1:] if left and Path(left[0]).name.startswith("python") else left
     if not left or left[0] == "-c":
         return "give the command that trains in the process that it is: -- python train.py …"
-    return f"give what it starts: -- python {shlex.join(left)[:300]}"
+    own_output = os.environ.get(REDIRECTED_VARIABLE)
+    for place, word in enumerate(left):
+        option, equals, _ = word.partition("=")
+        if own_output is not None and option in OUTPUT_OPTIONS:
+            # A trial's own folder stands there.
+            left[place : place + 2 - bool(equals)] = [f"{option}={own_output}"] if equals else [option, own_output]
+    return f"give what it starts: -- python {shlex.join(left)}"

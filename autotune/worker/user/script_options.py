@@ -27,6 +27,7 @@ class SeenOptions:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.actions: list[argparse.Action] = []
         self.values: dict[str, Any] = {}
 
     def watch(self) -> None:
@@ -37,7 +38,9 @@ class SeenOptions:
         @functools.wraps(add)
         def add_argument(parser: Any, *names: Any, **options: Any) -> Any:
             self.names |= {name for name in names if isinstance(name, str) and name.startswith("--")}
-            return add(parser, *names, **options)
+            made = add(parser, *names, **options)
+            self.actions.append(made)
+            return made
 
         def parse_known_args(parser: Any, *words: Any, **options: Any) -> Any:
             found, others = parse(parser, *words, **options)

@@ -3,20 +3,23 @@
 Such a process has no trial's limits and nothing measures it, so what it would write is what a training writes.
 """
 
-import importlib
 import importlib.util
 import os
 import sys
+from importlib.machinery import PathFinder
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_next() -> None:
-    """Run the ``sitecustomize`` that this one stands before."""
+    """Run the ``sitecustomize`` that this one stands before, in its own name."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
-    del sys.modules["sitecustomize"]
-    if importlib.util.find_spec("sitecustomize") is not None:
-        importlib.import_module("sitecustomize")
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        # Python looks there for what it has just imported, so that the name must not be missing meanwhile.
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
 
 
 _run_the_next()

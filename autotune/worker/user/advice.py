@@ -1,0 +1,227 @@
+"""Say what fits a training loop that is not measured by itself: placeholders, ``autotune.steps``, or a function."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from autotune.core.training_source import TrainingSource
+from autotune.worker.user.script_options import watch_options
+
+# Names of options of well-known training codes, without dashes and in lower case, by what they decide. A name may be
+# the last part of a longer one, as in train.micro_batch_size.
+_NAMES = {
+    "batch": (
+        "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size", "micro_batch_size",
+        "micro_train_batch_size", "train_micro_batch_size", "train_batch_size", "batch_size", "batchsize", "bs", "b",
+    ),
+    "accumulation": (
+        "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",
+        "gradient_accumulation", "grad_accumulation", "grad_accum", "accumulate_grad_batches", "accum_freq",
+        "accum_iter", "accum_steps", "update_freq", "accumulate",
+    ),
+    "effective_tokens": ("total_batch_size", "global_batch_tokens", "tokens_per_batch"),
+    "effective_batch": ("global_batch_size", "effective_batch_size", "global_train_batch_size"),
+    "checkpointing": (
+        "grad_checkpointing", "gradient_checkpointing", "activation_checkpointing", "use_checkpoint",
+        "enable_gradient_checkpointing", "checkpoint_activations",
+    ),
+    "precision": ("amp_dtype", "mixed_precision", "precision", "dtype", "amp", "bf16"),
+}  # fmt: skip
+# What codes call the two precisions that nearly all of them have.
+_PRECISIONS = (
+    ("float32", "bfloat16"), ("32-true", "bf16-mixed"), ("32-true", "bf16-true"), ("fp32", "amp_bf16"),
+    ("fp32", "bf16"), ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
+)  # fmt: skip
+_LOOP_PAGE = "docs/how-to/own-loop.md"
+_PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
+
+
+def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
+    """Return what to do for a script with a loop of its own, as lines to paste, and the page of the docs."""
+    steps = _function_with_steps(source)
+    if steps is not None:
+        return f"name the function that goes over autotune.steps: --loop {_file(source)}:{steps} (see {_LOOP_PAGE})"
+    found = dict(_found_options(frames))
+    if {"batch", "effective_batch"} & found.keys():
+        command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, found)])
+        named = ", ".join(option.name for option in found.values())
+        return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
+    command = shlex.join(["python", *_own_name(source), "--batch-size", "{batch}"])
+    return (
+        "where it takes its batch on its command line, or from a file that this names, put {batch} there, such as "
+        f"-- {command} (see {_PLACEHOLDERS_PAGE}); else make a function train(config) of its loop that goes over "
+        f"autotune.steps(loader), and give --loop {_file(source)}:train (see {_LOOP_PAGE})"
+    )
+
+
+def framework_of(frames: Sequence[FrameType]) -> str:
+    """Return `` with …``: what library the loop is written for; empty for plain PyTorch."""
+    known = {"lightning.fabric": "Lightning Fabric", "lightning_fabric": "Lightning Fabric", "deepspeed": "DeepSpeed"}
+    for frame in frames:
+        module = str(frame.f_globals.get("__name__", ""))
+        for package, name in known.items():
+            if module == package or module.startswith(f"{package}."):
+                return f" with {name}"
+    return ""
+
+
+def _own_name(source: TrainingSource) -> tuple[str, ...]:
+    return ("-m", source.module) if source.module else (_file(source),)
+
+
+def _file(source: TrainingSource) -> str:
+    """Return the script's file as it may be named in its folder."""
+    within = os.path.relpath(source.file, source.cwd)
+    return source.file if within.startswith(os.pardir) else within
+
+
+class _Option:
+    """An option of the script, and what to write for it."""
+
+    def __init__(self, name: str, value: str, *, joined: bool = False) -> None:
+        self.name = name
+        self.value = value
+        """A placeholder; with the option in it where that takes no value."""
+        self.joined = joined
+        """Whether it is written as ``name=value``."""
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words of the command line."""
+        if self.value.startswith("{") and self.name in self.value:
+            return [self.value]
+        return [f"{self.name}={self.value}"] if self.joined else [self.name, self.value]
+
+
+def _found_options(frames: Sequence[FrameType]) -> Iterator[tuple[str, _Option]]:
+    """Yield the options of the script that decide what is searched, as its parser has them."""
+    actions = watch_options().actions
+    settings = {} if actions else _settings(frames)
+    for what, names in _NAMES.items():
+        for name in names:
+            action = next((action for action in actions if _is_named(action.option_strings, name)), None)
+            if action is not None:
+                option = _of_action(what, action)
+            elif (key := next((key for key in settings if _plain(key) == name), None)) is not None:
+                option = _of_setting(what, key, settings[key])
+            else:
+                continue
+            if option is not None:
+                yield what, option
+                break
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+
+
+def _is_named(options: Sequence[str], name: str) -> bool:
+    return any(_plain(option) == name and (len(name) > 2 or len(option) <= 4) for option in options)
+
+
+def _of_action(what: str, action: argparse.Action) -> _Option | None:
+    option = max(action.option_strings, key=len)
+    takes_value = action.nargs != 0
+    match what:
+        case "precision":
+            if not takes_value:
+                return _Option(option, f"{{precision:bf16={option}}}")
+            pair = _precisions([*map(str, action.choices or ()), str(action.default)])
+            return _Option(option, f"{{precision:fp32={pair[0]},bf16={pair[1]}}}") if pair else None
+        case "checkpointing":
+            value = "{checkpointing}" if takes_value else f"{{checkpointing:on={option}}}"
+            return _Option(option, value)
+        case _:
+            return _Option(option, f"{{{what}}}") if takes_value else None
+
+
+def _of_setting(what: str, key: str, value: Any) -> _Option | None:
+    """Return the option of a script that reads ``--key=value`` into a global, or ``key=value`` into a config."""
+    if what == "precision":
+        pair = _precisions([str(value)])
+        return _Option(key, f"{{precision:fp32={pair[0]},bf16={pair[1]}}}", joined=True) if pair else None
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return _Option(key, f"{{{what}}}", joined=True) if is_number else None
+
+
+def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
+    both = next((pair for pair in _PRECISIONS if set(pair) <= set(known)), None)
+    return both or next((pair for pair in _PRECISIONS if set(pair) & set(known)), None)
+
+
+def _settings(frames: Sequence[FrameType]) -> Mapping[str, Any]:
+    """Return what a script without a parser reads from ``--key=value``, or from a config of OmegaConf."""
+    module = sys.modules.get("omegaconf")
+    for frame in frames:
+        if module is not None:
+            configs = [value for value in frame.f_locals.values() if isinstance(value, module.DictConfig)]
+            if configs:
+                return dict(_flat(module.OmegaConf.to_container(configs[0])))
+        if frame.f_globals.get("__name__") == "__main__":
+            text = _source_text(frame.f_code.co_filename)
+            # nanoGPT's configurator, a file of its own or a copy.
+            if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):
+                return {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
+    return {}
+
+
+def _configurator(text: str) -> str:
+    named = re.search(r"exec\(open\(['\"]([\w./]+)['\"]\)", text)
+    return _source_text(named[1]) if named else ""
+
+
+def _source_text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _flat(values: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _with_placeholders(argv: Sequence[str], found: Mapping[str, _Option]) -> list[str]:
+    """Return a command line with placeholders in place of what it says for these options."""
+    words = list(argv)
+    chosen = dict(found)
+    if "accumulation" in chosen:
+        chosen.pop("effective_batch", None)
+        chosen.pop("effective_tokens", None)
+    for option in chosen.values():
+        at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option.name), None)
+        if at is None:
+            words += option.words
+            continue
+        takes_next = "=" not in words[at] and len(option.words) == 2
+        words[at : at + 1 + takes_next] = option.words
+    return words
+
+
+def _function_with_steps(source: TrainingSource) -> str | None:
+    """Return the function of the script that goes over ``autotune.steps`` already."""
+    try:
+        tree = ast.parse(Path(source.file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return next((each.name for each in functions if any(map(_is_steps, ast.walk(each)))), None)
+
+
+def _is_steps(node: ast.AST) -> bool:
+    """Return whether a part of a program is ``autotune.steps`` or ``autotune.step``."""
+    is_named = isinstance(node, ast.Attribute) and node.attr in ("steps", "step")
+    return is_named and isinstance(node.value, ast.Name) and node.value.id == "autotune"  # type: ignore[attr-defined]

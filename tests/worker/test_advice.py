@@ -1,0 +1,128 @@
+"""A training loop that is not measured by itself is refused with what fits it, as words that can be pasted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+
+LOOP = """
+import torch
+def train(batch, accumulation):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(60):
+        for _ in range(accumulation):
+            model(torch.ones(batch, 2)).mean().backward()
+        optimizer.step()
+"""
+ARGPARSE = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("-b", "--batch-size", type=int, default=3)
+p.add_argument("--grad-accum-steps", type=int, default=1)
+p.add_argument("--amp-dtype", choices=["float32", "bfloat16"], default="float32")
+p.add_argument("--grad-checkpointing", action="store_true")
+p.add_argument("--name", default="a")
+args = p.parse_args()
+from torch.utils.checkpoint import checkpoint
+LOOP
+train(args.batch_size, args.grad_accum_steps)
+"""
+DOTTED = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--train.micro_batch_size", type=int, default=1)
+p.add_argument("--train.global_batch_size", type=int, default=2)
+p.add_argument("--precision", default="32-true")
+args = vars(p.parse_args())
+LOOP
+micro = args["train.micro_batch_size"]
+train(micro, args["train.global_batch_size"] // micro)
+"""
+CONFIGURATOR = """
+import sys
+batch_size, gradient_accumulation_steps, dtype = 3, 2, "float32"
+for word in sys.argv[1:]:
+    key, value = word[2:].split("=")
+    globals()[key] = type(globals()[key])(value)
+LOOP
+train(batch_size, gradient_accumulation_steps)
+"""
+PLAIN = "LOOP\ntrain(4, 1)\n"
+STEPS = """
+import autotune, torch
+def run(config):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in autotune.steps([torch.ones(config.per_device_batch_size, 2)]):
+        model(batch).mean().backward()
+        optimizer.step()
+run(autotune.LoopConfig())
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(trial_server: ServerClient, words: list[str]) -> str:
+    """What to do next."""
+    problem = trial_server.inspection(Workload.of_source(find_script(words))).problem
+    assert problem.message.startswith("run.py trains in a loop of its own at run.py:")
+    return problem.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "pasted"),
+    [
+        (
+            ARGPARSE,
+            "--name b --batch-size 7",
+            "python run.py --name b --batch-size {batch} --grad-accum-steps {accumulation} "
+            "'{checkpointing:on=--grad-checkpointing}' --amp-dtype '{precision:fp32=float32,bf16=bfloat16}'",
+        ),
+        (
+            DOTTED,
+            "--precision=32-true",
+            "python run.py --precision '{precision:fp32=32-true,bf16=bf16-mixed}' --train.micro_batch_size {batch} "
+            "--train.global_batch_size {effective_batch}",
+        ),
+        (
+            CONFIGURATOR,
+            "",
+            "python run.py --batch_size={batch} --gradient_accumulation_steps={accumulation} "
+            "--dtype={precision:fp32=float32,bf16=bfloat16}",
+        ),
+        (PLAIN, "--lr 1", "python run.py --batch-size {batch}"),
+    ],
+)
+def test_the_placeholders_that_fit_are_offered(
+    trial_server: ServerClient, folder: Path, text: str, given: str, pasted: str
+) -> None:
+    (folder / "run.py").write_text(text.replace("LOOP", LOOP))
+    hint = refused(trial_server, ["python", "run.py", *given.split()])
+    command = hint.partition("-- ")[2].partition(" (see docs/how-to/own-script.md)")[0]
+    assert shlex.split(command) == shlex.split(pasted)
+
+
+def test_what_is_offered_is_obeyed_where_it_can_be(trial_server: ServerClient, folder: Path) -> None:
+    """The words are those that are refused, or searched, in turn; the loop knows its batch and accumulation."""
+    (folder / "run.py").write_text(CONFIGURATOR.replace("LOOP", LOOP))
+    command = refused(trial_server, ["run.py"]).partition("-- ")[2].partition(" (see")[0]
+    words = [word for word in shlex.split(command) if "precision" not in word]
+    model = trial_server.model(Workload.of_source(find_script(words)))
+    assert model.interface["searched"] == ["batch", "accumulation"]
+
+
+def test_a_function_with_autotune_steps_is_named(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(STEPS)
+    assert "--loop run.py:run (see docs/how-to/own-loop.md)" in refused(trial_server, ["run.py"])
