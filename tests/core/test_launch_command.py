@@ -50,9 +50,9 @@ def test_a_launcher_of_one_process_is_taken_off(command: str, left: str) -> None
 def test_a_launcher_that_is_told_its_processes_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     with pytest.raises(InvalidRequestError, match="starts several processes") as refused:
-        take_launchers_off(["swift", "sft", "--x", "1"])
+        without_launchers(["swift", "sft", "--x", "1"])
     assert "python -m swift.cli.sft --x 1" in refused.value.hint
-    assert take_launchers_off(["swift", "sft"], ranks=2).words == ("-m", "swift.cli.sft")
+    assert without_launchers(["swift", "sft"], ranks=2).words == ("-m", "swift.cli.sft")
 
 
 def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
