@@ -86,7 +86,7 @@ def test_an_ordinary_users_files_stay_as_they_are(
     from test_protection import state
 
     monkeypatch.setenv("DEEDS", "some")
-    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("HOME", os.environ["TMPDIR"])
     deeds.prepare(folder)
     before = state(owned(folder, user))
 

@@ -26,7 +26,7 @@ from autotune.devices import Device
 from autotune.execution import TrialServer
 from autotune.execution.protection import find_protection
 from autotune.worker.user import landlock
-from autotune.worker.user.protection import Room
+from autotune.worker.user.protection import Room, caches
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 sys.path.insert(0, str(OWN_CODE))
@@ -162,3 +162,20 @@ def test_what_is_offered_is_told_by_a_process_of_its_own() -> None:
     assert find_protection().kind in ("overlay", "read-only", "landlock", "none")
     if not HAS_OVERLAY:
         assert find_protection().why_not_better
+
+
+def test_caches_stay_outside_unless_the_user_works_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    hub = tmp_path / "home" / ".cache" / "huggingface"
+    assert not hub.exists()
+    assert str(hub) in caches(str(tmp_path))
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+    assert str(kernels) in caches(str(tmp_path))
+    assert str(kernels) not in caches(str(kernels))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert str(tmp_path) not in caches(str(tmp_path / "elsewhere"))

@@ -36,12 +36,13 @@ _SHARE_OF_MEMORY = 0.5
 _SHARED_MEMORY = "/dev/shm"
 
 _CACHES = {
-    "HF_HOME": "huggingface",
-    "TORCH_HOME": "torch",
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "HF_HOME": "~/.cache/huggingface",
+    "TORCH_HOME": "~/.cache/torch",
+    "TORCH_EXTENSIONS_DIR": "~/.cache/torch_extensions",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "CUDA_CACHE_PATH": "~/.nv/ComputeCache",
 }
-"""Variables that name the folder of a cache, and where it is in the user's folder of caches by default."""
-_HOME_CACHES = {"TRITON_CACHE_DIR": ".triton/cache", "CUDA_CACHE_PATH": ".nv/ComputeCache"}
+"""Variables that name the folder of a cache, and where it is by default."""
 _NAMED_CACHES = (
     "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "TRANSFORMERS_CACHE",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -214,24 +215,27 @@ def take_kept(scratch: Scratch, layer: str) -> None:
 def caches(cwd: str) -> list[str]:
     """List the folders of caches that are there to be written to: of compilers, of the hub, of torch.
 
-    One in which the user works is none.
+    One in which the user works is none. One of the hub or, with a GPU, of a compiler is made where it is not there yet:
+    what is put into it would be thrown away with the layer.
     """
-    home = str(Path.home())
-    shared = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    named = [os.environ.get(name) or os.path.join(shared, folder) for name, folder in _CACHES.items()]
-    named += [os.environ.get(name) or os.path.join(home, folder) for name, folder in _HOME_CACHES.items()]
-    named += [os.environ.get(name) or folder for name, folder in _PIPES.items()]
-    named += [os.environ[name] for name in _NAMED_CACHES if os.environ.get(name)]
-    found = dict.fromkeys(os.path.realpath(os.path.expanduser(path)) for path in named)
-    theirs = [os.path.realpath(path) for path in (cwd, home)]
-    # What is downloaded into a cache that is not there yet would be thrown away with the layer.
-    with contextlib.suppress(OSError):
-        os.makedirs(next(iter(found)), exist_ok=True)
-    return [
-        path
-        for path in found
-        if os.path.isdir(path) and not any(mount_namespace.is_within(folder, path) for folder in theirs)
-    ]
+    uses_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    found = {}
+    for name, default in _CACHES.items():
+        path = os.environ.get(name) or default.replace("~/.cache", shared)
+        found[path] = name == "HF_HOME" or uses_gpu
+    found |= dict.fromkeys((os.environ.get(name) or default for name, default in _PIPES.items()), False)
+    found |= dict.fromkeys(filter(None, map(os.environ.get, _NAMED_CACHES)), False)
+    theirs = [os.path.realpath(path) for path in (cwd, Path.home())]
+    listed = []
+    for name, is_made in found.items():
+        path = os.path.realpath(os.path.expanduser(name))
+        with contextlib.suppress(OSError):
+            if is_made:
+                os.makedirs(path, exist_ok=True)
+        if os.path.isdir(path) and not any(mount_namespace.is_within(folder, path) for folder in theirs):
+            listed.append(path)
+    return listed
 
 
 def _free_memory() -> int:
