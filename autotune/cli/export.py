@@ -50,5 +50,7 @@ def export(ctx: click.Context, /, study: str, form: str, output: Path | None, st
         click.echo(text, nl=False)
     else:
         write_text(output, text)
+    if form == "env" and not text.strip():
+        click.echo("nothing is printed: the winner needs no environment variable", err=True)
     for line in notes:
         click.echo(as_printed(line), err=True)

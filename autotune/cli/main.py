@@ -155,7 +155,7 @@ def _command(arguments: Sequence[str] | None) -> str:
 
 
 def _no_such_option(error: click.ClickException) -> str | None:
-    """Return what to say of an option that only other commands have; ``None`` for another error."""
+    """Return what to say of an option that the command does not have; ``None`` for another error."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return None
     from autotune.core.options import OPTIONS
@@ -167,10 +167,19 @@ def _no_such_option(error: click.ClickException) -> str | None:
         if option.parameter == error.option_name and command in _COMMANDS
     )
     if not having:
-        return None
+        return f"no such option {error.option_name}{_with_its_words(error)}"
     *most, last = having
     others = f"{', '.join(most)} and {last} have" if most else f"{last} has"
     return f"{error.ctx.command_path} has no option {error.option_name}; autotune {others} it"
+
+
+def _with_its_words(error: click.NoSuchOption) -> str:
+    """Return ``; did you mean --effective-batch?``: options that share a word with it, else those spelled alike."""
+    assert error.ctx is not None
+    known = [name for option in error.ctx.command.params for name in option.opts if name.startswith("--")]
+    words = set(error.option_name.strip("-").split("-"))
+    near = [name for name in known if words & set(name.strip("-").split("-"))] or list(error.possibilities or ())
+    return f"; did you mean {' or '.join(near[:3])}?" if near else ""
 
 
 def _forget_interrupt() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ class FilePath(click.Path):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; raises ``StorageError`` where that fails."""
+    """Write a file whole or not at all; raises ``StorageError`` where that fails."""
+    real = path.resolve()
+    # What is no plain file, as a pipe, is written to.
+    part = real if real.exists() and not real.is_file() else real.with_name(f".{real.name}.part")
     try:
-        path.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        if part != real:
+            part.replace(real)
     except OSError as error:
+        if part != real:
+            with suppress(OSError):
+                part.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror}", "name another file") from error
 
 

@@ -9,6 +9,7 @@ float32, as torch computes them. GeForce cards have half the rate of other sums 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
@@ -172,13 +173,23 @@ ALIASES = {
 
 
 def find_chip(name: str, chips: Mapping[str, Chip]) -> Chip:
-    """Return a chip by its name or alias; raises ``InvalidRequestError`` with similar names."""
+    """Return a chip by its name or alias; raises ``InvalidRequestError`` with similar names.
+
+    ``RTX 4090``, ``rtx4090`` and ``NVIDIA GeForce RTX 4090`` are all ``rtx-4090``.
+    """
     key = name.lower()
-    chip = chips.get(key) or chips.get(ALIASES.get(key, key))
+    squeezed = {_squeezed(known): ALIASES.get(known, known) for known in (*ALIASES, *chips)}
+    chip = chips.get(key) or chips.get(squeezed.get(_squeezed(key), key))
     if chip is None:
         hints = [did_you_mean(key, chips), f"known are {', '.join(chips)}; or describe it in a file for --gpu-spec"]
         raise InvalidRequestError(f"--gpu {name!r} is not known", " ".join(filter(None, hints)))
     return chip
+
+
+def _squeezed(name: str) -> str:
+    """Return a name without its maker and without what separates its parts."""
+    words = re.split(r"[\s_-]+", name.lower())
+    return "".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 _NAMES_OF_DEVICES = {

@@ -158,6 +158,8 @@ def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
         assert (chip.rates.tf32_flops is not None) == (chip.capability >= (8, 0))
     assert {find_chip(name, CHIPS) for name in ALIASES} <= set(CHIPS.values())
     assert find_chip("H100", CHIPS) is CHIPS["h100-80gb"]
+    for name in ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"):
+        assert find_chip(name, CHIPS) is CHIPS["rtx-4090"]
     with pytest.raises(InvalidRequestError, match="'voodoo-2' is not known"):
         find_chip("voodoo-2", CHIPS)
 
