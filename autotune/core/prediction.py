@@ -5,11 +5,14 @@ A process with torch predicts on fake tensors. Its answers are sent and stored a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.device import Precision
+
+_HALF = ("float16", "bfloat16")
 
 Size = tuple[int, int]
 """An amount for each sample of the batch, and a constant amount."""
@@ -116,8 +119,16 @@ class Operations:
         Recomputed operations are left out, as usual for the utilization of a GPU (MFU; Chowdhery et al. 2022, appendix
         B).
         """
+        return sum(flops for _, flops in self._products(batch))
+
+    def is_in_half(self, batch: int) -> bool:
+        """Return whether most of those are in 16 bits, through autocast or because the weights are."""
+        half = sum(flops for dtype, flops in self._products(batch) if dtype in _HALF)
+        return half > self.product_flops(batch) / 2
+
+    def _products(self, batch: int) -> Iterator[tuple[str, float]]:
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
-        return float(sum(row.count * amount_at(row.flops, batch) for row in kept))
+        return ((row.dtype, float(row.count * amount_at(row.flops, batch))) for row in kept)
 
 
 def amount_at(size: Size, batch: int) -> int:

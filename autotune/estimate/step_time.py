@@ -220,7 +220,7 @@ class StepTimeModel:
             host.seconds(operations, accumulation),
             gpu.by_kind,
             accumulation * operations.product_flops(batch),
-            peak_flops(self._rates, precision),
+            self._rates.half_flops if operations.is_in_half(batch) else peak_flops(self._rates, precision),
             exchanged,
             operations.unknown,
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import OF_RANKS, Arm, Candidate
+from autotune.core.device import Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Measurement
 from autotune.devices.gpus import chip_of_device
@@ -125,6 +126,14 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
+_OF_WEIGHTS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def computed_in(precision: Precision, weight_dtype: str) -> Precision:
+    """Return the precision of the products of weights stored in a dtype: that of autocast, else their own."""
+    return precision if precision in ("bf16", "fp16") else _OF_WEIGHTS.get(weight_dtype, precision)
+
+
 def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None:
     """Return the share of the GPU's rated arithmetic that a step of text uses (MFU).
 
@@ -137,4 +146,5 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     if chip is None or chip.rates is None or weights is None or tokens is None:
         return None
     every, trained = weights
-    return tokens * (4 * every + 2 * trained) / (peak_flops(chip.rates, arm.precision) * measured.ranks)
+    rate = peak_flops(chip.rates, computed_in(arm.precision, report.workload["dtype"]))
+    return tokens * (4 * every + 2 * trained) / (rate * measured.ranks)

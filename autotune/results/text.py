@@ -9,7 +9,7 @@ from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.statistics import difference
 from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.results.expert import expert_of, utilization
+from autotune.results.expert import computed_in, expert_of, utilization
 from autotune.results.report import Report, data_facts
 from autotune.results.warnings import notes
 from autotune.results.wording import verdict
@@ -56,7 +56,7 @@ def summary_lines(report: Report) -> list[str]:
     limit = describe_limit(best.candidate, measured)
     share = utilization(report, measured, best.candidate.arm)
     if share is not None:
-        precision = best.candidate.arm.precision
+        precision = computed_in(best.candidate.arm.precision, report.workload["dtype"])
         lines.append(f"  {share:.0%} of the GPU's rated arithmetic in {precision} (MFU: linear layers, no attention)")
     details = [_memory_line(report, best, measured), limit, *detail_lines(report, best, measured)]
     lines += [f"  {line}" for line in details if line is not None]
