@@ -45,6 +45,16 @@ LOOP
 micro = args["train.micro_batch_size"]
 train(micro, args["train.global_batch_size"] // micro)
 """
+AMP = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("-b", "--batch-size", type=int, default=3)
+p.add_argument("--amp", action="store_true")
+p.add_argument("--amp-dtype", default="float16")
+args = p.parse_args()
+LOOP
+train(args.batch_size, 1)
+"""
 CONFIGURATOR = """
 import sys
 batch_size, gradient_accumulation_steps, dtype = 3, 2, "float32"
@@ -96,6 +106,7 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
             "python run.py --precision '{precision:fp32=32-true,bf16=bf16-mixed}' --train.micro_batch_size {batch} "
             "--train.global_batch_size {effective_batch}",
         ),
+        (AMP, "", "python run.py --batch-size {batch} '{precision:bf16=--amp --amp-dtype bfloat16}'"),
         (
             CONFIGURATOR,
             "",

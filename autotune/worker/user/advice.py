@@ -134,7 +134,7 @@ def _of_action(what: str, action: argparse.Action) -> _Option | None:
     match what:
         case "precision":
             if not takes_value:
-                return _Option(option, f"{{precision:bf16={option}}}")
+                return _Option(option, f"{{precision:bf16={option}{_dtype_of_autocast()}}}")
             pair = _precisions([*map(str, action.choices or ()), str(action.default)])
             return _Option(option, f"{{precision:fp32={pair[0]},bf16={pair[1]}}}") if pair else None
         case "checkpointing":
@@ -142,6 +142,12 @@ def _of_action(what: str, action: argparse.Action) -> _Option | None:
             return _Option(option, value)
         case _:
             return _Option(option, f"{{{what}}}") if takes_value else None
+
+
+def _dtype_of_autocast() -> str:
+    """Return the option that says the dtype of an autocast which another one turns on, as in timm."""
+    named = next((each for each in watch_options().actions if _is_named(each.option_strings, "amp_dtype")), None)
+    return f" {max(named.option_strings, key=len)} bfloat16" if named is not None and named.nargs != 0 else ""
 
 
 def _of_setting(what: str, key: str, value: Any) -> _Option | None:
