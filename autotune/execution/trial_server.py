@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -163,20 +164,29 @@ class TrialServer:
             self.close()
 
     def _protected(self) -> Protection:
-        """Return what protects the user's files from a job of their own code."""
+        """Return what protects the user's files from a job of their own code.
+
+        Raises ``TrainingSourceError`` where nothing does, and that was not asked for.
+        """
         if self._protection is None:
-            found = find_protection()
-            if found.kind == "none":
-                source = self.workload.source
-                raise TrainingSourceError(
-                    f"nothing keeps {source.name if source else 'it'} from your files here: {found.why_not_better}",
-                    "search as root, or on Linux 5.13 or newer; with --unprotected it writes, renames and deletes in "
-                    "every trial as it would by itself",
-                )
-            self._protection = found.kind
+            self._protection = self._find_protection()
         if self._layer is None:
             self._layer = make_scratch("autotune-layer-")
         return Protection(self._protection, self._layer.output_dir)
+
+    def _find_protection(self) -> ProtectionKind:
+        source, found = self.workload.source, find_protection()
+        assert source is not None
+        why = found.why_not_better if found.kind == "none" else None
+        if found.kind == "landlock" and os.path.realpath(source.cwd).startswith("/dev/shm/"):
+            why = f"Landlock does not protect {source.cwd}, which is shared memory"
+        if why is None:
+            return found.kind
+        raise TrainingSourceError(
+            f"nothing keeps {source.name} from your files here: {why}",
+            "search as root or on Linux 5.13 or newer, outside of /dev/shm; with --unprotected it writes, renames and "
+            "deletes in every trial as it would by itself",
+        )
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
         """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
@@ -338,10 +348,9 @@ class TrialServer:
 
         Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """
-        self.start(inspects=True)
         if self.workload.source is not None:
-            # While the server imports.
             self._protected()
+        self.start(inspects=True)
         # The user's own code may use the GPU, which would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"

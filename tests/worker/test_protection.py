@@ -145,17 +145,29 @@ def test_half_of_what_is_free_is_all_that_a_trial_may_write(folder: Path, monkey
     assert room.why_exceeded() == f"its code wrote 1.0 MiB, more than half of what was free in {folder.parent}"
 
 
+@pytest.mark.parametrize(
+    ("found", "cwd", "told"),
+    [
+        (FoundProtection("none", "no mount name space; no Landlock"), "/tmp", "no mount name space; no Landlock"),
+        (FoundProtection("landlock"), "/dev/shm/x", "Landlock does not protect /dev/shm/x, which is shared memory"),
+    ],
+)
 def test_code_is_refused_where_nothing_protects_from_it(
-    cpu: Device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cpu: Device, folder: Path, monkeypatch: pytest.MonkeyPatch, found: FoundProtection, cwd: str, told: str
 ) -> None:
-    nothing = FoundProtection("none", "no mount name space: unshare: Operation not permitted; no Landlock")
-    monkeypatch.setattr("autotune.execution.trial_server.find_protection", lambda: nothing)
-    (folder / "best.pt").write_text("of the user's")
+    monkeypatch.setattr("autotune.execution.trial_server.find_protection", lambda: found)
+    workload = loop("save")
+    assert workload.source is not None
+    workload = replace(workload, source=replace(workload.source, cwd=cwd))
+    started: list[str] = []
     with (
-        TrialServer(cpu, loop("save"), folder / "logs") as server,
-        pytest.raises(TrainingSourceError, match=r"nothing keeps hostile_loop\.py:save from your files here: no mount"),
+        TrialServer(cpu, workload, folder / "logs", on_start=lambda: started.append("a process")) as server,
+        pytest.raises(TrainingSourceError) as caught,
     ):
         server.inspect()
+    assert caught.value.message == f"nothing keeps hostile_loop.py:save from your files here: {told}"
+    assert "--unprotected" in caught.value.hint
+    assert started == []
 
 
 def test_what_is_offered_is_told_by_a_process_of_its_own() -> None:
