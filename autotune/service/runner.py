@@ -244,7 +244,7 @@ class Runner:
         try:
             with contextlib.ExitStack() as stack:
                 if not self.engine.shares_storage:
-                    stack.enter_context(_Held(self.store, job.study))
+                    self._hold(stack, job.study)
                 goes_on = not self._take_all(job, run)
         except AttemptOverError:
             log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
@@ -265,6 +265,17 @@ class Runner:
                 self.store.sync()
             self.changes.notify(job.id)
             self._wake.set()
+
+    def _hold(self, stack: contextlib.ExitStack, study: str) -> None:
+        """Hold the lease of a study that is searched elsewhere and recorded here, as soon as nobody else has it."""
+        held = Held(self.store, name_of_study(study), f"the study {study!r}")
+        while not self._is_closing:
+            try:
+                stack.enter_context(held)
+                return
+            except StorageError as error:
+                log.warning("what a search says cannot be recorded now: %s", error)
+                time.sleep(_RETRY_SECONDS)
 
     def _take_all(self, job: JobRecord, run: Run) -> bool:
         """Take what a run says; return whether that was all of it, and not only all before this service ends."""
@@ -357,17 +368,21 @@ class Runner:
             log.warning("the log of a trial cannot be kept: %s", error)
 
 
-class _Held:
-    """A context manager that holds the lease of a study that is searched elsewhere and recorded here."""
+class Held:
+    """A context manager that holds a lease, and raises ``StorageError`` where another process has it."""
 
-    def __init__(self, store: Store, study: str) -> None:
+    def __init__(self, store: Store, name: str, what: str) -> None:
         self._leases = store.leases
-        self._name, self._token = name_of_study(study), new_id()
+        self._name, self._what, self._token = name, what, new_id()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> None:
-        self._leases.take(self._name, this_owner(), self._token)
+        holder = self._leases.take(self._name, this_owner(), self._token)
+        if holder is not None:
+            raise StorageError(
+                f"{self._what} is held by {holder.describe()}", "wait for its end, or name another database"
+            )
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,7 @@ from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
+from autotune.service.runner import Held
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
@@ -124,7 +125,12 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
     open_files = raise_open_files()
     logging.getLogger("asyncio").addFilter(OncePerMinute())
     codes = read_listed_code(settings.allow) if settings.allow is not None else {}
-    with _listen(settings) as listener, open_store(settings.storage) as store:
+    with (
+        _listen(settings) as listener,
+        open_store(settings.storage) as store,
+        # Two would start each other's searches anew.
+        Held(store, "service", "the queue of this database"),
+    ):
         settings = _with_port(settings, listener)
         # Else each event would wait for the disk, and all writers for each other.
         leave_syncing_to_checkpoints(store.engine)

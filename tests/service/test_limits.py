@@ -27,6 +27,7 @@ from autotune.service.access import _MOST_GUESSES
 from autotune.service.limits import OncePerMinute
 from autotune.service.predictions import PredictionProcess, Predictions
 from autotune.service.searches import Searches
+from autotune.service.server import Settings, serve
 from autotune.service.tokens import add_token
 from autotune.store.repository import Store
 
@@ -211,3 +212,15 @@ def test_a_token_has_two_predictions_under_way_at_most() -> None:
             predictions.answer({"model": "gpt2", "gpu": ["rtx-3090"]}, "ann")
         is_over.set()
         assert [each.result(60) for each in asked] == [{}, {}]
+
+
+def test_a_second_service_over_one_database_is_refused(
+    crowded: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would start the first one's searches anew."""
+    assert crowded[0]
+    # Of this process nothing is to change.
+    monkeypatch.setattr("os.umask", lambda mask: mask)
+    monkeypatch.setattr("autotune.service.server.raise_open_files", lambda: 1024)
+    with pytest.raises(StorageError, match="the queue of this database is held by process"):
+        serve(Settings(str(tmp_path / "a.db"), port=0), lambda url, token: None)
