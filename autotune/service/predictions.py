@@ -73,6 +73,10 @@ class PredictionProcess:
         finally:
             self._running.discard(process)
             _kill(process)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
         if "problem" in told:
             raise error_of(told["problem"])
         document: Document = told["document"]
@@ -90,10 +94,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 @dataclass
