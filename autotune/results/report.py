@@ -158,13 +158,19 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
 def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict[Kind, Deviations]:
     """Return how processes had deviated on a study's machine before it; ``trials`` are of ``Store.repeated_trials``.
 
-    What came later is left out, so that a study's numbers stay what they were.
+    What came later is left out, so that a study's numbers stay what they were; and trials of its workload, which the
+    study itself may have reused.
     """
     repeated: dict[tuple[str, Candidate], list[Tried]] = {}
     for trial in trials:
         outcome = trial.outcome
         is_before = trial.environment_id == study.environment_id and trial.started_at < study.started_at
-        if is_before and trial.study_id != study.id and isinstance(outcome, Completed) and not outcome.disturbed:
+        if (
+            is_before
+            and trial.workload_id != study.workload_id
+            and isinstance(outcome, Completed)
+            and not outcome.disturbed
+        ):
             tried = Tried(trial.id, trial.candidate, outcome)
             repeated.setdefault((trial.workload_id, trial.candidate), []).append(tried)
     return deviations(repeated.values())

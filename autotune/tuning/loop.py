@@ -298,6 +298,10 @@ class Search:
         known = self._known(candidate, stage, effort)
         if known is not None:
             self._take(self._records.reuse(trial, record, known))
+            is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
+            if is_exact and self._known(candidate, "final", effort) is not None:
+                # Every process that measured it counts, not the latest alone.
+                self._try(replace(step, stage="final"), placement)
             return
         with self._interruption.held():
             self._records.start(record)
