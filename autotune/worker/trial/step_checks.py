@@ -36,6 +36,7 @@ _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq
 # Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _FRAMEWORKS = (
     "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
     "sentence_transformers", "autotune", "contextlib", "functools", "threading", "runpy",
@@ -459,7 +460,9 @@ def _users_line() -> str | None:
     found = None
     while frame is not None:
         path, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        if not path.startswith("<") and name.partition(".")[0] not in _FRAMEWORKS:
+        # The trial server runs as ``__main__``.
+        is_own = path.startswith(("<", _OWN_FOLDER)) or name.partition(".")[0] in _FRAMEWORKS
+        if not is_own:
             is_installed = "site-packages" in path
             if not is_installed or found is None:
                 found = f"{os.path.basename(path)}:{frame.f_lineno}"
