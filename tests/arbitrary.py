@@ -8,7 +8,15 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
-from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source
+from autotune.core.outcome import (
+    Completed,
+    Failed,
+    FailureReason,
+    LossOfBatch,
+    Measurement,
+    OutOfMemory,
+    Source,
+)
 
 # Surrogates too: logs of other people's code hold what is no text.
 WORDS = st.text(st.characters(exclude_categories=()), max_size=40)
@@ -37,6 +45,7 @@ def _measurements() -> st.SearchStrategy[Measurement]:
     """Every field of its own, those that may be missing sometimes so."""
     named = st.tuples(st.text(max_size=20), _SECONDS)
     kinds = {
+        "LossOfBatch": st.sampled_from(get_args(LossOfBatch)),
         "float": _SECONDS,
         "int": _BYTES,
         "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple),

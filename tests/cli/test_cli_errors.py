@@ -322,7 +322,7 @@ def test_a_terminal_without_unicode_is_no_error(studied: Studied, tmp_path: Path
     ("words", "meant"),
     [
         (("serach",), "did you mean search?"),
-        (("predict", "--model", "bert-tiny", "--gpu", "rtx3090"), "did you mean rtx-3090"),
+        (("predict", "--model", "bert-tiny", "--gpu", "rtx-309"), "did you mean rtx-3090"),
         (("show", "tyni"), "did you mean tiny?"),
         (("resume", "tyni"), "did you mean tiny?"),
     ],

@@ -111,8 +111,9 @@ def test_a_disk_that_is_full_is_an_error_and_with_room_the_study_goes_on(copy: P
     assert ran.code == 0, ran.stderr
     assert "starting a process" not in ran.stderr
     trials = json.loads(ran.stdout)["trials"]
-    candidates = [(t["per_device_train_batch_size"], t["precision"]) for t in trials]
-    assert len(candidates) == len(set(candidates))
+    # A candidate is answered by all processes that measured it, each once.
+    measured = [(t["per_device_train_batch_size"], t["precision"], str(t["reused_from"])) for t in trials]
+    assert len(measured) == len(set(measured))
 
 
 ODD_NAMES = ["a b.db", "q'uo\"te.db", "per%20cent.db", "ha#sh?.db", "br{a}ce.db", "new\nline.db"]

@@ -112,6 +112,7 @@ def test_a_code_is_searched_as_it_is_and_trained_with_the_winner(tmp_path: Path,
             assert re.search(rf"(?<!\S){code.accumulation}{told}\b", line), line
 
 
+@pytest.mark.whole
 def test_the_training_ends_as_the_script_does(tmp_path: Path) -> None:
     """Its exit code is the command's; a command without placeholders has nowhere to put the winner."""
     (tmp_path / "t.py").write_text(

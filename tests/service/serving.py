@@ -56,6 +56,7 @@ class StandInEngine:
         self.refuses: AutotuneError | None = None
         self._hosts: list[Host] = []
         self._started: queue.SimpleQueue[StandInRun] = queue.SimpleQueue()
+        self._runs: list[StandInRun] = []
 
     def add(self, *devices: Device, name: str = "host") -> None:
         """Have one more machine."""
@@ -89,6 +90,7 @@ class StandInEngine:
             raise self.refuses
         run = StandInRun(work)
         self._started.put(run)
+        self._runs.append(run)
         return run
 
     def find(self, work_id: str) -> Run | None:
@@ -96,7 +98,9 @@ class StandInEngine:
         return self.found.get(work_id)
 
     def close(self) -> None:
-        """See ``Engine.close``."""
+        """See ``Engine.close``: what runs ends with the service."""
+        for run in self._runs:
+            run.end("interrupted")
 
 
 def state_of(searches: Searches, job_id: str) -> str:
