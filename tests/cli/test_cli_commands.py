@@ -69,9 +69,7 @@ def test_studies_lists_the_study(studied: Studied, run: Run) -> None:
     assert row.startswith("tiny   budget spent")
     best = studied.document["best"]
     assert f"{best['per_device_train_batch_size']} × {best['gradient_accumulation_steps']}" in row
-    promised = studied.document["next_run"]
-    assert promised["processes_measured"] > 1
-    assert row.split()[-3] == format_rate(promised["samples_per_second"])
+    assert row.split()[-3] == format_rate(studied.document["next_run"]["samples_per_second"])
 
 
 def test_studies_as_json(studied: Studied, run: Run) -> None:

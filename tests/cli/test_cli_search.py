@@ -11,6 +11,7 @@ import subprocess
 import termios
 from pathlib import Path
 
+import pytest
 import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until

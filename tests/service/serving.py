@@ -98,9 +98,10 @@ class StandInEngine:
         return self.found.get(work_id)
 
     def close(self) -> None:
-        """See ``Engine.close``: what runs ends with the service."""
-        for run in self._runs:
-            run.end("interrupted")
+        """See ``Engine.close``: what runs ends with the service, unless it is elsewhere."""
+        if self.shares_storage:
+            for run in self._runs:
+                run.end("interrupted")
 
 
 def state_of(searches: Searches, job_id: str) -> str:
