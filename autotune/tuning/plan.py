@@ -151,9 +151,13 @@ class Plan:
         return self.history.winner(self.in_space)
 
     def baseline(self) -> Tried | None:
-        """Return the trial of the ``TrainingArguments`` defaults, where it completed; the latest of several."""
-        tried = self.history.outcomes_of(self._prepared.baseline)
-        return next((t for t in reversed(tried) if t.measurement), None)
+        """Return the trial of the ``TrainingArguments`` defaults, where it completed; the latest of several.
+
+        Trials that measured it again, since it may be the answer, count only where there is no other.
+        """
+        tried = [t for t in reversed(self.history.outcomes_of(self._prepared.baseline)) if t.measurement]
+        first = (t for t in tried if self.records[t.trial_id].stage != "final")
+        return next(first, tried[0] if tried else None)
 
     def elapsed_seconds(self) -> float:
         """Return the seconds that this search has taken, with earlier runs of it."""

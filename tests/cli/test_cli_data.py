@@ -116,6 +116,7 @@ def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, pla
     assert [(path.name, path.stat().st_mtime_ns) for path in data.iterdir()] == before, "read once"
 
 
+@pytest.mark.whole
 def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(searched: Ran, place: Path) -> None:
     verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
     shutil.rmtree(place / "logs" / ".data")
@@ -136,6 +137,7 @@ def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(sear
     assert not list((place / "logs").glob(".data/*"))
 
 
+@pytest.mark.whole
 def test_the_same_data_elsewhere_is_the_other_studys_own(searched: Ran, place: Path) -> None:
     """What was measured is shared; where its data lies each study says for itself, and goes on with that."""
     shutil.copy(place / "train.jsonl", place / "copy of it.jsonl")

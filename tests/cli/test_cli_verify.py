@@ -108,6 +108,7 @@ def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> 
     assert document["cap_bytes"] == MIB
 
 
+@pytest.mark.whole
 def test_the_evaluation_fits_as_it_is_exported(tmp_path: Path) -> None:
     """A vocabulary's logits of the Trainer's 8 samples run out of memory where one sample trains in a third of it."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50000}

@@ -45,7 +45,7 @@ CLIENTS = {
     "hydra": Client("hydra_loop.py", "hydra", ("epochs=2",), "overrides"),
     "plain PyTorch": Client("train_images.py", "torch", after="settings"),
 }
-WITH_THE_OTHERS = ("accelerate", "plain PyTorch")
+WITH_THE_OTHERS = ("plain PyTorch",)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -69,7 +69,6 @@ CODES_KNOWN = {
         per_sample=1, needs="lightning",
     ),
 }  # fmt: skip
-WITH_THE_OTHERS = ("nanogpt",)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -80,9 +79,8 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return warm.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in WITH_THE_OTHERS else pytest.mark.clients) for name in CODES_KNOWN]
-)
+@pytest.mark.clients
+@pytest.mark.parametrize("name", list(CODES_KNOWN))
 def test_a_code_is_searched_as_it_is_and_trained_with_the_winner(tmp_path: Path, name: str) -> None:
     code = CODES_KNOWN[name]
     if importlib.util.find_spec(code.needs) is None:

@@ -131,7 +131,8 @@ print(json.dumps([1024 * (most() - before), sum(p.nbytes for p in model.paramete
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
-@pytest.mark.parametrize("changes", [{"quantize": "4bit"}, pytest.param({"weights": "saved"}, marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("changes", [{"quantize": "4bit"}, {"weights": "saved"}])
 def test_building_takes_little_more_than_the_model(changes: dict[str, str], tmp_path: Path) -> None:
     if "quantize" in changes:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -364,6 +364,7 @@ def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folde
         assert (asked, answer.log.count("ends step")) == (0 if arm.dataloader_num_workers else 2, 1 + 4 + 2)
 
 
+@pytest.mark.whole
 def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: ServerClient, folder: Path) -> None:
     text = "import sys, time\nprint('where', TrainingArguments('out').output_dir, flush=True)\ntime.sleep(600)\n"
     answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), timeout_seconds=8.0)
