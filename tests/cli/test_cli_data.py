@@ -121,7 +121,7 @@ def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(sear
     verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
     shutil.rmtree(place / "logs" / ".data")
     elsewhere = place / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere.mkdir(exist_ok=True)
     ran = run_process("verify", "own", "--steps", "20", "--storage", str(place / "s.db"), "--json", folder=elsewhere)
     assert ran.code in (0, 11), ran.stderr
     assert len(list((place / "logs" / ".data").iterdir())) == 1
