@@ -78,17 +78,14 @@ class Message:
     """Something that a process says of its work.
 
     Besides the kinds of ``EVENTS``: ``status`` (what runs now), ``record`` (a study as ``take_in`` takes it), ``log``
-    (the end of a trial's log, by its number) and ``end``.
+    (the end of a trial's log, by its number) and ``end``, whose ``state`` is ``finished``, ``failed``, ``interrupted``
+    (it was told to end) or ``lost`` (its process or node is gone).
     """
 
     number: int
     """Counts from 1."""
     kind: str
     document: Document
-
-
-EndState = Literal["finished", "failed", "interrupted", "lost"]
-"""``interrupted``: it was told to end; ``lost``: its process or node is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,11 +223,6 @@ class TrialServer:
         progress = self._jobs[job_id].progress
         return progress.popleft() if progress else None
 
-    def has_news(self, job_id: str) -> bool:
-        """Return whether there is progress, or the end of a job, that was not fetched yet."""
-        job = self._jobs[job_id]
-        return job.has_ended or bool(job.progress)
-
     def end_of(self, job_id: str) -> Answer | None:
         """Return what a job came to, once: its ``result``, if any, and how its process ended; ``None`` before that."""
         job = self._jobs[job_id]
