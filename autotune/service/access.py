@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,10 +13,12 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
-from autotune.core.errors import ServiceError
+from autotune.core.errors import ServiceError, StorageError
 from autotune.service.searches import Searches
 from autotune.service.tokens import digest, may_write
 from autotune.store.queue import TokenRecord
+
+log = logging.getLogger("autotune.service")
 
 COOKIE = "autotune_token"
 # After so many wrong tokens from one address in a minute, none that is not known already is looked up for it.
@@ -35,7 +40,7 @@ class Access:
     searches: Searches
     _tokens: dict[str, TokenRecord] = field(default_factory=dict)
     """By digest, as they were read last."""
-    _read_at: float = -_BELIEVED_SECONDS
+    _read_at: float = -math.inf
     _guesses: dict[str, deque[float]] = field(default_factory=dict)
     """When there were wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
@@ -56,9 +61,8 @@ class Access:
         if (believed := self._believed(key)) is not None:
             return believed
         is_locked = self._count_guesses(address) >= _MOST_GUESSES
-        if not is_locked or time.monotonic() - self._read_at >= _BELIEVED_SECONDS:
-            self._tokens = self.searches.store.queue.tokens_by_digest()
-            self._read_at = time.monotonic()
+        if not is_locked or not self._is_believed:
+            self._read()
         if (found := self._tokens.get(key)) is not None:
             return found
         self._guesses.setdefault(address, deque(maxlen=_MOST_GUESSES)).append(time.monotonic())
@@ -66,8 +70,31 @@ class Access:
             raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
         return None
 
+    async def look_again(self) -> None:
+        """Read the tokens where they may have changed since; without an answer, those that were known stay."""
+        if not self._is_believed:
+            with contextlib.suppress(StorageError):
+                await run_in_threadpool(self._read)
+
+    def knows(self, token: TokenRecord) -> bool:
+        """Return whether a token was there when they were read last."""
+        return any(token.id == each.id for each in self._tokens.values())
+
+    @property
+    def _is_believed(self) -> bool:
+        return time.monotonic() - self._read_at < _BELIEVED_SECONDS
+
     def _believed(self, key: str) -> TokenRecord | None:
-        return self._tokens.get(key) if time.monotonic() - self._read_at < _BELIEVED_SECONDS else None
+        return self._tokens.get(key) if self._is_believed else None
+
+    def _read(self) -> None:
+        """Read the tokens, and log which were added or removed meanwhile."""
+        known, self._tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
+        is_first, self._read_at = self._read_at == -math.inf, time.monotonic()
+        changed = known.keys() ^ self._tokens.keys()
+        for key in () if is_first else changed:
+            token, what = (known[key], "removed") if key in known else (self._tokens[key], "added")
+            log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
 
     def _count_guesses(self, address: str) -> int:
         """Return how many wrong tokens came from an address within the last minute."""

@@ -79,9 +79,9 @@ def make_app(
     )
     app.state.searches = searches
     app.state.predictions = Predictions(predict, searches.data_folders)
-    app.state.feeds = Feeds(searches)
     app.state.health = health.Health(searches)
     app.state.access = Access(searches)
+    app.state.feeds = Feeds(searches, app.state.access)
     for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     for router in (health.router, searches_routes.router, predictions.router, verifications.router, devices.router):

@@ -10,15 +10,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+from fastapi.sse import format_sse_event
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from autotune.core.candidate import Document
 from autotune.core.errors import ServiceError
+from autotune.service.access import Access
 from autotune.service.change_events import ANY_CHANGE, wait_for
 from autotune.service.searches import Searches
-from autotune.store.queue import ENDED, JobEvent, JobRecord
+from autotune.store.queue import ENDED, JobEvent, JobRecord, TokenRecord
 
 # After so long the database is asked anew, for what happened without a notification: another process's writes.
 _POLL_SECONDS = 2.0
@@ -30,8 +32,8 @@ _SILENCE_SECONDS = 15.0
 _MOST_AT_ONCE = 1000
 MOST_LISTENERS = 2000
 """Each holds a connection open; more are refused."""
-_COMMENT = b": nothing new\n\n"
-_CHANGED = b"event: changed\ndata: {}\n\n"
+_COMMENT = format_sse_event(comment="nothing new")
+_CHANGED = format_sse_event(data_str="{}", event="changed")
 
 log = logging.getLogger("autotune.service")
 
@@ -47,13 +49,12 @@ class EventStream(StreamingResponse):
 
 
 def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
-    """Return an event as it is sent; its JSON holds no line break, and nothing in place of NaN and infinity."""
+    """Return an event as it is sent, with nothing in place of NaN and infinity."""
     try:
         data = json.dumps(document, allow_nan=False)
     except ValueError:
         data = json.dumps(_finite(document), allow_nan=False)
-    head = f"id: {number}\n" if number is not None else ""
-    return f"{head}event: {kind}\ndata: {data}\n\n".encode()
+    return format_sse_event(data_str=data, event=kind, id=str(number) if number is not None else None)
 
 
 def _finite(value: Any) -> Any:
@@ -67,8 +68,9 @@ def _finite(value: Any) -> Any:
 class _Shared:
     """A task that runs as long as somebody listens to what it finds."""
 
-    def __init__(self, searches: Searches) -> None:
+    def __init__(self, searches: Searches, access: Access) -> None:
         self.searches = searches
+        self.access = access
         self.is_over = False
         self.listeners = 0
         self._news = asyncio.Event()
@@ -112,13 +114,14 @@ class _Changes(_Shared):
     async def _follow(self) -> None:
         while not self.searches.is_closing:
             changed = self.searches.changes.next_event(ANY_CHANGE)
+            await self.access.look_again()
             self._tell()
             await asyncio.sleep(_PAUSE_SECONDS)
             await wait_for(changed, _CHANGES_POLL_SECONDS)
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        """Yield what is sent to one who listens."""
-        while not self.is_over:
+    async def messages(self, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield what is sent to one who listens, as long as the token is known."""
+        while not self.is_over and self.access.knows(token):
             news = self._news
             yield _CHANGED
             await news.wait()
@@ -127,8 +130,8 @@ class _Changes(_Shared):
 class _Search(_Shared):
     """Tells what happens to one search."""
 
-    def __init__(self, searches: Searches, job_id: str) -> None:
-        super().__init__(searches)
+    def __init__(self, searches: Searches, access: Access, job_id: str) -> None:
+        super().__init__(searches, access)
         self.job_id = job_id
         # The event of number 1 first.
         self._events: list[bytes] = []
@@ -142,6 +145,7 @@ class _Search(_Shared):
                 data = {**event.document, "at": event.created_at.isoformat()}
                 self._events.append(encoded(event.kind, data, event.number))
             self._status = job.status
+            await self.access.look_again()
             if job.state in ENDED and len(self._events) >= job.events:
                 return
             self._tell()
@@ -152,11 +156,14 @@ class _Search(_Shared):
         job = self.searches.job(self.job_id)
         return job, self.searches.store.queue.events(self.job_id, len(self._events), _MOST_AT_ONCE)
 
-    async def messages(self, after: int) -> AsyncIterator[bytes]:
-        """Yield what is sent to one who listens: the events after this number, and what runs now."""
+    async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield what is sent to one who listens: the events after this number, and what runs now.
+
+        A token that is removed ends it.
+        """
         status: Document | None = None
         sent_at = time.monotonic()
-        while True:
+        while self.access.knows(token):
             # Before looking: else news that come between would be missed.
             news, is_over = self._news, self.is_over
             message = b"".join(self._events[after:])
@@ -177,8 +184,9 @@ class _Search(_Shared):
 class Feeds:
     """What is followed now, for those who listen."""
 
-    def __init__(self, searches: Searches) -> None:
+    def __init__(self, searches: Searches, access: Access) -> None:
         self._searches = searches
+        self._access = access
         self._changes: _Changes | None = None
         self._of_searches: dict[str, _Search] = {}
 
@@ -188,27 +196,27 @@ class Feeds:
         if sum(feed.listeners for feed in feeds) >= MOST_LISTENERS:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
-    async def changes(self) -> AsyncIterator[bytes]:
+    async def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield a message at once, and whenever the queue or the devices changed."""
         if self._changes is None or self._changes.is_over:
-            self._changes = _Changes(self._searches)
+            self._changes = _Changes(self._searches, self._access)
         feed = self._changes
         feed.begin()
         try:
-            async for message in feed.messages():
+            async for message in feed.messages(token):
                 yield message
         finally:
             if feed.end() and self._changes is feed:
                 self._changes = None
 
-    async def search(self, job_id: str, after: int) -> AsyncIterator[bytes]:
+    async def search(self, job_id: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield messages of what happens to a search, from the event after this number on, to its end."""
         feed = self._of_searches.get(job_id)
         if feed is None or feed.is_over:
-            feed = self._of_searches[job_id] = _Search(self._searches, job_id)
+            feed = self._of_searches[job_id] = _Search(self._searches, self._access, job_id)
         feed.begin()
         try:
-            async for message in feed.messages(after):
+            async for message in feed.messages(after, token):
                 yield message
         finally:
             if feed.end() and self._of_searches.get(job_id) is feed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,28 @@ from serving import StandInEngine
 
 from autotune.results.html.markup import Child
 from autotune.service import feeds
+from autotune.service.access import Access
 from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
 from autotune.service.pages.rendered import Rendered
 from autotune.service.searches import Searches
+from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
-from autotune.store.queue import JobEvent, Needs
+from autotune.store.queue import JobEvent, Needs, TokenRecord
 from autotune.store.repository import Store
 
 LIMIT_SECONDS = 20
 
 
-async def heard(feed: Feeds, job_id: str, after: int) -> bytes:
+async def heard(feed: Feeds, job_id: str, after: int, token: TokenRecord) -> bytes:
     """Listen to a search to its end."""
-    return b"".join([message async for message in feed.search(job_id, after)])
+    return b"".join([message async for message in feed.search(job_id, after, token)])
+
+
+def token_in(store: Store) -> TokenRecord:
+    """A token that the database knows."""
+    add_token(store.queue, "listener", "read")
+    return store.queue.tokens()[0]
 
 
 @pytest.fixture
@@ -48,8 +57,10 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
         searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
         job, _ = store.queue.submit("a", {}, Needs())
-        feed = Feeds(searches)
-        listeners = [asyncio.create_task(heard(feed, job.id, after)) for after in (*[0] * 50, 2)]
+        access, token = Access(searches), token_in(store)
+        await access.look_again()
+        feed = Feeds(searches, access)
+        listeners = [asyncio.create_task(heard(feed, job.id, after, token)) for after in (*[0] * 50, 2)]
         await asyncio.sleep(0)
         started = store.queue.start(job.id, {"host": "here"})
         assert started is not None
@@ -66,7 +77,7 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
     assert numbers == [b"id: 1", b"id: 2", b"id: 3", b"id: 4"]
     # Whoever has the first two is not sent them again, as after a restart of the service.
     assert told[0].endswith(told[50])
-    assert told[50].startswith(b"id: 3\nevent: line\n")
+    assert told[50].startswith(b"event: line\n")
     assert len(looks) <= 4
     store.close()
 
@@ -77,8 +88,10 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
     async def run() -> None:
         searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
-        feed = Feeds(searches)
-        first, second = feed.changes(), feed.changes()
+        access, token = Access(searches), token_in(store)
+        await access.look_again()
+        feed = Feeds(searches, access)
+        first, second = feed.changes(token), feed.changes(token)
         assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"
         await first.aclose()  # type: ignore[attr-defined]
         waiting = asyncio.ensure_future(anext(second))
@@ -88,6 +101,40 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
         await second.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    store.close()
+
+
+def test_a_stream_ends_with_its_token_and_the_change_is_logged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module, name in ((feeds, "_POLL_SECONDS"), (feeds, "_CHANGES_POLL_SECONDS"), (feeds, "_PAUSE_SECONDS")):
+        monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr("autotune.service.access._BELIEVED_SECONDS", 0.01)
+    caplog.set_level(logging.INFO, logger="autotune.service")
+
+    async def run() -> None:
+        searches = Searches(store, "a.db", StandInEngine())
+        searches.changes.attach()
+        access = Access(searches)
+        gone, other = (add_token(store.queue, name, "read") for name in ("gone", "other"))
+        records = {name: access.check(token, "") for name, token in (("gone", gone), ("other", other))}
+        job, _ = store.queue.submit("a", {}, Needs())
+        feed = Feeds(searches, access)
+        streams = {
+            name: (feed.changes(record), feed.search(job.id, 0, record))
+            for name, record in records.items() if record is not None
+        }  # fmt: skip
+        for stream in (*streams["gone"], *streams["other"]):
+            assert await anext(stream)
+        store.queue.remove_token("gone")
+        for stream in streams["gone"]:
+            # Without anything that happens, to its end.
+            assert [message async for message in stream if message != feeds._CHANGED] == []
+        assert await anext(streams["other"][0]) == feeds._CHANGED
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    said = [(record.getMessage(), record.__dict__["fields"]) for record in caplog.records]
+    assert ("token removed", {"name": "gone", "role": "read"}) in said
     store.close()
 
 

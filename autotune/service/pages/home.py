@@ -78,7 +78,7 @@ async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLRe
 @router.get("/v1/events", tags=["searches"], response_class=EventStream)
 async def changes(request: Request, token: Reader) -> Response:
     """Stream an event ``changed`` whenever the queue or the devices changed."""
-    return EventStream(feeds_of(request).changes())
+    return EventStream(feeds_of(request).changes(token))
 
 
 async def _rendered_parts(request: Request, searches: Searches) -> Markup:

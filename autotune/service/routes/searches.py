@@ -154,8 +154,7 @@ async def events(
     ``status`` events, of what runs now, have no id and are not kept.
     """
     job = await run_in_threadpool(searches.job, search)
-    messages = feeds_of(request).search(job.id, after if last_event_id is None else last_event_id)
-    return EventStream(messages)
+    return EventStream(feeds_of(request).search(job.id, after if last_event_id is None else last_event_id, token))
 
 
 def trial_log(searches: Searches, search: str, number: int) -> str:
