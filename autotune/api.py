@@ -37,9 +37,9 @@ from autotune.estimate.history import History
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
-from autotune.results.report import Report, load_report, measurement
+from autotune.results.report import Report, load_report
+from autotune.results.study_view import study_view, trial_view
 from autotune.results.text import summary_lines
-from autotune.results.wording import verdict
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
@@ -108,10 +108,8 @@ class Result:
         return self.report.speedup()
 
     def _trial(self, record: TrialRecord) -> Trial:
-        report = self.report
-        return Trial(
-            record.number, record.candidate, measurement(record), report.feasible(record), verdict(report, record)
-        )
+        shown = trial_view(self.report, record)
+        return Trial(record.number, record.candidate, shown.measured, shown.is_feasible, shown.verdict)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -133,7 +131,7 @@ class Result:
     @property
     def records(self) -> list[Document]:
         """Every trial in order, with the field names of ``--json``."""
-        return [trial_document(self.report, trial) for trial in self.report.trials]
+        return [trial_document(trial_view(self.report, trial)) for trial in self.report.trials]
 
     @property
     def trials(self) -> Any:
@@ -161,10 +159,10 @@ class Result:
 
     def document(self) -> Document:
         """Return the whole study as ``autotune show --json`` prints it."""
-        return report_document(self.report)
+        return report_document(study_view(self.report))
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self.report))
+        return "\n".join(summary_lines(study_view(self.report)))
 
     # A notebook shows this for the last line of a cell.
     __repr__ = __str__

@@ -230,11 +230,12 @@ class Study:
     def in_process(self, name: str, request: SearchRequest) -> dict[str, Any]:
         """Run a search within this process, as on the CPU, which ``--gpus`` does not name."""
         from autotune.results.json_document import report_document
+        from autotune.results.study_view import study_view
         from autotune.tuning.run import run_search
 
         began = time.monotonic()
         _, report = run_search(dataclasses.replace(request, study=name, fresh=True), str(self.storage), _Silence())
-        document = report_document(report)
+        document = report_document(study_view(report))
         (self.folder / f"{name}.json").write_text(json.dumps(document))
         return {"exit_code": 0, "whole_seconds": round(time.monotonic() - began, 2), "document": document}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import print_json
-from autotune.cli.table import print_table
+from autotune.cli.output import print_json, print_table
 
 
 @click.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from autotune.core.errors import StorageError
+from autotune.results.cells import table_lines
 
 
 class FilePath(click.Path):
@@ -45,3 +47,8 @@ def as_printed(text: object) -> str:
 def print_json(document: Any) -> None:
     """Print one document on stdout."""
     click.echo(json.dumps(document, indent=2))
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
+    """Print columns as wide as their widest cell; those headed as in ``right`` are right-aligned."""
+    click.echo(as_printed("\n".join(table_lines(head, rows, right))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli.options import service_of, table_options
-from autotune.cli.output import FilePath, write_text
+from autotune.cli.output import FilePath, as_printed, write_text
 
 
 @click.command()
@@ -24,9 +24,10 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     \b
       autotune report STUDY --html report.html
     """
-    from autotune.cli.studies import print_report
     from autotune.results.html.page import html_page
     from autotune.results.report import load_report
+    from autotune.results.study_view import study_view
+    from autotune.results.text import report_lines
     from autotune.store.opening import open_store
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
@@ -41,7 +42,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
         if page is None:
-            print_report(loaded)
+            click.echo(as_printed("\n".join(report_lines(study_view(loaded)))))
             return
         best = loaded.best
         prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import FilePath
-from autotune.cli.table import print_table
+from autotune.cli.output import FilePath, print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
 
@@ -94,7 +93,7 @@ def serve(
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
     """List the searches of a service that wait or run, and its devices."""
-    from autotune.cli.output import print_json
+    from autotune.cli.output import print_json, print_table
 
     client = _client(server)
     query = {} if shows_all else {"state": ["queued", "running"]}

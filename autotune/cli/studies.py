@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from autotune.cli.options import service_of, table_options
-from autotune.cli.output import print_json
-from autotune.cli.table import print_table
-from autotune.core.outcome import Completed
-from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
-
-if TYPE_CHECKING:
-    from autotune.results.report import Report
+from autotune.cli.output import as_printed, print_json, print_table
 
 
 @click.command()
@@ -29,47 +21,16 @@ def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as
         return
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report
+    from autotune.results.study_view import study_view
+    from autotune.results.text import report_lines
     from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
-        report = load_report(store, study)
+        view = study_view(load_report(store, study))
     if as_json:
-        print_json(report_document(report))
+        print_json(report_document(view))
     else:
-        print_report(report)
-
-
-def print_report(report: Report) -> None:
-    """Print the winner and a line for each trial."""
-    from autotune.results.text import summary_lines
-    from autotune.results.wording import describe_data, verdict
-
-    workload, environment, request = report.workload, report.environment, report.study.request
-    packages = environment["packages"]
-    batch = f"effective batch {request['effective_batch']}" if request["effective_batch"] else "any batch"
-    click.echo(f"Study {report.study.name}, {report.study.started_at:%Y-%m-%d %H:%M} UTC")
-    task = "" if workload["task"] == "own" else f"{workload['task']}, "
-    click.echo(f"  {workload['model']}, {task}{workload['dtype']} weights")
-    click.echo(f"  {describe_data(workload)}; {batch}")
-    click.echo(
-        f"  {environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"
-        + (f", driver {environment['driver']}" if environment["driver"] else "")
-    )
-    click.echo("\n".join(summary_lines(report)) + "\n")
-    head = ("#", "batch × acc", "configuration", "samples/s", "peak", "took", "verdict")
-    rows = [
-        (
-            str(trial.number),
-            batch_cell(trial.candidate),
-            trial.candidate.arm.describe(),
-            speed_cell(trial.outcome) if isinstance(trial.outcome, Completed) else "",
-            peak_cell(trial.outcome),
-            took_cell(trial),
-            verdict(report, trial),
-        )
-        for trial in report.trials
-    ]
-    print_table(head, rows, right=("#", "batch × acc", "samples/s", "peak", "took"))
+        click.echo(as_printed("\n".join(report_lines(view))))
 
 
 @click.command()

@@ -11,11 +11,10 @@ from autotune.core.candidate import Arm, Document
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, with_version
 from autotune.core.stop import LeftOut, StopReason
-from autotune.estimate.bottleneck import what_limits
-from autotune.results.expert import expert_of, utilization
-from autotune.results.report import Report, measurement
-from autotune.results.warnings import notes
-from autotune.store.records import Stage, StudyState, TrialRecord, TrialState
+from autotune.estimate.pooling import Speed
+from autotune.results.expert import Expert
+from autotune.results.study_view import StudyView, TrialView
+from autotune.store.records import Stage, StudyState, TrialState
 
 # The fields of a measurement that are printed under their own names.
 _MEASURED = (
@@ -100,63 +99,45 @@ class StudyDocument:
     notes: list[str]
 
 
-def report_document(report: Report) -> Document:
+def report_document(view: StudyView) -> Document:
     """Return the whole study as ``--json`` prints it."""
-    study, ceiling = report.study, report.ceiling
-
-    def of(trial: TrialRecord | None) -> Document | None:
-        """Return a trial with the speed and the peaks of all processes of its candidate, as they are shown."""
-        pooled = report.pooled(trial)
-        if trial is None or pooled is None or not isinstance(trial.outcome, Completed):
-            return trial_document(report, trial) if trial else None
-        return trial_document(
-            report, dataclasses.replace(trial, outcome=dataclasses.replace(trial.outcome, measurement=pooled))
+    study, ceiling, best, expert = view.record, view.ceiling, view.best, view.expert
+    document: Document = encode(
+        StudyDocument(
+            **with_version({}),
+            study=study.name,
+            autotune_version=study.autotune_version,
+            started_at=study.started_at.isoformat(),
+            ended_at=study.ended_at.isoformat() if study.ended_at else None,
+            state=study.state,
+            stop_reason=study.stop_reason,
+            stopped_because=study.stopped_because,
+            left_out=study.left_out,
+            request=study.request,
+            workload=view.workload,
+            environment={k: v for k, v in view.environment.items() if k != "training_arguments_fields"},
+            ceiling_bytes=ceiling.cap_bytes,
+            ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
+            seconds=study.seconds,
+            speedup=view.speedup,
+            expert=_expert_document(expert) if expert is not None else None,
+            model_flops_utilization=best.utilization if best is not None else None,
+            next_run=_next_run(best.speed) if best is not None else None,
+            best=trial_document(best) if best is not None else None,
+            baseline=trial_document(view.baseline) if view.baseline is not None else None,
+            trials=[trial_document(trial) for trial in view.trials],
+            notes=list(view.notes),
         )
-
-    found = StudyDocument(
-        **with_version({}),
-        study=study.name,
-        autotune_version=study.autotune_version,
-        started_at=study.started_at.isoformat(),
-        ended_at=study.ended_at.isoformat() if study.ended_at else None,
-        state=study.state,
-        stop_reason=study.stop_reason,
-        stopped_because=study.stopped_because,
-        left_out=study.left_out,
-        request=study.request,
-        workload=report.workload,
-        environment={k: v for k, v in report.environment.items() if k != "training_arguments_fields"},
-        ceiling_bytes=ceiling.cap_bytes,
-        ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
-        seconds=study.seconds,
-        speedup=report.speedup(),
-        expert=_expert(report),
-        model_flops_utilization=_utilization(report),
-        next_run=_next_run(report),
-        best=of(report.best),
-        baseline=of(report.baseline),
-        trials=[trial_document(report, trial) for trial in report.trials],
-        notes=notes(report),
     )
-    document: Document = encode(found)
     return document
 
 
-def _expert(report: Report) -> ExpertDocument | None:
-    expert = expert_of(report)
-    if expert is None:
-        return None
+def _expert_document(expert: Expert) -> ExpertDocument:
     return ExpertDocument(expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup)
 
 
-def _utilization(report: Report) -> float | None:
-    best, measured = report.best, report.pooled(report.best)
-    return utilization(report, measured, best.candidate.arm) if best is not None and measured is not None else None
-
-
-def _next_run(report: Report) -> NextRun | None:
-    speed = report.speed(report.best)
-    return None if speed is None else NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
+def _next_run(speed: Speed) -> NextRun:
+    return NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
 
 
 @functools.cache
@@ -202,9 +183,9 @@ def trial_type() -> type[Any]:
     )
 
 
-def trial_document(report: Report, trial: TrialRecord) -> Document:
+def trial_document(view: TrialView) -> Document:
     """Return one trial as ``--json`` prints it; what was not measured is ``None``."""
-    measured, outcome = measurement(trial), trial.outcome
+    trial, measured, outcome = view.record, view.measured, view.record.outcome
     peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
     document: Document = encode(
         {
@@ -212,14 +193,14 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
             "stage": trial.stage,
             **trial.candidate.parameters(),
             "state": trial.state,
-            "feasible": report.feasible(trial),
+            "feasible": view.is_feasible,
             **{name: getattr(measured, name, None) for name in _MEASURED},
             "relative_spread": measured.known_spread if measured else None,
-            "tokens_per_second": report.tokens_per_second(measured),
+            "tokens_per_second": view.tokens_per_second,
             "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
             "peak_reserved_bytes": peaks.peak_reserved_bytes if peaks else None,
-            "headroom_bytes": report.headroom_bytes(trial),
-            "limited_by": _limited_by(report, trial),
+            "headroom_bytes": view.headroom_bytes,
+            "limited_by": view.limit.kind if view.limit else None,
             "step_seconds_each": list(measured.step_seconds_each) if measured else [],
             "phase_seconds": outcome.phase_seconds if outcome else {},
             "seconds": trial.seconds,
@@ -231,12 +212,3 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         }
     )
     return document
-
-
-def _limited_by(report: Report, trial: TrialRecord) -> str | None:
-    """Return what limits a trial's step. The GPU's share may have been measured in another trial of the candidate."""
-    measured = measurement(trial)
-    if measured is None:
-        return None
-    share = measured.gpu_busy_share or report.history.busy_share(trial.candidate)
-    return what_limits(dataclasses.replace(measured, gpu_busy_share=share)).kind

@@ -135,15 +135,6 @@ class Report:
         real = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
         return measured.samples_per_second * (lengths.mean if lengths else real)
 
-    def headroom_bytes(self, trial: TrialRecord) -> int | None:
-        """Return the bytes of the cap that a completed trial left free; with expandable segments, at least so many."""
-        measured = measurement(trial)
-        if measured is None:
-            return None
-        if trial.candidate.arm.expandable_segments:
-            return self.ceiling.headroom_bytes
-        return self.ceiling.cap_bytes - measured.peak_reserved_bytes
-
     def speedup(self) -> float | None:
         """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""
         best, baseline = self.speed(self.best), self.speed(self.baseline)

@@ -8,8 +8,16 @@ from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.core.stop import StopReason
-from autotune.results.report import Report, measurement
+from autotune.core.units import GIB, format_bytes, format_seconds, plural
+from autotune.estimate.bottleneck import what_limits
+from autotune.results.report import Report, data_facts, measurement
+from autotune.space.dataloader import waits_for_data
 from autotune.store.records import StudyRecord, TrialRecord
+
+_NOTICEABLE_SECONDS = 1.0
+_NOTICEABLE_SHARE = 0.1
+# The libraries of a trial take one or two.
+_MUCH_HOST_BYTES = 4 * GIB
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
@@ -86,3 +94,130 @@ def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
     if data.pad_to_multiple_of:
         words += f" and a multiple of {data.pad_to_multiple_of}"
     return words + (", grouped by length" if data.group_by_length else "")
+
+
+def searched_lines(report: Report) -> tuple[str, str, str]:
+    """Return what was searched, on what: the model, the data and the batch, the device and the versions."""
+    workload, environment, batch = report.workload, report.environment, report.study.request["effective_batch"]
+    packages, driver = environment["packages"], environment.get("driver")
+    task = "" if workload["task"] == "own" else f"{workload['task']}, "
+    return (
+        f"{workload['model']}, {task}{workload['dtype']} weights",
+        f"{describe_data(workload)}; " + (f"effective batch {batch}" if batch else "any batch"),
+        f"{environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"
+        + (f", driver {driver}" if driver else ""),
+    )
+
+
+def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """Return more about the winner: energy, waiting for data, the first epoch, the boundary of the largest batch."""
+    lines = []
+    if measured.joules_per_sample is not None:
+        watts = measured.joules_per_sample * measured.samples_per_second
+        drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
+        lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
+    lines += [*_bucket_copy_lines(measured), *_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
+    if (measured.host_bytes_to_build or 0) > _MUCH_HOST_BYTES:
+        lines.append(
+            f"building the model took up to {format_bytes(measured.host_bytes_to_build or 0)} of the host's memory"
+        )
+    if report.study.request["objective"] == "max-batch":
+        lines += _boundary_lines(report, best)
+    return lines
+
+
+def _bucket_copy_lines(measured: Measurement) -> list[str]:
+    """Return what the trial reserved in the step in which DDP held its gradient buckets twice, if it did."""
+    reserved_bytes, copy_bytes = measured.peak_reserved_with_bucket_copy_bytes, measured.bucket_copy_bytes
+    if reserved_bytes is None or copy_bytes is None:
+        return []
+    return [
+        f"one step reserved {format_bytes(reserved_bytes)}: DDP held the {format_bytes(copy_bytes)} of its "
+        "gradient buckets twice there, which happens at most once in a training"
+    ]
+
+
+def _data_lines(measured: Measurement, workload: Document) -> list[str]:
+    """Return what concerns the user's own data: memory of the largest batches, and waiting for the data loader."""
+    if not workload.get("data") and workload["task"] != "own":
+        return []
+    lines = []
+    if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
+        seconds = measured.worst_batch_step_seconds
+        at_longest, words = measured.worst_batch_peak_reserved_bytes, f"{measured.worst_batch_tokens} tokens"
+        lines.append(
+            f"{format_bytes(at_longest)} of it after the first steps, on the longest samples ({words}"
+            + (f", {format_seconds(seconds)} a step)" if seconds else ")")
+            + ("" if at_longest >= measured.peak_reserved_bytes else "; the rest came with batches of other lengths")
+            + "; the speed is that of an epoch's mean batch"
+        )
+    share = waits_for_data(measured)
+    told = f"{share:.1%} of a step is spent waiting for data"
+    which = {"data": "the data loader", "gpu": "computing, not the data loader,"}.get(what_limits(measured).kind)
+    return [*lines, told if which is None else f"{which} is the bottleneck: {told}"]
+
+
+def _first_epoch_lines(measured: Measurement) -> list[str]:
+    """Return the extra time of padded lengths that are new to the GPU, where it is noticeable."""
+    each, count = measured.new_length_seconds, measured.epoch_lengths
+    if each is None:
+        return []
+    if count is None:
+        # The lengths of an epoch are not known for the user's own code.
+        told = (
+            f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not include: "
+            "a first epoch with many shapes is slower"
+        )
+        return [told] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
+    if each * count < _NOTICEABLE_SECONDS:
+        return []
+    return [
+        f"the first epoch takes about {format_seconds(each * count)} longer: {format_seconds(each)} for each of its "
+        f"{count} padded lengths (--pad-to-multiple-of makes fewer)"
+    ]
+
+
+def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
+    """Return the smallest larger batch of the winner's arm that does not fit."""
+    over = [
+        trial
+        for trial in report.trials
+        if trial.candidate.arm == best.candidate.arm
+        and trial.candidate.per_device_train_batch_size > best.candidate.per_device_train_batch_size
+        and isinstance(trial.outcome, OutOfMemory | Completed)
+    ]
+    if not over:
+        facts = data_facts(report.workload)
+        following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
+        if facts is not None and facts.samples < following:
+            return [f"the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
+        return ["no larger batch was tried in this configuration"]
+    nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
+    return [f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
+
+
+def _was_interrupted(trial: TrialRecord) -> bool:
+    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
+
+
+def counts_line(report: Report) -> str:
+    """Return how many trials were run, how they ended, how long it took and why the search ended."""
+    study = report.study
+    # A trial that was ended together with the search did not fail.
+    states = ["interrupted" if _was_interrupted(trial) else trial.state for trial in report.trials]
+    others = [
+        f"{states.count(state)} {word}"
+        for state, word in (
+            ("out_of_memory", "out of memory"),
+            ("failed", "failed"),
+            ("interrupted", "interrupted"),
+            ("running", "running"),
+        )
+        if state in states
+    ]
+    text = plural(len(states), "trial")
+    if others:
+        text += f" ({', '.join(others)})"
+    if study.ended_at is None:
+        return text
+    return f"{text} in {format_seconds(study.seconds)}; {study.stopped_because or ''}"

@@ -14,8 +14,9 @@ from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
 from autotune.core.units import format_rate
 from autotune.engine.work import Engine, Host
-from autotune.results.json_document import report_document
+from autotune.results.json_document import trial_document
 from autotune.results.report import Report, load_report
+from autotune.results.study_view import trial_view
 from autotune.service.change_events import ChangeEvents
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
@@ -209,8 +210,8 @@ class Searches:
         """Return a job's trials, as ``--json`` has them."""
         if self.store.study(job.study) is None:
             return []
-        trials: list[Document] = report_document(self.report(job))["trials"]
-        return trials
+        report = self.report(job)
+        return [trial_document(trial_view(report, trial)) for trial in report.trials]
 
     def describe_all(self, jobs: Sequence[JobRecord]) -> list[Document]:
         """Return jobs as the API shows them; ``waits_for`` says why one does not run yet."""

@@ -13,6 +13,7 @@ from autotune.results.expert import expert_of, utilization
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
+from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 
 CHECKPOINTED = dataclasses.replace(BF16, gradient_checkpointing=True)
@@ -86,8 +87,8 @@ def test_without_bf16_it_is_the_fastest_precision() -> None:
 def test_every_form_of_a_result_shows_it() -> None:
     shown = search((GRAPHED, 64, completed(400.0)), (BF16, 64, completed(200.0)))
     line = "  2.00 × bf16 at the largest batch that fits (64 × 1  bf16: measured)"
-    assert line in summary_lines(shown)
-    expert = report_document(shown)["expert"]
+    assert line in summary_lines(study_view(shown))
+    expert = report_document(study_view(shown))["expert"]
     assert (expert["speedup"], expert["measured"]) == (pytest.approx(2.0), True)
     assert expert["candidate"]["per_device_train_batch_size"] == 64
     assert "Against the expert" in html_page(shown)
@@ -104,8 +105,8 @@ def test_utilization_counts_the_arithmetic_of_linear_layers() -> None:
     )
     found = utilization(shown, trained, BF16)
     assert found == pytest.approx(300 * 512 * 6 * 303e6 / 989.4e12, rel=0.001)
-    assert any("rated arithmetic in bf16" in line for line in summary_lines(shown))
-    assert report_document(shown)["model_flops_utilization"] == pytest.approx(found)
+    assert any("rated arithmetic in bf16" in line for line in summary_lines(study_view(shown)))
+    assert report_document(study_view(shown))["model_flops_utilization"] == pytest.approx(found)
     frozen = dataclasses.replace(trained, linear_weights=(303_000_000, 0))
     assert utilization(shown, frozen, BF16) == pytest.approx((found or 0) * 4 / 6)
     assert utilization(shown, completed(300.0).measurement, BF16) is None

@@ -34,6 +34,7 @@ from autotune.results.html.axes import text_width
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
+from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions, inspection_key
@@ -187,7 +188,7 @@ def test_a_recorded_search(recorded: Report) -> None:
         f"All {len(recorded.trials)} trials",
     ]
     assert numbers_listed(page) == [each.number for each in recorded.trials]
-    document = report_document(recorded)
+    document = report_document(study_view(recorded))
     assert all(each["reason"] in page.section("What was left out").text for each in document["left_out"])
     assert all(note in page.section("How far").text for note in document["notes"])
     assert "waits for the host: 30.0%" in page.section("What limits").text
@@ -195,7 +196,7 @@ def test_a_recorded_search(recorded: Report) -> None:
 
 
 def test_the_answer_has_the_interval_of_the_next_run(recorded: Report) -> None:
-    promised = report_document(recorded)["next_run"]
+    promised = report_document(study_view(recorded))["next_run"]
     low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]
     text = checked(recorded).section("Best configuration").text
     assert "per-device batch 32 × accumulation 2, bf16" in text
@@ -238,7 +239,7 @@ def test_the_answer_is_that_of_all_processes_of_the_winner() -> None:
     made = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
     page = checked(made)
     text = page.section("Best configuration").text
-    spread = summary_lines(made)[1].partition("± ")[2].partition("%")[0]
+    spread = summary_lines(study_view(made))[1].partition("± ")[2].partition("%")[0]
     for words in (
         "309.8 samples/s",
         "2 processes",

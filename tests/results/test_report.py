@@ -21,6 +21,7 @@ from autotune.results.chart_data import OverPoint, speed_chart, step_chart
 from autotune.results.html.svg_charts import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
+from autotune.results.study_view import study_view, trial_view
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, state_of, times, verdict
@@ -74,7 +75,7 @@ def test_the_summary() -> None:
     told = report(BASELINE, WINNER, OVER)
     speed = told.speed(WINNER)
     assert speed is not None
-    assert summary_lines(told) == [
+    assert summary_lines(study_view(told)) == [
         "Best: per-device batch 32 × accumulation 2, bf16",
         f"  310.7 samples/s ± {speed.relative_half_width:.1%}, 159,078 tokens/s; 206 ms an optimizer step",
         "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
@@ -89,7 +90,7 @@ def test_a_second_copy_of_ddps_buckets_is_told_beside_the_peak() -> None:
     copy = {"bucket_copy_bytes": GIB // 2, "peak_reserved_with_bucket_copy_bytes": int(22.7 * GIB)}
     met = dataclasses.replace(WINNER.outcome.measurement, ranks=2, **copy)
     made = report(BASELINE, dataclasses.replace(WINNER, outcome=Completed(met)))
-    text = "\n".join(summary_lines(made))
+    text = "\n".join(summary_lines(study_view(made)))
     assert "22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)" in text
     assert "one step reserved 22.7 GiB: DDP held the 512.0 MiB of its gradient buckets twice there" in text
     large = dataclasses.replace(met, bucket_copy_bytes=2 * GIB)
@@ -101,10 +102,10 @@ def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     """It says what shows that nothing larger fits."""
     options = {"objective": "max-batch", "effective_batch": None, "baseline": None}
     larger = trial(3, BF16, 40, completed(300.0, 22.9))
-    text = "\n".join(summary_lines(report(WINNER, OVER, larger, **options)))
+    text = "\n".join(summary_lines(study_view(report(WINNER, OVER, larger, **options))))
     assert "batch 40 does not fit: low headroom" in text
     assert "TrainingArguments defaults" not in text
-    assert "no larger batch was tried" in "\n".join(summary_lines(report(WINNER, **options)))
+    assert "no larger batch was tried" in "\n".join(summary_lines(study_view(report(WINNER, **options))))
 
 
 def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> None:
@@ -117,27 +118,27 @@ def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> Non
 
     baseline = of_two(0, default, 8, 310.0, "baseline")
     slower = report(baseline, of_two(1, lean, 8, 300.0, "search"))
-    told = " ".join(summary_lines(slower))
+    told = " ".join(summary_lines(study_view(slower)))
     assert "differs from the baseline in ddp_find_unused_parameters=False and ddp_broadcast_buffers=False alone" in told
     # One may leave out work, or look for unused parameters.
     assert "the baseline was faster, by 3.3%, which is noise: they differ in settings of DDP alone" in told
     assert "options exclude" not in told
     other = report(baseline, of_two(1, lean, 32, 300.0, "search"))
-    assert "differs from the baseline" not in " ".join(summary_lines(other))
+    assert "differs from the baseline" not in " ".join(summary_lines(study_view(other)))
 
 
 def test_the_summary_without_a_baseline() -> None:
     """Why there is no speed-up."""
     broken = trial(0, FP32, 8, OutOfMemory("no"), "baseline")
-    text = "\n".join(summary_lines(report(broken, WINNER, baseline=None)))
+    text = "\n".join(summary_lines(study_view(report(broken, WINNER, baseline=None))))
     assert "defaults did not complete" in text
-    text = "\n".join(summary_lines(report(WINNER, baseline=None, measure_baseline=False)))
+    text = "\n".join(summary_lines(study_view(report(WINNER, baseline=None, measure_baseline=False))))
     assert "defaults" not in text
 
 
 def test_the_summary_without_a_result() -> None:
     """What became of the trials instead."""
-    lines = summary_lines(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None))
+    lines = summary_lines(study_view(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None)))
     assert lines == [
         "No feasible trial in the study a-study: 2 trials (1 out of memory, 1 failed) in 30.0 s; "
         "the budget of 3 trials is spent"
@@ -146,7 +147,7 @@ def test_the_summary_without_a_result() -> None:
 
 def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
     made = report(BASELINE, trial(3, FP16, 8, None), best=None, state="running")
-    lines = summary_lines(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None)))
+    lines = summary_lines(study_view(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None))))
     assert lines == [
         "No answer yet in the study a-study: 2 trials (1 running)",
         "  note: the search is running; if it was killed, autotune resume a-study continues it",
@@ -157,9 +158,9 @@ def test_images_have_no_tokens() -> None:
     """Only text is counted in them."""
     made = report(BASELINE, WINNER)
     images = dataclasses.replace(made, workload={**WORKLOAD, "task": "image-classification", "seq_len": 1})
-    assert "tokens" not in "\n".join(summary_lines(images))
-    assert trial_document(images, WINNER)["tokens_per_second"] is None
-    assert trial_document(made, WINNER)["tokens_per_second"] == pytest.approx(310.7 * 512)
+    assert "tokens" not in "\n".join(summary_lines(study_view(images)))
+    assert trial_document(trial_view(images, WINNER))["tokens_per_second"] is None
+    assert trial_document(trial_view(made, WINNER))["tokens_per_second"] == pytest.approx(310.7 * 512)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, 
     """Of data whose lengths are known how long in all; of code of one's own, with steps of 205 ms, how long each."""
     measured = completed(312.0)
     fed = Completed(dataclasses.replace(measured.measurement, **changes))
-    text = "\n".join(summary_lines(report(BASELINE, trial(1, BF16, 32, fed))))
+    text = "\n".join(summary_lines(study_view(report(BASELINE, trial(1, BF16, 32, fed)))))
     assert told in text if told else "for the first time" not in text
 
 
@@ -225,7 +226,7 @@ def test_what_the_reader_should_know(name: str) -> None:
     made, words = NOTES[name]
     (note,) = notes(made)
     assert words in note
-    assert f"  note: {note}" in summary_lines(made)
+    assert f"  note: {note}" in summary_lines(study_view(made))
 
 
 @pytest.mark.parametrize("is_cut_short", [True, False])
@@ -247,20 +248,20 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
 )
 def test_the_winner_is_compared_with_the_next_fastest(speed: float, told: str) -> None:
     made = report(BASELINE, WINNER, trial(2, FP16, 32, completed(speed)), trial(3, BF16, 8, completed(200.0)))
-    assert f"  {told}" in summary_lines(made)
-    assert not any("the next fastest" in line for line in summary_lines(report(BASELINE, WINNER)))
+    assert f"  {told}" in summary_lines(study_view(made))
+    assert not any("the next fastest" in line for line in summary_lines(study_view(report(BASELINE, WINNER))))
 
 
 def test_one_number_for_the_winner() -> None:
     """It was chosen among equals: everything that shows its speed shows it corrected for that."""
     made = report(BASELINE, WINNER, *(trial(2 + n, BF16, b, completed(309.0)) for n, b in enumerate((8, 16, 64))))
-    document, speed = report_document(made), made.speed(made.best)
+    document, speed = report_document(study_view(made)), made.speed(made.best)
     assert speed is not None
     assert 309 < speed.samples_per_second < 310
     shown = {document["best"]["samples_per_second"], document["next_run"]["samples_per_second"]}
     assert shown == {speed.samples_per_second}
     assert document["speedup"] == pytest.approx(speed.samples_per_second / 41.7)
-    assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(made)[1]
+    assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(study_view(made))[1]
     (row,) = [row for row in step_chart(made).rows if row.mark == "best"]
     assert row.seconds == pytest.approx(64 / speed.samples_per_second)
     # A row of the table is one process.
@@ -318,7 +319,7 @@ def test_the_peak_and_the_headroom_are_those_of_all_processes() -> None:
     )
     assert (
         "  22.2 GiB of 23.0 GiB reserved at the peak, the most of 2 processes; headroom 819.2 MiB (3%)"
-        in summary_lines(made)
+        in summary_lines(study_view(made))
     )
 
 
@@ -331,7 +332,9 @@ def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
         measured = dataclasses.replace(completed(312.0).measurement, data_seconds=0.03 * 64 / 312, gpu_busy_share=busy)
         made = report(BASELINE, trial(1, BF16, 32, Completed(measured)))
         made = dataclasses.replace(made, workload={**WORKLOAD, "task": "own"})
-        assert any(line.strip().startswith(told) for line in summary_lines(made)), summary_lines(made)
+        assert any(line.strip().startswith(told) for line in summary_lines(study_view(made))), summary_lines(
+            study_view(made)
+        )
 
 
 def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None:
@@ -364,21 +367,21 @@ def test_the_result_is_that_of_all_processes_of_the_winner() -> None:
     again = trial(3, BF16, 32, completed(320.0, 22.2), "final")
     once = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)))
     twice = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
-    document = report_document(twice)
+    document = report_document(study_view(twice))
     promised = document["next_run"]
     assert promised["processes_measured"] == 2
     assert promised["samples_per_second"] == pytest.approx((300 * 320) ** 0.5)
     assert promised["samples_per_second_low"] < 300 < 320 < promised["samples_per_second_high"]
     assert document["speedup"] == pytest.approx(promised["samples_per_second"] / 41.7)
-    assert f"  {promised['samples_per_second']:.1f} samples/s ± " in summary_lines(twice)[1]
-    assert report_document(once)["next_run"]["processes_measured"] == 1
-    assert report_document(report(BASELINE, OVER, best=None))["next_run"] is None
+    assert f"  {promised['samples_per_second']:.1f} samples/s ± " in summary_lines(study_view(twice))[1]
+    assert report_document(study_view(once))["next_run"]["processes_measured"] == 1
+    assert report_document(study_view(report(BASELINE, OVER, best=None)))["next_run"] is None
 
 
 def test_the_document_is_plain_json() -> None:
     """What was not measured is null; the list of fields that only exports need is left out."""
     made = report(BASELINE, WINNER, OVER)
-    document = json.loads(json.dumps(report_document(made)))
+    document = json.loads(json.dumps(report_document(study_view(made))))
     assert datetime.fromisoformat(document["started_at"]) == made.study.started_at
     assert datetime.fromisoformat(document["ended_at"]) == made.study.ended_at
     assert document["speedup"] == pytest.approx(310.7 / 41.7)
@@ -398,7 +401,7 @@ def test_the_document_is_plain_json() -> None:
 
 def test_the_document_of_an_unfinished_study() -> None:
     """A trial that runs has a state and no result."""
-    document = report_document(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running"))
+    document = report_document(study_view(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running")))
     assert document["best"] is None
     assert document["speedup"] is None
     assert document["trials"][0]["state"] == "running"

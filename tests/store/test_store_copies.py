@@ -19,8 +19,8 @@ from sqlalchemy import Engine, event
 from autotune.cli.main import cli
 from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError
 from autotune.core.owner import this_owner
-from autotune.results.json_document import report_document
 from autotune.results.report import load_report
+from autotune.results.study_view import study_view
 from autotune.store.leases import name_of_study
 from autotune.store.opening import open_store
 from autotune.store.queue import Needs
@@ -59,7 +59,7 @@ def test_a_finished_study_is_the_same_there(store: Store, there: Store) -> None:
     trials = store.trials(study.id)
     assert (copied.studies, copied.trials) == (("bert",), len(trials))
     assert there.trials(study.id) == trials
-    assert report_document(load_report(there, "bert")) == report_document(load_report(store, "bert"))
+    assert study_view(load_report(there, "bert")) == study_view(load_report(store, "bert"))
     assert optunas(there, "bert") == optunas(store, "bert")
 
 
@@ -148,7 +148,7 @@ def test_a_copy_that_is_killed_leaves_nothing(store: Store, there: Store, last: 
     assert there.studies() == []
     assert optuna.get_all_study_names(there.optuna) == []
     assert copy_studies(store.url, there.url).studies == ("bert",)
-    assert report_document(load_report(there, "bert")) == report_document(load_report(store, "bert"))
+    assert study_view(load_report(there, "bert")) == study_view(load_report(store, "bert"))
 
 
 def test_what_is_written_while_a_copy_runs_is_whole_there_or_not_at_all(

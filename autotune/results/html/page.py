@@ -31,8 +31,8 @@ from autotune.results.html.svg_charts import (
 )
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
-from autotune.results.text import counts_line, detail_lines
-from autotune.results.wording import describe_data, times, verdict
+from autotune.results.study_view import study_view
+from autotune.results.wording import counts_line, describe_data, detail_lines, times, verdict
 from autotune.store.records import TrialRecord
 
 # Widths in pixels of the page's column and of a phone; the style sheet shows one of the two drawings.
@@ -48,7 +48,7 @@ _ANATOMY = ("weights", "gradients", "optimizer", "activations", "inputs", "works
 
 def html_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> str:
     """Return the page. ``prediction`` and ``step`` are those of the winner; ``None`` leaves their section out."""
-    document = report_document(report)
+    document = report_document(study_view(report))
     title = f"{report.study.name}: autotune report"
     head = element(
         "head",
@@ -84,7 +84,7 @@ def report_sections(report: Report, log_link: Callable[[TrialRecord], Child] | N
     ``log_link`` makes what leads to a trial's log.
     """
     facts = element("details", element("summary", "What was searched, on what"), _header_lines(report))
-    document = report_document(report)
+    document = report_document(study_view(report))
     if report.study.state == "running":
         # They are about a result.
         document = {**document, "notes": []}

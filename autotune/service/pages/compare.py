@@ -15,6 +15,7 @@ from autotune.results.expert import expert_of
 from autotune.results.html.markup import Child, Markup, element
 from autotune.results.json_document import report_document
 from autotune.results.report import Report
+from autotune.results.study_view import study_view
 from autotune.results.wording import times
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, error_box, page, sign_in_page, table
@@ -97,7 +98,7 @@ def _measured(report: Report, tell: Callable[[Measurement], str]) -> str | None:
 
 
 def _next_run(report: Report) -> str | None:
-    promised = report_document(report)["next_run"]
+    promised = report_document(study_view(report))["next_run"]
     if promised is None:
         return None
     low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]

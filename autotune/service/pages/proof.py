@@ -9,6 +9,7 @@ from autotune.core.units import format_bytes, format_rate
 from autotune.results.html.markup import Child, Markup, element
 from autotune.results.json_document import report_document
 from autotune.results.report import Report
+from autotune.results.study_view import study_view
 from autotune.service.pages.frame import badge, error_box, table
 from autotune.service.searches import Searches
 from autotune.service.tokens import may_write
@@ -25,7 +26,7 @@ _VERDICTS = {
 
 def proof_section(searches: Searches, report: Report, job: JobRecord, token: TokenRecord) -> Markup:
     """Say what the figures rest on, what a verification has shown, and let one be asked for."""
-    promised = report_document(report)["next_run"]
+    promised = report_document(study_view(report))["next_run"]
     count = promised["processes_measured"] if promised else 0
     processes = "a process of its own" if count == 1 else f"{count or 'several'} processes"
     told = (

@@ -1,0 +1,217 @@
+"""Work out what is shown of a study, once: text, JSON, pages and charts print this value and compute nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Measurement
+from autotune.core.statistics import difference
+from autotune.devices import Ceiling
+from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
+from autotune.estimate.pooling import Speed
+from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step_chart
+from autotune.results.expert import Expert, expert_of, utilization
+from autotune.results.report import Report, measurement
+from autotune.results.warnings import notes
+from autotune.results.wording import counts_line, detail_lines, searched_lines, verdict
+from autotune.store.records import StudyRecord, TrialRecord
+
+
+@dataclass(frozen=True)
+class TrialView:
+    """A trial."""
+
+    record: TrialRecord
+    measured: Measurement | None
+    """``None`` where it did not complete. Of the best and the baseline: speed and peaks of all processes of its
+    candidate."""
+    is_feasible: bool
+    """Whether it completed with its peak at or under the line."""
+    tokens_per_second: float | None
+    """Without padding; ``None`` where samples are not text."""
+    headroom_bytes: int | None
+    """Bytes of the cap that it left free; with expandable segments, at least so many."""
+    limit: Limit | None
+    """What limits its step. The GPU's share may have been measured in another trial of the candidate."""
+    verdict: str
+    """Why it failed, or its speed-up over the baseline."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The settings that it ran."""
+        return self.record.candidate
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The fastest candidate besides the best and the baseline."""
+
+    candidate: Candidate
+    ratio: float
+    """The speed of the best over its speed."""
+    half_width: float
+    """Half the 95 % interval of the ratio."""
+    is_told_apart: bool
+    """Whether the interval leaves out 1."""
+
+    def describe(self) -> str:
+        """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``."""
+        words = f"{self.ratio:.2f} ± {self.half_width:.2f} × the next fastest ({self.candidate.describe()})"
+        if self.is_told_apart:
+            return words
+        return f"{words}: " + ("not distinguishable" if self.ratio >= 1 else "as fast, and the plainer is preferred")
+
+
+@dataclass(frozen=True)
+class BestView(TrialView):
+    """The winner, or the trial that leads while a search runs."""
+
+    measured: Measurement
+    limit: Limit
+    setting: str
+    """``per-device batch 32 × accumulation 2 × 4 devices, bf16``."""
+    speed: Speed
+    """With the 95 % interval of the next run."""
+    processes: int
+    """How many processes measured it."""
+    runner_up: RunnerUp | None
+    limit_words: str | None
+    """``None`` where the GPU's share was not measured."""
+    utilization: float | None
+    """Share of the GPU's rated arithmetic that a step uses; ``None`` where it is not known."""
+    peak_bytes: int
+    """What is compared with the cap: reserved memory, or allocated memory with expandable segments."""
+    details: tuple[str, ...]
+    """Sentences about energy, data, the first epoch, the boundary of the largest batch."""
+
+
+@dataclass(frozen=True)
+class StudyView:
+    """A study."""
+
+    record: StudyRecord
+    workload: Document
+    environment: Document
+    ceiling: Ceiling
+    searched: tuple[str, str, str]
+    """The model; the data and the batch; the device and the versions: a line each."""
+    counts: str
+    """How many trials were run, how they ended, how long it took and why the search ended."""
+    best: BestView | None
+    baseline: TrialView | None
+    """``None`` where it was not run; it may have failed."""
+    baseline_name: str
+    """``the TrainingArguments defaults``, or what else its settings are called."""
+    baseline_speed: Speed | None
+    speedup: float | None
+    """The speed of the best over the baseline's; ``None`` where either is missing."""
+    expert: Expert | None
+    trials: tuple[TrialView, ...]
+    """In order, each with its own measurement."""
+    notes: tuple[str, ...]
+    """What limits the validity of the numbers, most important first."""
+    speed_chart: SpeedChart
+    step_chart: StepChart
+
+
+def study_view(report: Report) -> StudyView:
+    """Return what is shown of a recorded study."""
+    best, baseline = report.best, report.baseline
+    return StudyView(
+        record=report.study,
+        workload=report.workload,
+        environment=report.environment,
+        ceiling=report.ceiling,
+        searched=searched_lines(report),
+        counts=counts_line(report),
+        best=_best_view(report, best) if best is not None else None,
+        baseline=trial_view(report, _with_all_processes(report, baseline)) if baseline is not None else None,
+        baseline_name=report.baseline_name,
+        baseline_speed=report.speed(baseline),
+        speedup=report.speedup(),
+        expert=expert_of(report),
+        trials=tuple(trial_view(report, trial) for trial in report.trials),
+        notes=tuple(notes(report)),
+        speed_chart=speed_chart(report),
+        step_chart=step_chart(report),
+    )
+
+
+def trial_view(report: Report, trial: TrialRecord) -> TrialView:
+    """Return what is shown of one trial."""
+    measured = measurement(trial)
+    limit = None
+    if measured is not None:
+        share = measured.gpu_busy_share or report.history.busy_share(trial.candidate)
+        limit = what_limits(replace(measured, gpu_busy_share=share))
+    return TrialView(
+        record=trial,
+        measured=measured,
+        is_feasible=report.feasible(trial),
+        tokens_per_second=report.tokens_per_second(measured),
+        headroom_bytes=_headroom_bytes(report, trial, measured),
+        limit=limit,
+        verdict=verdict(report, trial),
+    )
+
+
+def _headroom_bytes(report: Report, trial: TrialRecord, measured: Measurement | None) -> int | None:
+    if measured is None:
+        return None
+    if trial.candidate.arm.expandable_segments:
+        # It could reserve no more than the line, so at least the headroom was left.
+        return report.ceiling.headroom_bytes
+    return report.ceiling.cap_bytes - measured.peak_reserved_bytes
+
+
+def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:
+    """Return a completed trial with the speed and the peaks of all processes of its candidate."""
+    pooled = report.pooled(trial)
+    if pooled is None or not isinstance(trial.outcome, Completed):
+        return trial
+    return replace(trial, outcome=replace(trial.outcome, measurement=pooled))
+
+
+def _best_view(report: Report, best: TrialRecord) -> BestView | None:
+    shown = trial_view(report, _with_all_processes(report, best))
+    measured, limit, speed, candidate = shown.measured, shown.limit, report.speed(best), best.candidate
+    if measured is None or limit is None or speed is None:
+        return None
+    world_size = report.study.request["world_size"]
+    setting = (
+        f"per-device batch {candidate.per_device_train_batch_size} × accumulation "
+        f"{candidate.gradient_accumulation_steps}"
+        + (f" × {world_size} devices" if world_size > 1 else "")
+        + f", {candidate.arm.describe()}"
+    )
+    common: dict[str, Any] = vars(shown)
+    return BestView(
+        **common,
+        setting=setting,
+        speed=speed,
+        processes=report.history.processes(candidate),
+        runner_up=_runner_up(report, candidate),
+        limit_words=describe_limit(candidate, measured),
+        utilization=utilization(report, measured, candidate.arm),
+        peak_bytes=measured.judged_bytes(candidate.arm),
+        details=tuple(detail_lines(report, best, measured)),
+    )
+
+
+def _runner_up(report: Report, best: Candidate) -> RunnerUp | None:
+    """Compare the winner with the fastest of the others; ``None`` without others, or where speed is not searched."""
+    if report.study.request["objective"] != "throughput":
+        return None
+    compared = {best, report.baseline.candidate if report.baseline is not None else best}
+    others = [tried.candidate for tried in report.history.believed() if tried.candidate not in compared]
+    speeds = [(speed, each) for each in others if (speed := report.history.speed(each)) is not None]
+    own = report.history.speed(best)
+    if not speeds or own is None:
+        return None
+    speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
+    gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
+    ratio, half_width = math.exp(gain.mean), gain.half_width()
+    return RunnerUp(candidate, ratio, ratio * half_width, abs(gain.mean) > half_width)
