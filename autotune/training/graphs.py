@@ -217,6 +217,8 @@ def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
             raise SettingUnavailableError(
                 f"{type(trainer).__name__}.{method} is your own; its Python code would run once instead of each step"
             )
+    if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+        raise SettingUnavailableError(f"torch_compile_mode={args.torch_compile_mode} makes CUDA graphs of its own")
     if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
         raise SettingUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
     steps = GraphedSteps(trainer)

@@ -7,6 +7,7 @@ is, and are reduced at once to those of the hidden states and of the output laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ _LOGITS_AT_ONCE = 2**28
 _IGNORED = -100
 
 
+_Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _piece(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross entropy of some tokens, and the gradient of the mean's with respect to their logits."""
+    logits = functional.linear(hidden, weight, bias).float()
+    is_counted = labels != _IGNORED
+    labels = labels.where(is_counted, 0).unsqueeze(1)
+    normaliser = logits.logsumexp(1, keepdim=True)
+    loss = ((normaliser - logits.gather(1, labels)).squeeze(1) * is_counted).sum()
+    # In place: softmax minus one at the label, zero where no label counts.
+    gradient = logits.sub_(normaliser).exp_()
+    gradient.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
+    # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
+    return loss, gradient.mul_(is_counted.unsqueeze(1) / count).to(hidden.dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The cross entropies of ``hidden @ weight.T + bias``, summed and divided; see ``linear_cross_entropy``."""
 
@@ -33,33 +53,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         count: torch.Tensor,
+        piece: _Piece,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Autocast is off inside of a Function: the same casts by hand.
         dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
-        used = weight.to(dtype)
-        tokens = max(1, _LOGITS_AT_ONCE // weight.shape[0])
+        used, used_bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
+        # Pieces of one size where the batch can be halved into them: compiled code is for one size.
+        pieces = 1
+        while hidden.shape[0] * weight.shape[0] > pieces * _LOGITS_AT_ONCE:
+            pieces *= 2
+        tokens = -(-hidden.shape[0] // pieces)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], tokens):
-                piece, wanted = hidden[start : start + tokens].to(dtype), labels[start : start + tokens]
-                logits = functional.linear(piece, used, bias.to(dtype) if bias is not None else None).float()
-                is_counted = wanted != _IGNORED
-                wanted = wanted.where(is_counted, 0).unsqueeze(1)
-                normaliser = logits.logsumexp(1, keepdim=True)
-                loss += ((normaliser - logits.gather(1, wanted)).squeeze(1) * is_counted).sum()
-                # In place: softmax minus one at the label, zero where no label counts.
-                gradient = logits.sub_(normaliser).exp_()
-                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
-                # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
-                gradient = gradient.mul_(is_counted.unsqueeze(1) / count).to(dtype)
+                part = hidden[start : start + tokens].to(dtype)
+                entropy, gradient = piece(part, used, used_bias, labels[start : start + tokens], count)
+                loss += entropy
                 if of_hidden is not None:
                     of_hidden[start : start + tokens] = gradient @ used
                 if of_weight is not None:
-                    of_weight += gradient.T @ piece
+                    of_weight += gradient.T @ part
                 if of_bias is not None:
                     of_bias += gradient.float().sum(0)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
@@ -77,6 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_bias.mul_(scale).to(bias_dtype) if of_bias is not None else None,
             None,
             None,
+            None,
         )
 
 
@@ -91,23 +109,25 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     count: torch.Tensor | int | None = None,
+    piece: _Piece = _piece,
 ) -> torch.Tensor:
     """Return the cross entropy of a linear layer's output; labels of -100 do not count.
 
     ``hidden``: (tokens, size); ``weight``: (vocabulary, size); ``labels``: (tokens). The sum over the tokens is divided
     by ``count``, by default the number of tokens that count. The result is float32. Gradients are computed with it, so
-    that it can be differentiated once.
+    that it can be differentiated once. ``piece`` computes some tokens' losses and gradients; it may be compiled.
     """
     divisor = (labels != _IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _FusedLoss:
     """Takes the place of a model's output layer and of its loss, while the model trains."""
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    def __init__(self, layer: torch.nn.Linear, piece: _Piece) -> None:
         self._layer = layer
+        self._piece = piece
         self._logits = layer.forward
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,7 +155,7 @@ class _FusedLoss:
         flat = shift_labels.reshape(-1).to(logits.device)
         flat = flat.where(flat != ignore_index, _IGNORED)
         hidden = logits.reshape(-1, logits.shape[-1])
-        return linear_cross_entropy(hidden, self._layer.weight, self._layer.bias, flat, num_items_in_batch)  # type: ignore[no-any-return]
+        return linear_cross_entropy(hidden, self._layer.weight, self._layer.bias, flat, num_items_in_batch, self._piece)  # type: ignore[no-any-return]
 
 
 def fuse_loss(trainer: Trainer) -> None:
@@ -158,6 +178,8 @@ def fuse_loss(trainer: Trainer) -> None:
             raise SettingUnavailableError(f"{name} changes its logits after the output layer ({changed})")
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
-    fused = _FusedLoss(layer)
+    # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
+    piece = torch.compile(_piece) if trainer.args.torch_compile else _piece
+    fused = _FusedLoss(layer, piece)
     layer.forward = fused.logits  # type: ignore[method-assign, assignment]
     model.loss_function = fused.loss

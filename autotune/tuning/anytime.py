@@ -284,8 +284,9 @@ def _ways_of(owner: str) -> frozenset[str]:
 
 
 def _most_telling(names: Collection[str]) -> str:
-    """Return of several levers the one that costs the most, a part before its whole."""
-    return max(names, key=lambda name: (_WAYS[name].seconds, BY_NAME[name].part_of is not None))
+    """Return of several levers the one that costs the most; a part stands for its whole."""
+    wholes = {BY_NAME[name].part_of for name in names}
+    return max((name for name in names if name not in wholes), key=lambda name: _WAYS[name].seconds)
 
 
 def _speed(tried: Tried) -> float:

@@ -58,6 +58,9 @@ class TestTable:
     def test_what_does_not_go_together_is_said(self) -> None:
         assert excluding(Arm("bf16", True, cuda_graphs=True)) == "cuda_graphs does not go with gradient_checkpointing"
         assert excluding(Arm("bf16", cuda_graphs=True, unpadded=True)) is None
+        by_layer = Arm("bf16", torch_compile=True, regional_compilation=True, cuda_graphs=True)
+        assert excluding(by_layer) is None
+        assert excluding(dataclasses.replace(by_layer, torch_compile_mode="reduce-overhead")) is not None
         assert excluding(Arm(torch_compile=True, strategy="zero2", ranks=2)) is not None
 
 

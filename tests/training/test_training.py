@@ -189,8 +189,10 @@ class TestFusedLoss:
             linear_cross_entropy(hidden, weight, None, torch.randint(0, VOCABULARY, (64,))).backward()
         assert max(made) <= max(VOCABULARY * 8, VOCABULARY * 4)
 
+    @pytest.mark.parametrize("piece", [loss_module._piece, pytest.param("compiled", marks=pytest.mark.whole)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gradients_with_labels_that_do_not_count_and_a_bias(self, dtype: torch.dtype) -> None:
+    def test_gradients_with_labels_that_do_not_count_and_a_bias(self, dtype: torch.dtype, piece: Any) -> None:
+        piece = torch.compile(loss_module._piece) if piece == "compiled" else piece
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(30, 8, generator=generator)
         weight, bias = torch.randn(VOCABULARY, 8, generator=generator), torch.randn(VOCABULARY, generator=generator)
@@ -201,7 +203,7 @@ class TestFusedLoss:
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             logits = functional.linear(*plain)
             stock = functional.cross_entropy(logits.float(), labels)
-            fused = linear_cross_entropy(ours[0], ours[1], ours[2], labels)
+            fused = linear_cross_entropy(ours[0], ours[1], ours[2], labels, piece=piece)
         (stock * 3).backward()
         (fused * 3).backward()
         tolerance = 1e-5 if dtype is torch.float32 else 1e-2
