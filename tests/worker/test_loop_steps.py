@@ -54,8 +54,8 @@ def train(
     for number, _ in enumerate(itertools.islice(given, count), start=1):
         loop.backward_begins((torch.ones(1),))
         if number % every == 0 and number // every > skips:
-            loop.optimizer_begins()
-            loop.optimizer_ends()
+            loop.optimizer_begins(None)
+            loop.optimizer_ends(None)
     given.close()
     return told.said
 

@@ -16,7 +16,8 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import Workload
-from autotune.worker.trial.step_checks import TrainingWatch
+from autotune.worker.trial.step_checks import NotTrained, StepChecks
+from autotune.worker.trial.training_watch import TrainingWatch
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 CODES = OWN_CODE / "fool_the_clock.py"
@@ -60,6 +61,25 @@ def test_what_a_call_keeps_is_freed_without_a_backward_pass() -> None:
     watch._turn_off()
     assert watch.inner_sizes == {(16,)}
     assert sys.getrefcount(memory) == before
+
+
+def test_what_no_code_of_the_users_is_in_is_not_watched_in_timed_steps() -> None:
+    """And steps that are not watched are judged no more."""
+    untouched = torch.autograd.backward, torch.compile, torch.autocast.__enter__
+    problems: list[NotTrained] = []
+    checks = StepChecks("it", 4, problems.append, until_timed=True)  # type: ignore[arg-type]
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks.watch.install()
+    assert torch.autograd.backward is not untouched[0]
+    checks.begin()
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    assert len(checks.step_ends(1).calls) == 1
+    checks.begin_timed()
+    assert (torch.autograd.backward, torch.compile, torch.autocast.__enter__) == untouched
+    model(torch.ones(4, 2)).sum()
+    assert (checks.step_ends(1).forward_calls, problems) == (0, [])
 
 
 def whole(*values: Any) -> Any:

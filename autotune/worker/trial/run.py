@@ -181,6 +181,7 @@ class Trial:
             self._candidate.per_device_train_batch_size,
             refuse,
             out_of_memory_count=meter.failed_allocations,
+            until_timed=True,
         )
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:

@@ -13,12 +13,12 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
 from autotune.worker.private.transformers import attention_of
+from autotune.worker.trial.training_watch import Listener, TrainingWatch
 from autotune.worker.user.accelerate_trial import AccelerateOverlay, give_batches
 from autotune.worker.user.batch_shapes import NotTraceableError
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.fake_steps import AccelerateStep, Memory, traced, with_memory
-from autotune.worker.user.guard import watch_steps
-from autotune.worker.user.inspection import SeenGradients, facts_of_script
+from autotune.worker.user.inspection import check_gradients, facts_of_script
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.script_options import watch_options
 
@@ -32,7 +32,7 @@ _OPTIONS = {
 }
 
 
-class AccelerateInspection:
+class AccelerateInspection(Listener):
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
     def __init__(self, work: InspectionWork, source: TrainingSource, finish: Callable[[ModelFacts], NoReturn]) -> None:
@@ -40,7 +40,8 @@ class AccelerateInspection:
         self._source = source
         self._finish = finish
         """Called with the model's facts, once they are known."""
-        self._gradients = SeenGradients()
+        self._watch = TrainingWatch()
+        self._watch.listener = self
         self._overlay = AccelerateOverlay(on_call=self._on_call)
         self._options = watch_options()
         self._traces = work.arms is not None and work.arms.chip is not None
@@ -57,8 +58,7 @@ class AccelerateInspection:
         LoaderOverlay().install()
         self._overlay.install()
         give_batches(self._watched_batches)
-        self._gradients.watch()
-        watch_steps(torch, self._on_backward, self._on_optimizer)
+        self._watch.install()
 
     def is_at_work(self) -> bool:
         """Return whether the script has begun to train with an ``Accelerator``."""
@@ -79,7 +79,8 @@ class AccelerateInspection:
             self._memory = self._traced()
             self._finish(self._facts())
 
-    def _on_backward(self, _: Any) -> None:
+    def backward_begins(self, tensors: Any) -> None:
+        """Take down which loader is trained with, and count the pass."""
         if not self.is_at_work():
             return
         if self._loader is None:
@@ -89,7 +90,8 @@ class AccelerateInspection:
                 self._memory = self._traced()
         self._passes += 1
 
-    def _on_optimizer(self) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """End the inspection once it is known how the script accumulates."""
         if self._loader is None:
             return
         self._steps += 1
@@ -117,7 +119,7 @@ class AccelerateInspection:
         return {"untraceable": f"its loop calls the model {self._calls} times for a backward pass"}
 
     def _facts(self) -> ModelFacts:
-        self._gradients.check(self._source)
+        check_gradients(self._watch, self._source)
         accelerator, models = self._overlay.accelerator, self._overlay.models
         if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(

@@ -46,7 +46,7 @@ from autotune.worker.user.fake_steps import (
     update_as_on_gpu,
     why_not,
 )
-from autotune.worker.user.guard import Guard, forget_steps, watch_steps
+from autotune.worker.user.guard import Guard, forget_steps
 
 # The first micro-step is not traced, two are.
 _MICRO_STEPS = 3
@@ -194,11 +194,11 @@ class _TracedLoop:
 
     def _watch(self) -> None:
         """Mark the parts of the step where the loop reaches them."""
-        watch_steps(torch, lambda _: self._backward_begins(), lambda: None)
         backward = torch.autograd.backward
 
         @functools.wraps(backward)
         def watched(*words: Any, **options: Any) -> None:
+            self._backward_begins()
             backward(*words, **options)
             self._backward_ends()
 

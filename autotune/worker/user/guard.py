@@ -56,7 +56,7 @@ class Guard:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         import torch
 
-        watch_steps(torch, lambda _: self._on_step(), self._on_step)
+        before_steps(torch, self._on_step)
         _watch_spawned(torch, self._on_spawn)
         sys.addaudithook(self._on_event)
 
@@ -106,7 +106,7 @@ def guard_started_python() -> None:
         if not _prepares_weights():
             _end_job(f"{name} trains in another process that it starts: {command}", _instead(sys.orig_argv))
 
-    on_import("torch.optim", lambda _: watch_steps(sys.modules["torch"], lambda _: on_step(), on_step))
+    on_import("torch.optim", lambda _: before_steps(sys.modules["torch"], on_step))
 
 
 def _end_job(message: str, hint: str) -> NoReturn:
@@ -119,26 +119,18 @@ def _end_job(message: str, hint: str) -> NoReturn:
     os._exit(1)
 
 
-def watch_steps(
-    torch: Any,
-    on_backward: Callable[[Any], None],
-    before_optimizer: Callable[[], None],
-    after_optimizer: Callable[[], None] | None = None,
-) -> None:
-    """Have functions called before each backward pass, with what it begins from, and around each optimizer's step."""
+def before_steps(torch: Any, begins: Callable[[], None]) -> None:
+    """Call ``begins`` before each backward pass and each step of an optimizer."""
     backward = torch.autograd.backward
 
-    def watched(tensors: Any, *words: Any, **options: Any) -> Any:
-        on_backward(tensors)
-        return backward(tensors, *words, **options)
+    def watched(*words: Any, **options: Any) -> Any:
+        begins()
+        return backward(*words, **options)
 
     watched.unwatched = getattr(backward, "unwatched", backward)  # type: ignore[attr-defined]
     torch.autograd.backward = watched
     # torch.optim deletes the name of this module of its own.
-    optimizers: Any = sys.modules["torch.optim.optimizer"]
-    optimizers.register_optimizer_step_pre_hook(lambda *_: before_optimizer())
-    if after_optimizer is not None:
-        optimizers.register_optimizer_step_post_hook(lambda *_: after_optimizer())
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
 
 
 def forget_steps(torch: Any) -> None:

@@ -15,6 +15,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
@@ -75,31 +76,13 @@ def facts_of_script(
     )
 
 
-class SeenGradients:
-    """Whether the parameters that optimizers step have gradients."""
-
-    def __init__(self) -> None:
-        self._were_seen = False
-        self._steps = 0
-
-    def watch(self) -> None:
-        """Look at every optimizer before its step from now on; to be called before other hooks that end the process."""
-        # torch.optim deletes the name of this module of its own.
-        optimizers: Any = sys.modules["torch.optim.optimizer"]
-        optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._look(optimizer))
-
-    def _look(self, optimizer: Any) -> None:
-        self._steps += 1
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        self._were_seen = self._were_seen or any(each.grad is not None for each in parameters)
-
-    def check(self, source: TrainingSource) -> None:
-        """Raise ``UserCodeError`` where optimizers stepped, and none had anything to do."""
-        if self._steps and not self._were_seen:
-            raise UserCodeError(
-                f"{source.name} steps an optimizer whose parameters get no gradients",
-                "make the optimizer of the parameters of the model that is trained, after the last change of it",
-            )
+def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
+    """Raise ``UserCodeError`` where optimizers stepped, and none had anything to do."""
+    if watch.update is not None and not watch.update.has_gradients:
+        raise UserCodeError(
+            f"{source.name} steps an optimizer whose parameters get no gradients",
+            "make the optimizer of the parameters of the model that is trained, after the last change of it",
+        )
 
 
 class UntilFirstStep:

@@ -161,7 +161,7 @@ class LightningOverlay:
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
                 if overlay._steps is not None:
                     # The optimizer's step contains the forward and the backward pass.
-                    overlay._steps.backward_ends()
+                    overlay._steps.backward_within_step_ends()
 
             def on_train_batch_end(
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

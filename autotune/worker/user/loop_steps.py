@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from autotune.worker.trial.measure import MeasureCallback, _Step
 from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.trial.training_watch import Listener
 from autotune.worker.user.code import UserCodeError
 
 # So many steps that cannot be counted, one after the other, mean that none will come that can.
@@ -51,7 +52,7 @@ class StepListener(Protocol):
         ...
 
 
-class LoopSteps:
+class LoopSteps(Listener):
     """Where the micro-steps and steps of a loop begin and end; also the listener of ``autotune.steps``."""
 
     def __init__(
@@ -86,7 +87,7 @@ class LoopSteps:
         self.loss: Any = None
         """The last one that a backward pass began from."""
 
-    # What the hooks in torch tell
+    # What the watch tells
 
     def backward_begins(self, tensors: Any) -> None:
         """Record the loss of a micro-step."""
@@ -94,18 +95,18 @@ class LoopSteps:
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.loss = first.detach() if hasattr(first, "detach") else None
 
-    def optimizer_begins(self) -> None:
+    def optimizer_begins(self, optimizer: Any) -> None:
         """Mark the end of the backward pass; of several optimizers the first counts."""
         if self._marks is None:
             mark = self._listener.mark()
             self._marks = mark, mark
 
-    def backward_ends(self) -> None:
+    def backward_within_step_ends(self) -> None:
         """Mark the end of a backward pass that was a part of the optimizer's step."""
         mark = self._listener.mark()
         self._marks = mark, mark
 
-    def optimizer_ends(self) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update; of several optimizers the last counts."""
         if self._marks is not None:
             self._marks = self._marks[0], self._listener.mark()

@@ -22,12 +22,13 @@ from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run, most_steps
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.step_checks import OtherBatch, TrainingWatch, shapes_in
+from autotune.worker.trial.step_checks import OtherBatch
+from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
-from autotune.worker.user.guard import Guard, watch_steps
-from autotune.worker.user.inspection import SeenGradients, UntilFirstStep, facts_of, problem_of
+from autotune.worker.user.guard import Guard
+from autotune.worker.user.inspection import UntilFirstStep, check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
@@ -100,7 +101,7 @@ class StepsTrial(OwnTrial):
             rehearsing=rehearsing,
             on_batch=self._checks.give,
         )
-        watch_steps(torch, self._steps.backward_begins, self._steps.optimizer_begins, self._steps.optimizer_ends)
+        self._checks.watch.listener = self._steps
         return self._steps
 
     def begins(self) -> None:
@@ -225,7 +226,7 @@ def inspect(
 
 def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
     environment = inspect_environment()
-    config, watch, gradients = LoopConfig(), TrainingWatch(), SeenGradients()
+    config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []
     shapes: list[tuple[int, ...]] = []
 
@@ -233,7 +234,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
-        gradients.check(source)
+        check_gradients(watch, source)
         loader = loaders[0] if loaders else None
         fed = shapes or [shape for call in watch.take().calls[:1] for shape in call.shapes]
         searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
@@ -275,9 +276,8 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         enter(source)
         guard.install(scratch.stop_file)
         LoaderOverlay().install()
-        gradients.watch()
+        watch.listener = steps
         watch.install()
-        watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)
         raise UserCodeError(

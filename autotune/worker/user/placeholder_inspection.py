@@ -28,11 +28,19 @@ from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
+from autotune.worker.trial.training_watch import Listener, ShapesByPlace, TrainingWatch
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import SeenGradients, facts_of, problem_of
-from autotune.worker.user.observed import Loading, Numerics, Shapes, observe, unwrapped
-from autotune.worker.user.placeholder_trial import AUTOCAST, HowItSteps, Site, set_variables
+from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
+from autotune.worker.user.placeholder_trial import (
+    AUTOCAST,
+    HowItSteps,
+    Loading,
+    ModelNames,
+    Site,
+    set_variables,
+    unwrapped,
+)
 from autotune.worker.user.protection import keep_run
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
@@ -52,7 +60,7 @@ class Seen:
     """What one run of a script showed up to its second step."""
 
     facts: ModelFacts | None = None
-    calls: tuple[tuple[str, Shapes], ...] = ()
+    calls: tuple[tuple[str, ShapesByPlace], ...] = ()
     """The calls of outermost models that compute gradients, in the last whole step."""
     calls_without_gradients: int = 0
     cycle: tuple[tuple[int, int], ...] = ()
@@ -212,14 +220,12 @@ class _Inspecting:
             enter(source)
             set_variables(source.variables, variables)
             Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
-            gradients = SeenGradients()
-            gradients.watch()
 
             def finish(seen: Seen) -> NoReturn:
                 keep_run()
                 send(seen)
 
-            _Watching(source, gradients, finish, fail, to_first_call=to_first_call)
+            _Watching(source, finish, fail, to_first_call=to_first_call)
             run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
             raise UserCodeError(
                 f"{source.name} ended before the second step of its optimizer",
@@ -322,13 +328,12 @@ class _Inspecting:
         return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
-class _Watching:
+class _Watching(Listener):
     """What a run of a script shows; ends the process with its second whole step."""
 
     def __init__(
         self,
         source: TrainingSource,
-        gradients: SeenGradients,
         finish: Callable[[Seen], NoReturn],
         fail: Callable[[BaseException], NoReturn],
         *,
@@ -336,19 +341,21 @@ class _Watching:
     ) -> None:
         self._to_first_call = to_first_call
         self._source = source
-        self._gradients = gradients
         self._finish = finish
         self._fail = fail
         self._made: list[Any] = []
         self._optimizers: list[Any] = []
         self._steps: list[_Between] = []
         self._now = _Between()
-        self._numerics = Numerics()
-        self._numerics.watch()
+        self._models = ModelNames()
+        self._first: Any = None
+        self._watch = TrainingWatch()
+        self._watch.watch_checkpoints()
         self._loading = Loading()
         self._loading.watch()
         self._watch_making()
-        self._models = observe(self)
+        self._watch.listener = self
+        self._watch.install()
 
     def _watch_making(self) -> None:
         kind: Any = torch.optim.Optimizer
@@ -360,26 +367,21 @@ class _Watching:
 
         kind.__init__ = __init__
 
-    def model_is_called(self, name: str, shapes: Shapes, *, trains: bool) -> None:
-        """Take down what goes in."""
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Take down what went in."""
+        name = self._models.name(called)
         if not trains:
             self._now.without_gradients += 1
             return
-        self._numerics.look()
+        self._first = called if self._first is None else self._first
         if len(self._now.calls) < _MOST_CALLS:
             self._now.calls.append((name, shapes))
         if self._to_first_call and shapes:
             self._finish(Seen(calls=((name, shapes),)))
 
-    def backward_begins(self, tensors: Any) -> None:
-        """Do nothing: passes are counted at their end."""
-
     def backward_ends(self) -> None:
         """Count the pass."""
         self._now.passes += 1
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Do nothing: steps are counted at their end."""
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Take the step down, and end the run after two of every optimizer."""
@@ -392,7 +394,7 @@ class _Watching:
         waits = len(self._made) > len(self._optimizers) and max(counts.values()) < _MOST_STEPS
         if min(counts.values()) >= 2 and not waits:
             try:
-                self._gradients.check(self._source)
+                check_gradients(self._watch, self._source)
                 seen = self._seen(counts)
             except BaseException as error:
                 self._fail(error)
@@ -405,13 +407,13 @@ class _Watching:
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
         return Seen(
-            facts_of(unwrapped(self._models.first), None),
+            facts_of(unwrapped(self._first), None),
             tuple(call for step in whole for call in step.calls),
             sum(step.without_gradients for step in whole),
             tuple((step.optimizer, step.passes) for step in whole),
             anchor,
-            tuple(sorted(self._numerics.autocast)),
-            self._numerics.checkpoints,
+            tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
+            self._watch.checkpoints,
             torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
             self._loading.workers,
             self._loading.prefetch,
@@ -426,7 +428,7 @@ class _Between:
     """The one that stepped at the end."""
     passes: int = 0
     without_gradients: int = 0
-    calls: list[tuple[str, Shapes]] = field(default_factory=list)
+    calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
 
 
 def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:
@@ -435,7 +437,7 @@ def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:
     return each >= 1 and each == int(each) and two.passes == each * others.accumulation
 
 
-Calls = tuple[tuple[str, Shapes], ...]
+Calls = tuple[tuple[str, ShapesByPlace], ...]
 
 
 def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:

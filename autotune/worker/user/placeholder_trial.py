@@ -18,11 +18,12 @@ from autotune.core.candidate import Candidate
 from autotune.core.messages import Progress
 from autotune.core.placeholders import Values, placeholders_in
 from autotune.core.schema import decode
+from autotune.worker.private.torch import on_loaded_batch
+from autotune.worker.trial.training_watch import Listener, ShapesByPlace
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loop_steps import MeasuredSteps
 from autotune.worker.user.loop_trial import StepsTrial
-from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
 from autotune.worker.user.own_trial import with_prefetch_warmup
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
@@ -43,15 +44,10 @@ class Site:
     calls: int = 1
     """Calls for each micro-step."""
 
-    def rows(self, model: str, shapes: Shapes) -> int:
+    def rows(self, model: str, shapes: ShapesByPlace) -> int:
         """Return the size of the dimension in a call; 0 for a call of another model."""
         shape = shapes.get(self.path) if model == self.model else None
         return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the model is given it by name, which the first call of a model does not show."""
-        return not self.path.partition(".")[0].isdigit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +80,8 @@ class PlaceholderTrial(StepsTrial):
             words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
             variables = dict(filled)
         set_variables(source.variables, variables)
-        self._numerics = Numerics()
-        self._numerics.watch()
+        assert self._checks is not None
+        self._checks.watch.watch_checkpoints()
         self._steps = self._observed()  # type: ignore[assignment]
         run_script(dataclasses.replace(source, argv=words), output_dir)
         raise UserCodeError(
@@ -98,6 +94,7 @@ class PlaceholderTrial(StepsTrial):
 
     def _observed(self) -> HookedSteps:
         assert self._meter is not None
+        assert self._checks is not None
         interface = self._source.interface
         self._effort = with_prefetch_warmup(
             self._effort, self._candidate, interface.get("loader_workers", 0), interface.get("loader_prefetch")
@@ -112,16 +109,16 @@ class PlaceholderTrial(StepsTrial):
             checks=self._checks,
         )
         how = decode(interface.get("steps", {}), HowItSteps)
-        return HookedSteps(
+        steps = self._checks.watch.listener = HookedSteps(
             self._source.name,
             self._candidate,
             how,
             measured,
             on_begin=self.begins,
-            on_call=self._numerics.look,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
         )
+        return steps
 
     def samples_of_micro_step(self) -> int | None:
         """Return ``None``: the inspection has shown where samples go in, and they are counted there."""
@@ -131,17 +128,19 @@ class PlaceholderTrial(StepsTrial):
 
     def _check_numerics(self) -> None:
         """End the trial where the script was seen to compute in another way than it was told."""
-        searched, arm, seen = self._source.interface.get("searched", ()), self._candidate.arm, self._numerics.autocast
         if self._is_unmodified:
             return
+        assert self._checks is not None
+        searched, arm, watch = self._source.interface.get("searched", ()), self._candidate.arm, self._checks.watch
+        seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, AUTOCAST.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
             self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
-        if "checkpointing" in searched and self._numerics.checkpoints and not arm.gradient_checkpointing:
+        if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
             self._refuse(f"{name} recomputes activations, and was told not to", "")
 
 
-class HookedSteps:
+class HookedSteps(Listener):
     """Divides what is observed into whole steps, and has those measured in which the script did what it was told.
 
     A step in which the script evaluates or saves is not counted either.
@@ -155,7 +154,6 @@ class HookedSteps:
         listener: MeasuredSteps,
         *,
         on_begin: Callable[[], None],
-        on_call: Callable[[], None],
         on_step: Callable[[], None],
         refuse: Callable[[str], NoReturn],
     ) -> None:
@@ -164,7 +162,6 @@ class HookedSteps:
         self._how = how
         self._listener = listener
         self._on_begin = on_begin
-        self._on_call = on_call
         self._on_step = on_step
         self._refuse = refuse
         accumulation, site = candidate.gradient_accumulation_steps, how.site
@@ -183,7 +180,7 @@ class HookedSteps:
         """The last one that a backward pass began from."""
         self._loading = Loading()
         self._loading.watch()
-        self._calls = observe(self)
+        self._models = ModelNames()
         self._watch_saving()
         # Now, since within the call of a model its checks would be turned on for the modules in it.
         listener.begin()
@@ -197,14 +194,18 @@ class HookedSteps:
 
         torch.save = watched
 
-    def model_is_called(self, name: str, shapes: Shapes, *, trains: bool) -> None:
-        """Count the samples that go in."""
+    def call_begins(self, *, trains: bool) -> None:
+        """Begin with the first one that trains."""
+        if trains:
+            self._begin()
+
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Count the samples that went in."""
+        name = self._models.name(called)
         if not trains:
             self._calls_without_gradients += 1
-            return
-        self._begin()
-        self._on_call()
-        self._rows += self._how.site.rows(name, shapes) if self._how.site is not None else 0
+        elif self._how.site is not None:
+            self._rows += self._how.site.rows(name, shapes)
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -248,7 +249,6 @@ class HookedSteps:
         self._marks, self._is_saving = None, False
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
-        self._calls.settle()
         if marks is None or not self._is_as_told(passes, rows):
             self._refuse_if_lasting(passes, rows)
             self._listener.step_is_dropped()
@@ -261,10 +261,7 @@ class HookedSteps:
         self._listener.step_begins()
 
     def _is_as_told(self, passes: int, rows: int) -> bool:
-        if passes != self._wanted_passes:
-            return False
-        is_blind = not self._whole_steps and self._how.site is not None and self._how.site.is_named
-        return rows == self._wanted_rows or (is_blind and rows < self._wanted_rows)
+        return passes == self._wanted_passes and rows == self._wanted_rows
 
     def _refuse_if_lasting(self, passes: int, rows: int) -> None:
         """End the trial of a script that never does what it was told.
@@ -297,3 +294,48 @@ def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) ->
             os.environ[name] = values[name]
         elif placeholders_in(said):
             os.environ.pop(name, None)
+
+
+class ModelNames:
+    """Names the outermost models in the order of their first calls: ``GPT#0``."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def name(self, module: Any) -> str:
+        """Return the name of a module."""
+        if id(module) not in self._names:
+            self._names[id(module)] = f"{type(unwrapped(module)).__name__}#{len(self._names)}"
+        return self._names[id(module)]
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the user's module in what ``torch.compile``, Fabric or DDP made of it."""
+    for name in ("_orig_mod", "_original_module", "module"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, torch.nn.Module) and type(module).__module__.startswith(("torch.", "lightning")):
+            return unwrapped(inner)
+    return module
+
+
+class Loading:
+    """How long the batches of data loaders were waited for, and with how many processes they are loaded."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.workers = 0
+        self.prefetch: int | None = None
+
+    def watch(self) -> None:
+        """Take it down from now on."""
+        on_loaded_batch(self._loaded)
+
+    def _loaded(self, iterator: Any, seconds: float) -> None:
+        self.seconds += seconds
+        self.workers = getattr(iterator, "_num_workers", 0)
+        self.prefetch = getattr(iterator, "_prefetch_factor", None)
+
+    def take(self) -> float:
+        """Return the seconds since it was asked for last."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds

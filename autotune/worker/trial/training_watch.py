@@ -1,0 +1,488 @@
+"""See what a process trains by what torch itself tells of it: calls of models, backward passes, updates.
+
+``TrainingWatch`` counts: outermost calls of modules to whose results a gradient came back, with the shapes that went
+in; backward passes; optimizer steps. A ``Listener`` is told of each as it comes.
+
+Little of it is done in timed steps. Only the outermost call of a module has a hook, which is off within that call: the
+modules in it run as they do without any hook, and a compiler that traces them finds none. Gradients and weights are
+looked at in steps that are not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+from autotune.worker.failures import is_out_of_memory
+from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
+from autotune.worker.trial.updates import Update, parameters_of, part_of, update_of
+
+# Of a model's output these are hooked at most, and of its input looked at. A choice.
+_MOST_TENSORS = 16
+# Arguments with which the samples of a batch come as one row (transformers' DataCollatorWithFlattening).
+_OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx"))
+# Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
+_LOOKED_WITHIN = 4
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_FRAMEWORKS = (
+    "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
+    "sentence_transformers", "autotune", "contextlib", "functools", "threading", "runpy",
+)  # fmt: skip
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of tensors; the length of a list of tensors comes before theirs."""
+ShapesByPlace = dict[str, tuple[int, ...]]
+"""The shapes of the tensors that a model is called with, by where they stand: ``0``, ``1.input_ids``."""
+
+# What torch tells
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an outermost module with parameters, to whose result a gradient came back."""
+
+    module_id: int
+    shapes: Shapes
+    """Of the tensors that went in."""
+    is_packed: bool
+    """Whether the samples came as one row, as its arguments show."""
+
+    @property
+    def rows(self) -> int:
+        """Most samples that may have gone in: the largest first dimension."""
+        return max((shape[0] for shape in self.shapes if shape), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen since it was asked for last."""
+
+    calls: tuple[Call, ...] = ()
+    forward_calls: int = 0
+    """Calls of outermost modules with parameters that ended, in training mode or with gradients asked for."""
+    backward_passes: int = 0
+    """Those that ended."""
+    skipped_steps: int = 0
+    """Steps of optimizers in which a gradient scaler had them change nothing."""
+    memory_errors: int = 0
+    """Calls and backward passes that ended with out of memory, whoever caught that."""
+    is_elsewhere: bool = False
+    """Whether a backward pass ran in another thread than the one that asks."""
+
+
+class Listener:
+    """What is told of a training as it goes on; it does nothing with it."""
+
+    def call_begins(self, *, trains: bool) -> None:
+        """Take in a call of an outermost module with parameters; one that ``trains`` computes gradients."""
+
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Take in the end of such a call, and the shapes that went in."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Take in the start of a backward pass, with what it begins from."""
+
+    def backward_ends(self) -> None:
+        """Take in the end of a backward pass."""
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Take in the start of an optimizer's step."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Take in the end of an optimizer's step."""
+
+
+class TrainingWatch:
+    """Sees what is trained in this process, from ``install`` on, and tells ``listener`` of it."""
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.autocasts: set[tuple[str, str]] = set()
+        """Device and dtype of each autocast in which gradients were computed: ``("cuda", "bfloat16")``."""
+        self.checkpoints = False
+        """Whether activations were left out to be recomputed; seen from ``watch_checkpoints`` on."""
+        self.weight_dtypes: set[str] = set()
+        """Dtype of the first parameter of each module that was trained with."""
+        self.place: str | None = None
+        """``train.py:12``: the line of the user's that called the first module."""
+        self.model: Any = None
+        """The first module with parameters that was called."""
+        self.update: Update | None = None
+        """What the updates did that were looked at so far; ``None`` where there was none."""
+        self.inner_sizes: set[tuple[int, ...]] = set()
+        """The first two dimensions of what the first calls kept for the backward pass, parameters aside."""
+        self._is_close = True
+        self._keeping: Any = None
+        self._looked_within = 0
+        self._is_fed_within_backward = False
+        self._hook: Any = None
+        self._after_hook: Any = None
+        self._latest: Call | None = None
+        self._weights_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._weights: dict[int, str | None] = {}
+        """The dtype of the first parameter of each module that was called; ``None`` for one without parameters."""
+        self._undo: list[Callable[[], None]] = []
+        self.is_removed = False
+        self._found_inf: list[Any] = []
+        self._thread = threading.get_ident()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls: list[Call] = []
+        self._forward_calls = self._backward_passes = self._memory_errors = 0
+        self._is_elsewhere = False
+        self._found_inf.clear()
+
+    def install(self) -> None:
+        """Watch from now on."""
+        # It would fire for a compiled module and what is in it; it is off there.
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        self._turn_on()
+        self._wrap_backward()
+        self._wrap_compile()
+        self._wrap_autocast()
+        # torch.optim deletes the name of this module of its own.
+        optimizers: Any = sys.modules["torch.optim.optimizer"]
+        before = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_update(optimizer))
+        after = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._after_update(optimizer))
+        self._undo += [before.remove, after.remove]
+
+    def remove(self) -> None:
+        """See nothing any more."""
+        self.is_removed = True
+        self._turn_off()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def watch_checkpoints(self) -> None:
+        """Take down from now on whether ``torch.utils.checkpoint`` is at work where gradients are computed."""
+
+        def take() -> None:
+            self.checkpoints = self.checkpoints or torch.is_grad_enabled()
+
+        on_checkpoint(take)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def begin(self) -> None:
+        """Forget what was seen before the training."""
+        self.take()
+        self.model = self.place = None
+
+    def take(self) -> Seen:
+        """Return what was seen since the last time; waits for the device where a gradient scaler is at work."""
+        skipped = sum(bool(found.item()) for found in self._found_inf)
+        seen = Seen(
+            tuple(self._calls),
+            self._forward_calls,
+            self._backward_passes,
+            skipped,
+            self._memory_errors,
+            self._is_elsewhere,
+        )
+        self._thread = threading.get_ident()
+        self._forget()
+        self._turn_on()
+        return seen
+
+    def begin_timed(self) -> None:
+        """Look at no gradients and weights any more, and at nothing within backward passes that need not be."""
+        self._is_close = False
+        self._weights_before.clear()
+
+    # Calls of modules
+
+    def _turn_on(self) -> None:
+        if self._hook is None and not self.is_removed:
+            self._hook = modules.register_module_forward_pre_hook(self._before_call)
+
+    def _turn_off(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _before_call(self, called: Any, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._weights_of(called) is None and not hasattr(called, "_orig_mod"):
+            return
+        self._turn_off()
+        if self.model is None:
+            # What torch.compile made of it has no class and config of its own.
+            self.model = getattr(called, "_orig_mod", called)
+        if self._is_close:
+            self.place = self.place or _users_line()
+            self._look_at_autocast()
+        self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
+        looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
+        # Hooks of checkpointing around the call would not come to act.
+        if looks and not packs_saved_tensors():
+            self._look_within(called)
+        if self.listener is not None and not is_in_autograd():
+            self.listener.call_begins(trains=torch.is_grad_enabled())
+
+    def _look_at_autocast(self) -> None:
+        """Take down an autocast that is on for good, and so is never entered."""
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
+                self.autocasts.add((device, _name(torch.get_autocast_dtype(device))))
+
+    def _look_within(self, called: torch.nn.Module) -> None:
+        """Take down the sizes of what is kept for the backward pass of this call."""
+        own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and _storage(tensor) not in own:
+                self.inner_sizes.add(tuple(tensor.shape[:2]))
+            # An output that is kept by what it was computed with would never be freed without a backward pass.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        self._looked_within += bool(own)
+        self._keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        self._keeping.__enter__()
+
+    def _after_call(self, called: Any, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        self._after_hook.remove()
+        if self._keeping is not None:
+            self._keeping.__exit__()
+            self._keeping = None
+        self._turn_on()
+        self._tell_of_call(called, given, named)
+        # Where the call failed there is no result, and this is called from where its error is handled.
+        if result is None and (error := sys.exc_info()[1]) is not None:
+            self._note(error)
+        elif called.training or torch.is_grad_enabled():
+            self._take_call(called, given, named, result)
+
+    def _weights_of(self, called: Any) -> str | None:
+        if id(called) not in self._weights:
+            first = next(called.parameters(), None)
+            self._weights[id(called)] = _name(first.dtype) if first is not None else None
+        return self._weights[id(called)]
+
+    def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if self.listener is not None and not is_in_autograd():
+            shapes = {place: tuple(each.shape) for place, each in _tensors_by_place((*given, named))}
+            self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
+
+    def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+        if (weights := self._weights_of(called)) is None:
+            return
+        self.weight_dtypes.add(weights)
+        self._forward_calls += 1
+        outputs = [each for each in _first_tensors(result) if each.requires_grad and not each.is_leaf]
+        if not outputs:
+            return
+        shapes = tuple(shapes_in((*given, *named.values())))
+        call = Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named))
+        is_within_backward = is_in_autograd()
+        is_new = True
+
+        def arrive(_: Any) -> None:
+            nonlocal is_new
+            if is_new:
+                is_new = False
+                self._calls.append(call)
+                self._latest = call
+                self._is_fed_within_backward = self._is_fed_within_backward or is_within_backward
+
+        for each in outputs:
+            each.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _note(self, error: BaseException) -> None:
+        self._memory_errors += is_out_of_memory(error, 0.0)
+
+    # Backward passes, compiled functions, autocast
+
+    def _wrap_backward(self) -> None:
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def watched(*words: Any, **options: Any) -> Any:
+            if is_in_autograd():
+                # Checkpointing of the older kind runs passes of its own within one.
+                return backward(*words, **options)
+            if self.listener is not None:
+                self.listener.backward_begins(words[0] if words else options.get("tensors"))
+            was_on = self._hook is not None
+            if not self._is_close and not self._is_fed_within_backward:
+                # What is recomputed there needs no hooks.
+                self._turn_off()
+            try:
+                result = backward(*words, **options)
+            except Exception as error:
+                self._note(error)
+                raise
+            finally:
+                if was_on:
+                    self._turn_on()
+            self._backward_passes += 1
+            self._is_elsewhere = self._is_elsewhere or threading.get_ident() != self._thread
+            if self.listener is not None:
+                self.listener.backward_ends()
+            return result
+
+        self._replace(torch.autograd, "backward", watched)
+
+    def _wrap_compile(self) -> None:
+        """Have no hooks of modules within compiled functions, whose calls are taken for those of a module."""
+        compile_ = torch.compile
+
+        @functools.wraps(compile_)
+        def watched(model: Any = None, **options: Any) -> Any:
+            made: Any = compile_(model, **options)
+            if model is None or isinstance(model, torch.nn.Module):
+                # A decorator, which comes here again; or a module, whose call is not compiled itself.
+                return made
+            return self._around(made, getattr(model, "__self__", None))
+
+        self._replace(torch, "compile", watched)
+
+    def _around(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        @functools.wraps(made)
+        def call(*given: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or self._hook is None:
+                return made(*given, **named)
+            self._turn_off()
+            if isinstance(owner, torch.nn.Module):
+                self.model = owner if self.model is None else self.model
+                if self.listener is not None:
+                    self.listener.call_begins(trains=torch.is_grad_enabled())
+            try:
+                result = made(*given, **named)
+            except Exception as error:
+                self._note(error)
+                raise
+            finally:
+                self._turn_on()
+            if isinstance(owner, torch.nn.Module):
+                self._tell_of_call(owner, given, named)
+                if torch.is_grad_enabled():
+                    self._take_call(owner, given, named, result)
+            return result
+
+        return call
+
+    def _wrap_autocast(self) -> None:
+        kind: Any = torch.autocast
+        enter = kind.__enter__
+
+        @functools.wraps(enter)
+        def __enter__(context: Any) -> Any:  # noqa: N807
+            if context._enabled and torch.is_grad_enabled():
+                self.autocasts.add((context.device, _name(context.fast_dtype)))
+            return enter(context)
+
+        self._replace(kind, "__enter__", __enter__)
+
+    def take_replay(self) -> None:
+        """Count the latest call, with its backward pass, once more: a captured graph runs both without Python."""
+        if self.is_removed:
+            return
+        assert self._latest is not None, "a graph is captured after steps that were seen"
+        self._calls.append(self._latest)
+        self._forward_calls += 1
+        self._backward_passes += 1
+
+    # Updates
+
+    def _before_update(self, optimizer: Any) -> None:
+        if self._is_close:
+            self._weights_before = [(each, part_of(each).clone()) for each in parameters_of(optimizer)]
+        if self.listener is not None:
+            self.listener.optimizer_begins(optimizer)
+
+    def _after_update(self, optimizer: Any) -> None:
+        if (found := getattr(optimizer, "found_inf", None)) is not None:
+            # A fused optimizer leaves its update out by itself.
+            self._found_inf.append(found)
+        if self._is_close and (found is None or not bool(found.item())):
+            update = update_of(optimizer, self._weights_before)
+            self._weights_before = []
+            if self.update is None or update.is_honest or not self.update.is_honest:
+                self.update = update
+        if self.listener is not None:
+            self.listener.optimizer_ends(optimizer)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what tensors on the same memory have in common; 0 for those that have none."""
+    try:
+        return local_part(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        # A parameter of a lazy module has no memory before its first call.
+        return 0
+
+
+def _first_tensors(value: Any) -> list[torch.Tensor]:
+    """List the first tensors in a value, nested no deeper than outputs of models are."""
+    return [each for _, (_, each) in zip(range(_MOST_TENSORS), _tensors_by_place(value, "", 3), strict=False)]
+
+
+def _tensors_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a value, with where they stand: ``0``, ``1.input_ids``."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif depth:
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_row(value) else ()
+        for at, part in parts:
+            yield from _tensors_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors in a value, each list's length before those in it."""
+    found: list[tuple[int, ...]] = []
+
+    def add(part: Any, left: int) -> None:
+        if len(found) >= _MOST_TENSORS:
+            return
+        if isinstance(part, torch.Tensor):
+            found.append(tuple(part.shape))
+        elif left:
+            if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
+                found.append((len(part),))
+            for each in part.values() if isinstance(part, Mapping) else part if _is_row(part) else ():
+                add(each, left - 1)
+
+    add(value, depth)
+    return found
+
+
+def _users_line() -> str | None:
+    """Return the innermost line on the stack that is the user's own, else of a package that is no framework."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        path, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        # The trial server runs as ``__main__``.
+        is_own = path.startswith(("<", _OWN_FOLDER)) or name.partition(".")[0] in _FRAMEWORKS
+        if not is_own:
+            is_installed = "site-packages" in path
+            if not is_installed or found is None:
+                found = f"{os.path.basename(path)}:{frame.f_lineno}"
+            if not is_installed:
+                break
+        frame = frame.f_back
+    return found
