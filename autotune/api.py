@@ -43,6 +43,7 @@ from autotune.results.text import summary_lines
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.tuning.exclusive import waits_with
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import open_search
 from autotune.tuning.prepare import Prepared
@@ -314,7 +315,7 @@ def search(
         request = open_search(given)
         if verifies:
             check_can_be_verified(request.workload.document())
-        record, report = run_search(request, place, observer, wait=waits)
+        record, report = run_search(request, place, observer, wait=waits_with(observer.note) if waits else None)
     result = Result(report, lasting_place)
     if verifies and record.state != "interrupted":
         _verify(result, observer)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
     """Run the search with its progress on stderr; see ``autotune.tuning.run.run_search``."""
     with open_view(View) as view:
-        return run_observed_search(request, storage, view, wait=wait)
+        return run_observed_search(request, storage, view, wait=view.waits if wait else None)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:

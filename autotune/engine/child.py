@@ -61,6 +61,11 @@ class Teller(Narrator):
         self._shown_at = -_STATUS_SECONDS
         super().__init__(lambda text, style: say("line", {"text": text, "style": style}))
 
+    def waits(self, text: str | None) -> None:
+        """Tell what it waits for before it begins."""
+        super().waits(text)
+        self._show(is_urgent=True)
+
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """Tell what is searched, and under which ceiling."""
         super().begins(prepared, study)
@@ -259,7 +264,8 @@ class _Child:
                 os.chdir(work.code.folder)
             request = search_request(work.options, devices, work.study, work.code)
             check_request(request)
-        record, _ = run_search(request, storage, teller, wait=work.wait, warm=self._warm)
+        wait = teller.waits if work.wait else None
+        record, _ = run_search(request, storage, teller, wait=wait, warm=self._warm)
         return record.state == "finished"
 
     @staticmethod
@@ -295,14 +301,14 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     # Other devices of this machine are those of other searches.
     target = target_of(report, placement_of(report, devices))
 
-    def note(text: str) -> None:
-        say("line", {"text": text, "style": None})
+    teller = Teller(say)
 
-    note(f"training {report.workload['model']} for {work.options['steps']} steps with a stock Trainer")
+    teller.note(f"training {report.workload['model']} for {work.options['steps']} steps with a stock Trainer")
     log_path = log_folder(storage, work.study) / "verify.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     again = bool(work.options.get("again"))
-    verification = verify(target, int(work.options["steps"]), log_path, again=again, wait=work.wait, note=note)
+    wait = teller.waits if work.wait else None
+    verification = verify(target, int(work.options["steps"]), log_path, again=again, wait=wait, note=teller.note)
     missed = None
     try:
         verification.check()

@@ -31,7 +31,7 @@ from autotune.store.records import StudyRecord
 from autotune.store.repository import Store
 from autotune.store.transfer import read_study, related_studies, take_in_study
 from autotune.tuning.allowed import check_request
-from autotune.tuning.exclusive import hold_lease, take_turn
+from autotune.tuning.exclusive import hold_lease, take_turn, waits_with
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.run import log_folder, study_names
 
@@ -88,10 +88,11 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
             def note(text: str) -> None:
                 show(Message(0, "line", {"text": text, "style": "dim"}))
 
+            waits = waits_with(note) if wait else None
             # The node holds its devices itself.
-            turn = stack.enter_context(take_turn((), names, database, wait=wait, note=note, is_taken=is_taken))
+            turn = stack.enter_context(take_turn((), names, database, wait=waits, note=note, is_taken=is_taken))
             store = store or stack.enter_context(open_store(storage))
-            stack.enter_context(hold_lease(store, turn.study, wait=wait, note=note))
+            stack.enter_context(hold_lease(store, turn.study, wait=waits))
             work = Work(_name_of(database, turn.study), turn.study, asked.work_options(), code=asked.code, wait=wait)
             work = replace(work, kind="resume" if asked.resumes else "search")
             _record_to_the_end(engine, work, store, storage, (host, devices), show, asked)

@@ -219,7 +219,14 @@ class Searches:
         hosts = self.runner.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
         return [
-            self._describe(job, waits_for(job, hosts, ahead[job.id]) if job.state == "queued" else None) for job in jobs
+            self._describe(
+                job,
+                waits_for(job, hosts, ahead[job.id])
+                if job.state == "queued"
+                # Another program's search holds its device, or its study.
+                else (job.status or {}).get("waits_for"),
+            )
+            for job in jobs
         ]
 
     def describe(self, job: JobRecord) -> Document:

@@ -23,8 +23,15 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.5
 
 Note = Callable[[str], None]
+Wait = Callable[[str | None], object]
+"""Is told what is waited for, and ``None`` once that is over."""
 MakeNames = Callable[[], Iterator[str]]
 """Makes up names without end, the best first."""
+
+
+def waits_with(note: Note) -> Wait:
+    """Return what says as a note what is waited for."""
+    return lambda text: note(text) if text is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +50,22 @@ def take_turn(
     study: str | MakeNames,
     database: str,
     *,
-    wait: bool,
+    wait: Wait | None,
     note: Note,
     is_taken: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Turn]:
     """Hold the devices and the study for as long as the block lasts.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
-    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Without ``wait`` a GPU that
-    another search holds is a ``DeviceError``, a study that one is in a ``StorageError``. A CPU may be shared, which
-    is said. So is a folder in which no lock can be kept, and then nothing is held.
+    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search
+    holds them, its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a
+    ``StorageError``. A CPU may be shared, which is said. So is a folder in which no lock can be kept, and then nothing
+    is held.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False
         try:
-            name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait, note=note)
+            name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait)
             has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
             _say_without_lock(error, note)
@@ -66,7 +74,7 @@ def take_turn(
 
 
 @contextlib.contextmanager
-def take_devices(devices: Sequence[Device], study: str, *, wait: bool = False, note: Note) -> Iterator[None]:
+def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = None, note: Note) -> Iterator[None]:
     """Hold the devices alone for as long as the block lasts, to measure again what a search has found.
 
     Without ``wait`` a GPU that a search holds is a ``DeviceError``.
@@ -91,7 +99,7 @@ def _hold_devices(
     devices: Sequence[Device],
     study: str,
     *,
-    wait: bool,
+    wait: Wait | None,
     note: Note,
     hint: str = _BUSY_HINT,
 ) -> bool:
@@ -113,14 +121,13 @@ def _hold_study(
     database: str,
     is_taken: Callable[[str], bool],
     *,
-    wait: bool,
-    note: Note,
+    wait: Wait | None,
 ) -> tuple[str, bool]:
     """Take the lock of the study; its name, and whether that took waiting."""
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
-        if wait:
-            return study, _wait_for(lock, study, f"the study {study}", note)
+        if wait is not None:
+            return study, _wait_for(lock, study, f"the study {study}", wait)
         if (holder := lock.acquire(study)) is not None:
             # The message names the study already.
             raise _study_is_taken(study, replace(holder, study=None).describe())
@@ -140,12 +147,14 @@ def _study_lock(study: str, database: str) -> Lock:
     return Lock(f"study {database} {study}")
 
 
-def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wait: bool, note: Note, hint: str) -> bool:
+def _hold_device(
+    stack: contextlib.ExitStack, device: Device, study: str, *, wait: Wait | None, note: Note, hint: str
+) -> bool:
     """Take the lock of the device, after that of the study, so that no two wait for each other; whether it waited."""
     label = f"{device.label} ({device.name})"
     lock = stack.enter_context(Lock(device.uuid))
-    if wait:
-        return _wait_for(lock, study, label, note)
+    if wait is not None:
+        return _wait_for(lock, study, label, wait)
     holder = lock.acquire(study)
     if holder is not None and device.kind == "cuda":
         raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
@@ -154,15 +163,17 @@ def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wai
     return False
 
 
-def _wait_for(lock: Lock, study: str, what: str, note: Note) -> bool:
+def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
     """Wait until the lock is free; whether it was not."""
     holders: list[Holder] = []
 
     def on_wait(holder: Holder) -> None:
         holders.append(holder)
-        note(f"waiting for {what}, which {holder.describe()} searches")
+        wait(f"waiting for {what}, which {holder.describe()} searches")
 
     lock.wait(study, on_wait)
+    if holders:
+        wait(None)
     return bool(holders)
 
 
@@ -173,7 +184,7 @@ def _study_is_taken(study: str, holder: str) -> AutotuneError:
 
 
 @contextlib.contextmanager
-def hold_lease(store: Store, study: str, *, wait: bool, note: Note) -> Iterator[bool]:
+def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]:
     """Hold the lease of a study for as long as the block lasts; yields whether another search had to end first.
 
     The store then refuses writes to records of studies once the lease is lost. Without ``wait`` a lease that another
@@ -185,12 +196,14 @@ def hold_lease(store: Store, study: str, *, wait: bool, note: Note) -> Iterator[
 
     name, token, has_waited = name_of_study(study), new_id(), False
     while (holder := store.leases.take(name, this_owner(), token)) is not None:
-        if not wait:
+        if wait is None:
             raise _study_is_taken(study, holder.describe())
         if not has_waited:
-            note(f"waiting for the study {study}, which {holder.describe()} searches")
+            wait(f"waiting for the study {study}, which {holder.describe()} searches")
             has_waited = True
         time.sleep(_POLL_SECONDS)
+    if has_waited and wait is not None:
+        wait(None)
     store.hold(study, token)
     renewal = _Renewal(store, name, token)
     try:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune.store.records import Stage, StudyRecord, TrialRecord
     from autotune.tuning.prepare import Prepared
 
+_PREPARING = "preparing the search"
 # Eighty columns hold a line of the widest default arm.
 _ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
 
@@ -29,7 +30,8 @@ class Narrator:
         self._started = time.monotonic()
         self._prepared: Prepared | None = None
         self._is_table_begun = False
-        self._idle = "preparing the search"
+        self._idle = _PREPARING
+        self._waits_for: str | None = None
         # Of the trials under way, by number: what is tried and what it is doing.
         self._running: dict[int, tuple[str, str]] = {}
         self._best = ""
@@ -39,6 +41,12 @@ class Narrator:
     def note(self, text: str) -> None:
         """Print a note between the lines."""
         self._print(text, style="dim")
+
+    def waits(self, text: str | None) -> None:
+        """Print and show what the search waits for before it begins; ``None`` once that is over."""
+        if text is not None:
+            self.note(text)
+        self._waits_for, self._idle = text, text or _PREPARING
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """Print what is searched, and on what."""
@@ -95,9 +103,10 @@ class Narrator:
         ).rstrip()
 
     def status(self) -> Document:
-        """Return what runs now, and the best so far, in words."""
+        """Return what runs now or is waited for, and the best so far, in words."""
         trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
-        return {"running": ", ".join(trials) or self._idle, "best": self._best}
+        told = {"running": ", ".join(trials) or self._idle, "best": self._best}
+        return told if self._waits_for is None else {**told, "waits_for": self._waits_for}
 
     def status_line(self) -> str:
         """Return the status in a line, with the seconds since the start."""

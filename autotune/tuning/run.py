@@ -33,7 +33,7 @@ from autotune.devices.host import host_memory
 from autotune.devices.presence import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.store.location import resolve_location
-from autotune.tuning.exclusive import hold_lease, take_turn
+from autotune.tuning.exclusive import Wait, hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.request import SearchRequest
 
@@ -54,10 +54,12 @@ def run_search(
     storage: str,
     observer: Observer,
     *,
-    wait: bool = False,
+    wait: Wait | None = None,
     warm: WarmServer | None = None,
 ) -> tuple[StudyRecord, Report]:
     """Run the search to its end; return the study and its report. ``warm`` may have a trial server ready for it.
+
+    Where another search holds a device or the study, its end is waited for; without ``wait`` it is an error.
 
     An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
     created last, when the request is known to be valid: an error leaves no new file behind.
@@ -109,7 +111,7 @@ def run_search(
         folder = log_folder(storage, turn.study)
         has_waited = turn.has_waited
         if store is not None:
-            has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
+            has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait))
         if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
@@ -123,7 +125,7 @@ def run_search(
 
         def make_store() -> Store:
             made = _opened(stack, storage)
-            stack.enter_context(hold_lease(made, turn.study, wait=wait, note=observer.note))
+            stack.enter_context(hold_lease(made, turn.study, wait=wait))
             return made
 
         return _prepare_and_search(request, place, store, make_store, observer, folder)

@@ -19,7 +19,7 @@ from autotune.estimate.bottleneck import what_limits
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
-from autotune.tuning.exclusive import take_devices
+from autotune.tuning.exclusive import Wait, take_devices
 from autotune.verify.again import Again, Finding, NotMeasured, conclusion, find, hint_of, measure_again
 from autotune.verify.comparison import (
     Interval,
@@ -345,7 +345,7 @@ def verify(
     log_path: Path,
     *,
     again: bool = False,
-    wait: bool = False,
+    wait: Wait | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
     """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.

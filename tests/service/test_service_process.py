@@ -19,6 +19,8 @@ import pytest
 import warm
 from processes import all_gone, children, processes_named, wait_until
 
+from autotune.devices import list_devices
+from autotune.devices.lock import Lock
 from autotune.service.client import Client, StreamedEvent
 from autotune.store.opening import open_store
 
@@ -73,6 +75,10 @@ class Scene:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def waits_for(self) -> str:
+        """What the latest search waits for."""
+        return next((search["waits_for"] or "" for search in self.get("/v1/searches")["searches"]), "")
+
     def end(self) -> None:
         """Kill what is left."""
         for process in self._every:
@@ -102,11 +108,18 @@ TINY = ["--model", "bert-tiny", "--seq-len", "32", "--effective-batch", "16"]
 def test_a_search_of_a_service_is_recorded_answered_again_and_ends_with_it(scene: Scene) -> None:
     service = scene.serve()
     words = ["search", "--server", scene.url, *TINY, "--trials", "1", "--json"]
-    client = scene.start("search", *words)
+    (device,) = list_devices()
+    # Another program's search on the same device.
+    with Lock(device.uuid) as lock:
+        assert lock.acquire("another") is None
+        client = scene.start("search", *words)
+        assert wait_until(lambda: scene.waits_for().startswith("waiting for cpu"), 60), scene.text("serve.err")
+        assert f"which process {os.getpid()} of " in scene.waits_for()
     assert client.wait(180) == 0, scene.text("search.err") + scene.text("serve.err")
     report = json.loads(scene.text("search.out"))
     assert (report["state"], report["study"]) == ("finished", "bert-tiny-16")
     (told,) = scene.get("/v1/searches")["searches"]
+    assert told["waits_for"] is None
     assert (told["state"], told["attempts"], told["device"]["kind"]) == ("finished", 1, "cpu")
     again = scene.start("again", *words)
     assert again.wait(60) == 0

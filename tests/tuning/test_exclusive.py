@@ -97,12 +97,12 @@ def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(FOLDER_VARIABLE, "/proc/no/such")
     notes: list[str] = []
     for name in ("ours", "ours"):
-        with take_turn([cpu], name, "file.db", wait=True, note=notes.append) as turn:
+        with take_turn([cpu], name, "file.db", wait=print, note=notes.append) as turn:
             assert turn == Turn("ours", has_waited=False)
     assert len(notes) == 2
     assert notes[0].startswith("no lock can be kept in /proc/no/such: ")
     assert notes[0].endswith(f"Name another folder with {FOLDER_VARIABLE}")
-    with take_turn([cpu], lambda: map(str, range(9)), "", wait=False, note=print, is_taken="0".__eq__) as turn:
+    with take_turn([cpu], lambda: map(str, range(9)), "", wait=None, note=print, is_taken="0".__eq__) as turn:
         assert turn.study == "1"
 
 
@@ -145,7 +145,7 @@ class TestTurns:
         process = hold(H200.uuid)
         with (
             pytest.raises(DeviceError, match=rf"cuda:0 \(NVIDIA H200\) is in use by process {process.pid}") as caught,
-            take_turn([H200], "ours", "file.db", wait=False, note=print),
+            take_turn([H200], "ours", "file.db", wait=None, note=print),
         ):
             pass
         assert "--wait" in caught.value.hint
@@ -154,7 +154,7 @@ class TestTurns:
 
     def test_waiting_lasts_until_it_is_free(self) -> None:
         process = hold(H200.uuid)
-        notes: list[str] = []
+        notes: list[str | None] = []
 
         def free() -> None:
             assert wait_until(lambda: bool(notes))
@@ -163,16 +163,17 @@ class TestTurns:
 
         thread = threading.Thread(target=free)
         thread.start()
-        with take_turn([H200], "ours", "file.db", wait=True, note=notes.append) as turn:
+        with take_turn([H200], "ours", "file.db", wait=notes.append, note=print) as turn:
             assert turn.has_waited
         thread.join()
-        assert len(notes) == 1
+        assert notes[0] is not None
+        assert notes[1:] == [None]
         assert notes[0].startswith(f"waiting for cuda:0 (NVIDIA H200), which process {process.pid} of ")
 
     def test_another_gpu_is_free(self) -> None:
         process = hold(H200.uuid)
         other = dataclasses.replace(H200, uuid="GPU-other")
-        with take_turn([other], "ours", "file.db", wait=False, note=print) as turn:
+        with take_turn([other], "ours", "file.db", wait=None, note=print) as turn:
             assert not turn.has_waited
         process.kill()
         process.wait()
@@ -184,14 +185,14 @@ class TestTurns:
             exclusive, "_hold_device", lambda stack, device, *_, **__: held.append(device.name) or False
         )
         for order in (devices, devices[::-1], [*devices, *devices]):
-            with take_turn(order, "ours", "file.db", wait=False, note=print):
+            with take_turn(order, "ours", "file.db", wait=None, note=print):
                 assert held == ["a", "b", "c"]
             held.clear()
 
     def test_a_cpu_is_shared_and_that_is_said(self, cpu: Device) -> None:
         process = hold(cpu.uuid)
         notes: list[str] = []
-        with take_turn([cpu], "ours", "file.db", wait=False, note=notes.append) as turn:
+        with take_turn([cpu], "ours", "file.db", wait=None, note=notes.append) as turn:
             assert not turn.has_waited
         assert len(notes) == 1
         assert "searches on this CPU, too" in notes[0]
@@ -200,13 +201,13 @@ class TestTurns:
 
     def test_one_search_at_a_time_in_a_study(self, cpu: Device) -> None:
         with (
-            take_turn([cpu], "ours", "file.db", wait=False, note=print),
-            take_turn([cpu], "other", "file.db", wait=False, note=print),
-            take_turn([cpu], "ours", "other.db", wait=False, note=print),
+            take_turn([cpu], "ours", "file.db", wait=None, note=print),
+            take_turn([cpu], "other", "file.db", wait=None, note=print),
+            take_turn([cpu], "ours", "other.db", wait=None, note=print),
             pytest.raises(
                 StorageError, match=rf"the study 'ours' is searched by process {os.getpid()} of \w+ \(since "
             ),
-            take_turn([cpu], "ours", "file.db", wait=False, note=print),
+            take_turn([cpu], "ours", "file.db", wait=None, note=print),
         ):
             pass
 
@@ -224,7 +225,7 @@ class TestNewStudies:
                         [device],
                         lambda: map("bert-{}".format, itertools.count(1)),
                         "file.db",
-                        wait=wait,
+                        wait=print if wait else None,
                         note=print,
                         is_taken="bert-2".__eq__,
                     )
@@ -256,7 +257,7 @@ class TestNewStudies:
 
         def search() -> None:
             with pytest.raises(TrialServerError, match="no process for trials can be started"):
-                run_search(requests.pop(), storage, Nested(), wait=wait)
+                run_search(requests.pop(), storage, Nested(), wait=print if wait else None)
 
         search()
         assert found == [{"bert-tiny-8"}, {"bert-tiny-8", "bert-tiny-8-2"}]
@@ -268,7 +269,7 @@ def test_two_names_of_one_database_are_one_study(cpu: Device, tmp_path: Path, mo
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     request = SearchRequest(tiny_workload("bert-tiny"), cpu, effective_batch=8, study="ours")
     with (
-        take_turn([cpu], "ours", str(tmp_path / "folder" / "studies.db"), wait=False, note=print),
+        take_turn([cpu], "ours", str(tmp_path / "folder" / "studies.db"), wait=None, note=print),
         pytest.raises(StorageError, match="the study 'ours' is searched by process"),
     ):
         run_search(request, str(tmp_path / "link" / "studies.db"), RecordingObserver())

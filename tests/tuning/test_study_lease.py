@@ -41,7 +41,7 @@ leases.LEASE_SECONDS = float(sys.argv[3])
 take = leases.Leases.take
 leases.Leases.take = lambda *arguments: take(*arguments, leases.LEASE_SECONDS)
 from autotune.tuning.exclusive import hold_lease
-with open_store(sys.argv[1]) as store, hold_lease(store, "ours", wait=False, note=print):
+with open_store(sys.argv[1]) as store, hold_lease(store, "ours", wait=None):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -99,12 +99,13 @@ def test_waiting_lasts_until_the_other_host_lets_go(hold: Hold, store: Store) ->
     process = hold("gpu-2")
     notes: list[str] = []
 
-    def note(text: str) -> None:
-        notes.append(text)
-        assert process.stdin is not None
-        process.stdin.close()
+    def note(text: str | None) -> None:
+        if text is not None:
+            notes.append(text)
+            assert process.stdin is not None
+            process.stdin.close()
 
-    with hold_lease(store, "ours", wait=True, note=note) as has_waited:
+    with hold_lease(store, "ours", wait=note) as has_waited:
         assert has_waited
     assert len(notes) == 1
     assert notes[0].startswith(f"waiting for the study ours, which process {process.pid} of ")
@@ -115,7 +116,7 @@ def test_after_a_kill_on_this_host_nobody_waits(hold: Hold, store: Store) -> Non
     process = hold(this_host())
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with hold_lease(store, "ours", wait=False, note=print) as has_waited:
+    with hold_lease(store, "ours", wait=None) as has_waited:
         assert not has_waited
 
 
@@ -123,13 +124,13 @@ def test_after_a_kill_on_another_host_its_lease_has_to_expire(hold: Hold, store:
     process = hold("gpu-2", lease_seconds=2.0)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with hold_lease(store, "ours", wait=True, note=print) as has_waited:
+    with hold_lease(store, "ours", wait=print) as has_waited:
         assert has_waited
 
 
 def test_a_lease_is_renewed_as_long_as_it_is_held(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.store.leases.LEASE_SECONDS", 0.2)
-    with hold_lease(store, "ours", wait=False, note=print):
+    with hold_lease(store, "ours", wait=None):
         first = store.leases.holder(name_of_study("ours"))
         assert first is not None
 
@@ -156,7 +157,7 @@ def test_a_search_that_lost_its_lease_stops_and_writes_nothing_more(store: Store
 
     observer, runner = Losing(), RecordedRunner(EFFECTIVE_64)
     with (
-        hold_lease(store, "bert", wait=False, note=print),
+        hold_lease(store, "bert", wait=None),
         pytest.raises(StorageError, match="'bert' is no longer this search's: process 71 of ada on gpu-2") as caught,
     ):
         search(store, runner, observer)
