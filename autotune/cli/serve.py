@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,10 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
 @click.option("--name", "names", multiple=True, metavar="HOST", help="Host name that the service answers to.")
 @click.option("--ssl-certfile", "certificate", metavar="FILE", type=FilePath(path_type=Path), help="TLS certificate.")
 @click.option("--ssl-keyfile", "key", metavar="FILE", type=FilePath(path_type=Path), help="Its key.")
+@click.option(
+    "--keep-days", metavar="N", type=click.IntRange(1, 36500),
+    help="Forget searches so many days after their end, with events and logs; studies stay [default: never].",
+)  # fmt: skip
 @click.option("--behind-proxy", is_flag=True, help="A proxy in front ends TLS: allow a public --host without it.")
 def serve(
     host: str,
@@ -50,6 +55,7 @@ def serve(
     names: tuple[str, ...],
     certificate: Path | None,
     key: Path | None,
+    keep_days: int | None,
     behind_proxy: bool,
 ) -> None:
     """Serve searches to others: an HTTP API with a queue, run on this machine's devices or a Ray cluster.
@@ -82,6 +88,7 @@ def serve(
             storage, host, port, tuple(folder.absolute() for folder in data_folders), names,
             allow=allow.absolute() if allow is not None else None,
             executor=executor, certificate=certificate, key=key, behind_proxy=behind_proxy,
+            keep=timedelta(days=keep_days) if keep_days is not None else None,
         ),
         ready,
         PredictionProcess((sys.executable, "-m", "autotune.service.predict_process"), storage),

@@ -31,6 +31,7 @@ from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
 from autotune.devices import Device, find_device, list_devices
+from autotune.engine.allowed_paths import check_paths
 from autotune.engine.work import Work, problem_of, search_request
 from autotune.estimate.history import History
 from autotune.execution import WarmServer
@@ -257,6 +258,8 @@ class _Child:
 
     def _search(self, work: Work, storage: str, teller: Teller) -> bool:
         devices = self._devices(work)
+        if work.folders is not None:
+            check_paths(work.options, [Path(folder) for folder in work.folders])
         if work.kind == "resume":
             request = _resumed(work, storage, devices)
         else:

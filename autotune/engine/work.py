@@ -69,6 +69,8 @@ class Work:
     """The database that the process writes itself; ``None`` for one of its own, of which it sends the records."""
     studies: tuple[Document, ...] = ()
     """Where it has a database of its own: studies that it is to know, with the one that it goes on with."""
+    folders: tuple[str, ...] | None = None
+    """Folders that alone may be named, since others than who runs it have asked for it; ``None`` for all."""
     wait: bool = True
     """Whether to wait while another search holds a device or the study."""
 

@@ -17,8 +17,9 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
+from autotune.engine.allowed_paths import check_paths
 from autotune.service.problems import error_of
-from autotune.service.requests import canonical, check_names, check_path, check_sizes
+from autotune.service.requests import canonical, check_names, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
 _NOT_OVER_HTTP = frozenset({"storage", "as_json", "server", "all_batches", "anatomy", "gpu_spec"})
@@ -139,5 +140,5 @@ def _read(document: Any, data_folders: Sequence[Path]) -> Document:
     given = check_arguments({name: value for name, value in document.items() if value is not None})
     if given.get("model") is None:
         raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
-    check_path("model", str(given["model"]), data_folders)
+    check_paths(given, data_folders)
     return {name: given.get(name, BY_NAME[name].default) for name in PREDICTED_NAMES}

@@ -7,7 +7,6 @@ operator's folders.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
 from autotune.core.options import BRINGS_CODE, check_arguments, json_value, options_of
 from autotune.devices import Device, find_device
+from autotune.engine.allowed_paths import check_paths
 from autotune.engine.work import search_request
 from autotune.service.listed_code import Listed, listed
 from autotune.store.queue import Needs
@@ -30,7 +30,6 @@ _NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "server", "priority", 
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
 # Besides the options of a search.
 _EXTRA = ("priority", "needs")
-_PATHS = ("model", "dataset", "tokenizer")
 _MOST_PRIORITY = 10
 # A GPU's name in a request: a part of what the driver calls it.
 _GPU_NAME_LENGTH = 64
@@ -87,9 +86,7 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
         check_study_name(options["study"])
         if str(options["study"]).startswith("verify "):
             raise InvalidRequestError("verifications are named so", "choose another name for the study")
-    for name in _PATHS:
-        if isinstance(options.get(name), str):
-            check_path(name, options[name], data_folders)
+    check_paths(options, data_folders)
     needs = read_needs(document.get("needs"), options.pop("device", None), options.get("gpus"))
     # In one order, whatever the client's: the same request is then the same text in the database.
     ordered = {name: json_value(options[name]) for name in sorted(options)}
@@ -131,35 +128,6 @@ def check_sizes(options: Mapping[str, Any]) -> None:
         for each in value if is_list else (value,):
             if isinstance(each, str) and max(map(len, each.split("/"))) > _MOST_LETTERS:
                 raise InvalidRequestError(f"{name} has a name of {len(each)} letters", f"give at most {_MOST_LETTERS}")
-
-
-def check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
-    """Raise ``InvalidRequestError`` for a path outside the folders that the operator named.
-
-    A name of the catalog or the hub is none, unless there is something of that name here.
-    """
-    expanded = os.path.expanduser(value)
-    looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value
-    try:
-        is_here = os.path.lexists(expanded)
-    except ValueError:
-        is_here = True
-    if not looks_like_path and not is_here:
-        return
-    try:
-        real = Path(expanded).resolve()
-        allowed = os.path.isabs(expanded) and any(real.is_relative_to(folder.resolve()) for folder in data_folders)
-    except (ValueError, OSError, RuntimeError):
-        allowed = False
-    if not allowed:
-        folders = ", ".join(map(str, data_folders))
-        raise InvalidRequestError(
-            f"{name}: this service reads no files at {value[:120]!r}",
-            f"name a folder within {folders}"
-            if folders
-            else "use a name of the catalog or the hub; the operator can "
-            "allow folders with autotune serve --data FOLDER",
-        )
 
 
 def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Needs:

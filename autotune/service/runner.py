@@ -19,7 +19,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError, StorageError
 from autotune.core.owner import this_owner
 from autotune.devices import Device
-from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, problem_of
+from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind, problem_of
 from autotune.service.change_events import ChangeEvents
 from autotune.service.verifications import VERIFIES
 from autotune.store.leases import LEASE_SECONDS as STUDY_LEASE_SECONDS
@@ -62,6 +62,8 @@ class Runner:
     changes: ChangeEvents
     codes: Callable[[], Mapping[str, Code]]
     """What may be searched by name."""
+    data_folders: Sequence[Path] = ()
+    """Whose models and datasets requests may name."""
     lost: int = 0
     """Attempts whose process or node was lost, since the start."""
     also_ends: list[Callable[[], None]] = field(default_factory=list)
@@ -219,7 +221,9 @@ class Runner:
             code = self.codes().get(name)
             if code is None:
                 raise InvalidRequestError(f"the code {name!r:.80} is not listed any more", "have the operator list it")
-        work = Work(_attempt_id(job), study, job.request, "search" if verified is None else "verify", code, uuids)
+        kind: WorkKind = "search" if verified is None else "verify"
+        folders = tuple(map(str, self.data_folders))
+        work = Work(_attempt_id(job), study, job.request, kind, code, uuids, folders=folders)
         if self.engine.shares_storage:
             return replace(work, storage=self.storage)
         own = read_study(self.store, study)

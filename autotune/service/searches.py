@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Searches:
     """By job: a list of many is shown often."""
 
     def __post_init__(self) -> None:
-        self.runner = Runner(self.store, self.storage, self.engine, self.changes, lambda: self.codes)
+        self.runner = Runner(self.store, self.storage, self.engine, self.changes, lambda: self.codes, self.data_folders)
 
     # Taking in
 
@@ -193,6 +193,11 @@ class Searches:
                 # What has none may have one later: a study that goes on.
                 self._result_lines[job.id] = line
         return found
+
+    def drop_result_lines(self, ids: Iterable[str]) -> None:
+        """Forget the lines of searches that are forgotten."""
+        for job_id in ids:
+            self._result_lines.pop(job_id, None)
 
     def _line_of_verification(self, job: JobRecord) -> str:
         shown = (self.verification(job) or {}).get("verification") or {}

@@ -27,6 +27,7 @@ from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
+from autotune.service.retention import forget_hourly
 from autotune.service.runner import Held
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -58,6 +59,8 @@ class Settings:
     """The address of a Ray cluster that runs the searches; ``None`` for the devices of this machine."""
     certificate: Path | None = None
     key: Path | None = None
+    keep: timedelta | None = None
+    """How long searches that have ended are kept in the queue; ``None`` for ever."""
     behind_proxy: bool = False
     """Whether something in front of it ends TLS, so that it may listen on a public address without."""
 
@@ -161,7 +164,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         )
         server = _Server(config)
         token = first_token(store)
-        asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token)))
+        asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token), settings.keep))
 
 
 class _Server(uvicorn.Server):
@@ -178,6 +181,7 @@ async def _run(
     listener: socket.socket,
     searches: Searches,
     ready: Callable[[], None],
+    keep: timedelta | None = None,
 ) -> None:
     is_to_end = asyncio.Event()
 
@@ -192,7 +196,9 @@ async def _run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    releasing = asyncio.create_task(_release_listeners(searches, server))
+    beside = [asyncio.create_task(_release_listeners(searches, server))]
+    if keep is not None:
+        beside.append(asyncio.create_task(forget_hourly(searches, keep)))
     asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()
@@ -202,7 +208,8 @@ async def _run(
         await asyncio.to_thread(searches.runner.close)
         server.should_exit = searches.is_closing = True
         await serving
-        releasing.cancel()
+        for task in beside:
+            task.cancel()
 
 
 async def _release_listeners(searches: Searches, server: _Server) -> None:

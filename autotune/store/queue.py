@@ -319,6 +319,15 @@ class Queue:
             found = connection.execute(_JOBS.where(_JOB.c.id == job_id)).first()
         return None if found is None else _job(found)
 
+    def forget(self, ended_before: datetime, most: int = 500) -> dict[str, str]:
+        """Remove jobs that ended before a moment, with their events; return their studies by their ids."""
+        old = select(_JOB.c.id, _JOB.c.study).where(_JOB.c.state.in_(ENDED), _JOB.c.ended_at < ended_before)
+        with self._transaction(writes=True) as connection:
+            found = {row[0]: row[1] for row in connection.execute(old.order_by(_JOB.c.number).limit(most))}
+            for column in (_EVENT.c.job_id, _JOB.c.id):
+                connection.execute(delete(column.table).where(column.in_(found)))
+        return found
+
     # Attempts
 
     def next_for(self, offer: Offer) -> JobRecord | None:

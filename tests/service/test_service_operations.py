@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from autotune.cli.main import cli
 from autotune.devices import Device
 from autotune.service import server
 from autotune.service.app import make_app
+from autotune.service.retention import forget
 from autotune.service.searches import Searches
 from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
@@ -133,6 +135,28 @@ class Answering(StandInEngine):
         """See ``Engine.close``."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=30) as answer:
             self.status = answer.status
+
+
+def test_searches_that_ended_long_ago_are_forgotten_and_their_studies_stay(
+    writer: TestClient, searches: Searches, on_gpu: StandInEngine
+) -> None:
+    asked = {"model": "bert-large-uncased", "effective_batch": 64}
+    old = writer.post("/v1/searches", json={**asked, "study": "old"}).json()["id"]
+    run_recorded(searches, on_gpu)
+    waiting = writer.post("/v1/searches", json={**asked, "study": "waits", "needs": {"gpu": "b200"}}).json()["id"]
+    logs = searches.log_path("old", 0).parent
+    logs.mkdir(parents=True)
+    (logs / "trial-0000.log").write_text("said\n")
+    clock = searches.store.queue.clock
+    assert forget(searches, timedelta(days=1)) == 0
+    assert logs.is_dir()
+    searches.store.queue.clock = lambda: clock() + timedelta(days=2)
+    assert forget(searches, timedelta(days=1)) == 1
+    assert [job.id for job in searches.store.queue.jobs()] == [waiting]
+    assert searches.store.queue.events(old) == []
+    assert not logs.exists()
+    assert searches.store.study("old") is not None
+    assert writer.get(f"/v1/searches/{old}").status_code == 404
 
 
 def test_a_service_answers_until_its_searches_have_ended(store: Store) -> None:
