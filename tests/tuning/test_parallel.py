@@ -36,7 +36,9 @@ class _Company(RecordingObserver):
         self.together.append({n for n, _, _ in self.started} - {trial.number for trial in self.ended})
 
 
-def test_a_grid_on_two_devices(cpu: Device, tmp_path: Path) -> None:
+def test_a_grid_on_two_devices(cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"
+    monkeypatch.setenv("WARM_REPORT", str(started))
     request = SearchRequest(
         tiny_workload("bert-tiny"), cpu, beside=(cpu,), effective_batch=16, sampler="grid", study="two",
         precisions=("fp32",), gradient_checkpointing="off",
@@ -51,6 +53,8 @@ def test_a_grid_on_two_devices(cpu: Device, tmp_path: Path) -> None:
     assert max(map(len, observer.together)) == 2
     assert (tmp_path / "logs" / "two" / "server-1" / "server.log").exists()
     assert not any("cannot" in note for note in observer.notes)
+    # Forked, both of them: a variable that searches set and tests/warm.py does not know costs each of them its imports.
+    assert [line.partition("\t")[0] for line in started.read_text().splitlines()] == ["warm", "warm"]
 
 
 def test_the_ceiling_and_the_devices_are_those_of_all() -> None:
