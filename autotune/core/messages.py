@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.core.dataset_spec import DataFacts
 from autotune.core.schema import decode
+from autotune.core.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,12 @@ class DataAnswer:
     problem: Problem | None = None
 
 
+# What takes longer is told with its time. A choice.
+_LONG_SECONDS = 10.0
+
 # What a trial does in each of its phases. The phases themselves are keys of JSON documents.
 _DOING = {
+    "start": "starting its process",
     "device": "opening the device",
     "data": "opening the data",
     "model": "building the model",
@@ -46,11 +51,16 @@ class Progress:
     phase: str | None = None
     step: int | None = None
 
-    def describe(self) -> str:
-        """Say in a few words what the job does: ``building the model`` or ``step 7``."""
+    def describe(self, seconds: float = 0.0) -> str:
+        """Say in a few words what the job does, so many seconds after it said so, where that is long.
+
+        ``building the model``, ``building the model for 42 s``, ``step 7`` or ``step 7, 42 s ago``.
+        """
+        is_long = seconds >= _LONG_SECONDS
         if self.phase is None:
-            return f"step {'?' if self.step is None else self.step}"
-        return _DOING.get(self.phase, self.phase)
+            ago = f", {format_seconds(seconds)} ago" if is_long else ""
+            return f"step {'?' if self.step is None else self.step}{ago}"
+        return f"{_DOING.get(self.phase, self.phase)}{f' for {format_seconds(seconds)}' if is_long else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Measurement:
     optimizer_seconds: float | None = None
     data_seconds: float | None = None
     """Time between two steps spent waiting for data, included in ``step_seconds``."""
+    saving_seconds: float | None = None
+    """Time of a step that the user's own code spends in ``torch.save``, which no other figure includes."""
     device_used_bytes: int | None = None
     """Memory in use on the whole device after the last step, by all processes, as NVML reports it."""
     context_bytes: int | None = None

@@ -30,6 +30,7 @@ _MEASURED = (
     "loss_of_batch",
     "joules_per_sample",
     "data_seconds",
+    "saving_seconds",
     "gpu_busy_share",
     "gpu_busy_cost_seconds",
     "cpu_core",

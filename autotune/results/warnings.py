@@ -55,6 +55,11 @@ def notes(report: Report) -> list[str]:
     found += sharding_notes(best.candidate) if best is not None else []
     found += _own_batch_notes(report)
     found += _objective_notes(report)
+    if measured and measured.saving_seconds:
+        found.append(
+            f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
+            "a step of your own run takes so much longer"
+        )
     found += _memory_unknown(report)
     found += _reused(report)
     if request["world_size"] > request.get("ranks", 1):

@@ -72,6 +72,9 @@ class _Running:
     record: TrialRecord
     placement: Placement
     started_seconds: float
+    said_seconds: float
+    progress: Progress
+    """What it said last, and when."""
 
 
 class Search:
@@ -205,13 +208,21 @@ class Search:
         try:
             if running:
                 self._executor.close()
-            outcome = Failed("interrupted", "the search was stopped during this trial")
             for trial in running.values():
+                outcome = Failed("interrupted", self._stopped(trial))
+                if isinstance(error, KeyboardInterrupt):
+                    self._observer.note(f"trial {trial.record.number}: {outcome.message}")
                 self._records.finish(trial.trial, trial.record, outcome, self._clock() - trial.started_seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
                 self._observer.note(f"the end of the search is not recorded: {second.message}")
+
+    def _stopped(self, trial: _Running) -> str:
+        """Say what a trial that is stopped did last."""
+        now = self._clock()
+        doing = trial.progress.describe(now - trial.said_seconds)
+        return f"the search was stopped after {format_seconds(now - trial.started_seconds)} of this trial ({doing})"
 
     # The loop
 
@@ -305,7 +316,8 @@ class Search:
             return
         with self._interruption.held():
             self._records.start(record)
-            self._running[record.id] = _Running(trial, record, placement, self._clock())
+            now = self._clock()
+            self._running[record.id] = _Running(trial, record, placement, now, now, Progress("start"))
         self._plan.begin(record)
         self._observer.trial_begins(trial.number, candidate, stage)
         job = self._job(record, effort, placement)
@@ -332,7 +344,9 @@ class Search:
         """Wait for the next event or outcome of the running trials, and record it."""
         trial_id, report = self._executor.wait()
         if isinstance(report, Event):
-            self._observer.progress(self._running[trial_id].record.number, report.progress)
+            running = self._running[trial_id]
+            self._running[trial_id] = replace(running, progress=report.progress, said_seconds=self._clock())
+            self._observer.progress(running.record.number, report.progress)
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)

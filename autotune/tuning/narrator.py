@@ -32,14 +32,16 @@ class Narrator:
         self._is_table_begun = False
         self._idle = _PREPARING
         self._waits_for: str | None = None
-        # Of the trials under way, by number: what is tried and what it is doing.
-        self._running: dict[int, tuple[str, str]] = {}
+        # Of the trials under way, by number: what is tried, what it said last, and when.
+        self._running: dict[int, tuple[str, Progress, float]] = {}
         self._best = ""
         self._in_space: set[Candidate] = set()
         self._seen = 0
 
     def note(self, text: str) -> None:
         """Print a note between the lines."""
+        if self._prepared is None:
+            self._idle = text
         self._print(text, style="dim")
 
     def waits(self, text: str | None) -> None:
@@ -57,12 +59,12 @@ class Narrator:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """Show the running trial; before the first one, print the head of the table."""
         self._begin_table()
-        self._running[number] = candidate.describe(), "starting its process"
+        self._running[number] = candidate.describe(), Progress("start"), time.monotonic()
 
     def progress(self, number: int, progress: Progress) -> None:
         """Show the phase or the step."""
-        what, _ = self._running.get(number, ("", ""))
-        self._running[number] = what, progress.describe()
+        what, *_ = self._running.get(number, ("",))
+        self._running[number] = what, progress, time.monotonic()
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """Print the trial's line."""
@@ -104,7 +106,11 @@ class Narrator:
 
     def status(self) -> Document:
         """Return what runs now or is waited for, and the best so far, in words."""
-        trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
+        now = time.monotonic()
+        trials = [
+            f"trial {number}: {what} ({progress.describe(now - since)})"
+            for number, (what, progress, since) in self._running.copy().items()
+        ]
         told = {"running": ", ".join(trials) or self._idle, "best": self._best}
         return told if self._waits_for is None else {**told, "waits_for": self._waits_for}
 

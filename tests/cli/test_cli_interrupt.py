@@ -117,6 +117,9 @@ def test_twice_ends_at_once(search: Search) -> None:
     code, stdout = search.end()
     assert code == 130
     assert not stdout
+    stopped = [line for line in search.lines if line.startswith("trial 0: the search was stopped after ")]
+    assert len(stopped) == 1
+    assert stopped[0].endswith(")\n")
     assert "every trial is recorded in the study slow; autotune resume slow goes on with it\n" in search.lines
     document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
     assert document["state"] == "interrupted"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import replace
 
 import pytest
+from processes import wait_until
 from rich.console import Console
 from searching import MODEL
 
+from autotune.cli import view
 from autotune.cli.view import View
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.messages import Progress
@@ -172,3 +175,28 @@ def test_the_status_line_says_what_a_trial_does() -> None:
     for phase, words in (("model", "building the model"), ("train", "running the first step")):
         shown.view.progress(1, Progress(phase))
         assert f"({words})" in shown.view.status_line()
+
+
+def test_without_a_terminal_a_quiet_time_is_followed_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "_QUIET_SECONDS", 0.01)
+    shown, ended = Shown(200), threading.Event()
+    shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")
+    shown.view.progress(1, Progress(step=1))
+    saying = threading.Thread(target=shown.view.keep_saying, args=[ended])
+    saying.start()
+    status = "trial 1: 16 × 4  bf16, checkpointing (step 1)"
+    assert wait_until(lambda: sum(line.endswith(status) for line in shown.lines) > 1, 20)
+    ended.set()
+    saying.join(20)
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (Progress("model"), "building the model for 42.0 s"),
+        (Progress(step=7), "step 7, 42.0 s ago"),
+    ],
+)
+def test_what_takes_long_is_told_with_its_time(progress: Progress, words: str) -> None:
+    assert progress.describe(42.0) == words
+    assert progress.describe(3.0) == words.partition(" for 4")[0].partition(",")[0]

@@ -234,13 +234,32 @@ def test_a_candidate_that_is_trained_otherwise_is_refused(trial_server: ServerCl
     assert "makes 1 backward passes for a step of its optimizer, and 8 × 2 makes 2" in outcome.message
 
 
-def test_steps_with_an_evaluation_or_a_saved_model_are_not_counted(trial_server: ServerClient) -> None:
+def test_steps_with_an_evaluation_are_not_counted(trial_server: ServerClient) -> None:
     """Every second step evaluates, every third saves; as many are measured, and the data may end then."""
     told, _ = inspected(trial_server, OPTIONS + " --evaluate-every 2 --save-every 3 --steps 30")
     answer = trial_server.trial(told, Candidate(Arm(), 4, 2))
     measured = answer.completed.measurement
-    steps = answer.log.count("step ")
-    assert steps > 2 * len(measured.step_seconds_each)
+    assert answer.log.count("step ") + 1 >= 2 * len(measured.step_seconds_each)
+    assert measured.saving_seconds is None
+
+
+def test_what_each_step_does_is_no_interruption(trial_server: ServerClient, folder: Path) -> None:
+    """Each step saves, and evaluates on more than the one before."""
+    (folder / "loop.py").write_text(LOOP.replace("for _ in range(3)]", "for _ in range(step)]"))
+    told, _ = inspected(trial_server, OPTIONS + " --evaluate-every 1 --save-every 1")
+    answer = trial_server.trial(told, Candidate(Arm(), 4, 2))
+    measured = answer.completed.measurement
+    assert answer.log.count("step ") < 20
+    assert measured.saving_seconds
+    assert not (folder / "saved.pt").exists()
+
+
+def test_a_loop_whose_optimizer_never_steps_is_refused(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "loop.py").write_text(LOOP.replace("        first.step(),", "        accum < 8 and first.step(),"))
+    told, _ = inspected(trial_server, OPTIONS)
+    outcome = trial_server.trial(told, Candidate(Arm(), 4, 8)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "loop.py made 321 backward passes without a step of its optimizer"
 
 
 def test_a_loop_that_catches_out_of_memory_and_goes_on_is_refused(trial_server: ServerClient, folder: Path) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from autotune.core.outcome import Measurement
 from autotune.worker.trial.measure import MeasureCallback, _Step
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.training_watch import Listener
@@ -243,7 +245,12 @@ class MeasuredSteps(MeasureCallback):
     """Measures the steps of a loop, as ``MeasureCallback`` does those of a ``Trainer``."""
 
     _wait_seconds = 0.0
+    _saving_seconds = 0.0
     _control = SimpleNamespace()
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self._saving_seconds_each: list[float] = []
 
     def begin(self) -> None:
         """Start the clock of the first step."""
@@ -265,15 +272,38 @@ class MeasuredSteps(MeasureCallback):
         """Record the end of a step."""
         self._marks += marks
         self._wait_seconds = wait_seconds
+        self._saving_seconds_each.append(self._saving_seconds)
+        self._saving_seconds = 0.0
         self.on_step_end(None, None, self._control)
 
     def step_is_dropped(self) -> None:
         """Record nothing of a step that does not count."""
+        self._saving_seconds = 0.0
         self.drop_step()
 
     def mark(self) -> Any:
         """Mark this point on the device's timeline."""
         return self._meter.mark()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Leave what is done within out of the step's time."""
+        self._meter.synchronize()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._saving_seconds += seconds
+            self._previous_end += seconds
+            self._begin += seconds
+            if len(self._marks) == 1:
+                self._marks = [self._meter.mark()]
+
+    def measurement(self) -> Measurement:
+        """Return the measurement so far, with the time that the code spends saving."""
+        seconds = statistics.median_low(self._saving_seconds_each)
+        return dataclasses.replace(super().measurement(), saving_seconds=seconds or None)
 
     @property
     def can_stop(self) -> bool:

@@ -28,6 +28,10 @@ from autotune.worker.user.own_trial import with_prefetch_warmup
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
+# So many steps with an evaluation, one after the other, mean that each has one. A choice.
+_MOST_EVALUATIONS = 5
+# The same in the midst of a training, or with so many times the backward passes of a step before the next. A choice.
+_MOST_LATER = 40
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The dtypes of the precisions that have one of their own."""
 
@@ -143,7 +147,8 @@ class PlaceholderTrial(StepsTrial):
 class HookedSteps(Listener):
     """Divides what is observed into whole steps, and has those measured in which the script did what it was told.
 
-    A step in which the script evaluates or saves is not counted either.
+    A step in which the script evaluates is not counted either, unless each of them does. The time of ``torch.save`` is
+    left out of the steps.
     """
 
     def __init__(
@@ -172,10 +177,9 @@ class HookedSteps(Listener):
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
         self._has_begun = False
-        self._whole_steps = self._otherwise = 0
+        self._whole_steps = self._otherwise = self._evaluations = 0
         self._marks: tuple[Any, Any] | None = None
         self._passes = self._rows = self._calls_without_gradients = 0
-        self._is_saving = False
         self.loss: Any = None
         """The last one that a backward pass began from."""
         self._loading = Loading()
@@ -189,8 +193,8 @@ class HookedSteps(Listener):
         save = torch.save
 
         def watched(*words: Any, **options: Any) -> Any:
-            self._is_saving = True
-            return save(*words, **options)
+            with self._listener.saving():
+                return save(*words, **options)
 
         torch.save = watched
 
@@ -227,6 +231,8 @@ class HookedSteps(Listener):
         self._passes += 1
         if self._passes % self._how.passes == 0 and self._passes < self._wanted_passes:
             self._listener.micro_step_ends()
+        if self._passes > _MOST_LATER * self._wanted_passes:
+            self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Mark the end of the last micro-step."""
@@ -245,18 +251,20 @@ class HookedSteps(Listener):
 
     def _end_step(self) -> None:
         marks, passes, rows = self._marks, self._passes, self._rows
-        is_interrupted = self._is_saving or self._calls_without_gradients > self._most_without_gradients
-        self._marks, self._is_saving = None, False
+        evaluates = self._calls_without_gradients > self._most_without_gradients
+        self._evaluations = self._evaluations + 1 if evaluates else 0
+        self._marks = None
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
         if marks is None or not self._is_as_told(passes, rows):
             self._refuse_if_lasting(passes, rows)
             self._listener.step_is_dropped()
-        elif is_interrupted and self._whole_steps:
+        elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
             self._listener.step_is_dropped()
         else:
             self._on_step()
             self._whole_steps += 1
+            self._otherwise = 0
             self._listener.step_ends(marks, wait_seconds)
         self._listener.step_begins()
 
@@ -271,7 +279,7 @@ class HookedSteps(Listener):
         if self._may_skip and passes > self._wanted_passes and passes % self._wanted_passes == 0:
             return
         self._otherwise += 1
-        if self._whole_steps or self._otherwise <= _MOST_OTHERWISE:
+        if self._otherwise <= (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
             return
         asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
         site = self._how.site
