@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -193,13 +192,12 @@ def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, m
 def test_closing_does_not_wait_for_imports(
     stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "300")
-    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 100.0)
-    started = time.monotonic()
+    # Each for longer than a test may take.
+    monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "3000")
+    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 3000.0)
     with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         pid = server()
     assert all_gone([pid])
-    assert time.monotonic() - started < 60
     runner.close()
 
 

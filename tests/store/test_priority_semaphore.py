@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
+
+from processes import wait_until
 
 from autotune.store.priority_semaphore import PrioritySemaphore
 
 
 def waiting(semaphore: PrioritySemaphore) -> int:
     return len(semaphore._urgent) + len(semaphore._others)
-
-
-def wait_until_waiting(semaphore: PrioritySemaphore, threads: int) -> None:
-    deadline = time.monotonic() + 30
-    while waiting(semaphore) < threads and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert waiting(semaphore) == threads
 
 
 def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
@@ -32,7 +26,7 @@ def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
     with semaphore.take():
         for place, thread in enumerate(threads):
             thread.start()
-            wait_until_waiting(semaphore, place + 1)
+            assert wait_until(lambda place=place: waiting(semaphore) == place + 1)
     for thread in threads:
         thread.join(30)
     assert order == ["urgent 1", "urgent 2", "first", "second", "third"]
@@ -43,7 +37,7 @@ def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
 def test_as_many_at_a_time_as_there_are_places() -> None:
     semaphore = PrioritySemaphore(2)
     inside = most = 0
-    guard = threading.Lock()
+    guard, pair = threading.Lock(), threading.Barrier(2)
 
     def work() -> None:
         nonlocal inside, most
@@ -51,7 +45,8 @@ def test_as_many_at_a_time_as_there_are_places() -> None:
             with guard:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.002)
+            # As many as there are places meet here, and it would be seen if there were more.
+            pair.wait(30)
             with guard:
                 inside -= 1
 

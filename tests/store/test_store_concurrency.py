@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import optuna
 from postgres import sqlite_alone
-from processes import receive
+from processes import receive, wait_until
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
@@ -24,11 +25,26 @@ from autotune.store.repository import Store
 NewStudy = Callable[[str], StudyRecord]
 NewTrial = Callable[[StudyRecord, int], TrialRecord]
 
+Answers = SimpleQueue[str]
+
 forks = multiprocessing.get_context("fork")
 
 
-def _open_and_intern(path: str, start_at: float, answers: multiprocessing.SimpleQueue[str]) -> None:
-    time.sleep(max(0.0, start_at - time.time()))
+def answers_of_processes(count: int, work: Callable[[str, Barrier, Answers], None], database: Path) -> list[str]:
+    """Have so many processes do the same work, which waits for all of them; what each answers."""
+    answers: Answers = forks.SimpleQueue()
+    start = forks.Barrier(count)
+    children = [forks.Process(target=work, args=(str(database), start, answers), daemon=True) for _ in range(count)]
+    for child in children:
+        child.start()
+    found = [receive(answers) for _ in children]
+    for child in children:
+        child.join(30)
+    return found
+
+
+def open_and_intern(path: str, start: Barrier, answers: Answers) -> None:
+    start.wait(60)
     try:
         with open_store(path) as store:
             answers.put(store.intern_workload({}, "same"))
@@ -37,25 +53,16 @@ def _open_and_intern(path: str, start_at: float, answers: multiprocessing.Simple
 
 
 def test_processes_that_make_the_same_file_at_once_share_it(database: Path) -> None:
-    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
-    start_at = time.time() + 0.3
-    children = [
-        forks.Process(target=_open_and_intern, args=(str(database), start_at, answers), daemon=True) for _ in range(5)
-    ]
-    for child in children:
-        child.start()
-    ids = {receive(answers) for _ in children}
-    for child in children:
-        child.join(30)
+    ids = set(answers_of_processes(5, open_and_intern, database))
     assert len(ids) == 1, ids
     assert not ids.pop().startswith("failed")
     assert [file.name for file in database.parent.iterdir()] == ["autotune.db"]
 
 
-def _intern_many(path: str, start_at: float, answers: multiprocessing.SimpleQueue[str]) -> None:
+def intern_many(path: str, start: Barrier, answers: Answers) -> None:
     try:
         with open_store(path) as store:
-            time.sleep(max(0.0, start_at - time.time()))
+            start.wait(60)
             for number in range(100):
                 store.intern_workload({}, f"{os.getpid()}-{number}")
         answers.put("")
@@ -65,16 +72,7 @@ def _intern_many(path: str, start_at: float, answers: multiprocessing.SimpleQueu
 
 def test_writers_that_read_first_wait_for_each_other(database: Path) -> None:
     open_store(str(database)).close()
-    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
-    start_at = time.time() + 0.3
-    children = [
-        forks.Process(target=_intern_many, args=(str(database), start_at, answers), daemon=True) for _ in range(2)
-    ]
-    for child in children:
-        child.start()
-    assert [receive(answers) for _ in children] == ["", ""]
-    for child in children:
-        child.join(30)
+    assert answers_of_processes(2, intern_many, database) == ["", ""]
 
 
 def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path) -> None:
@@ -82,16 +80,7 @@ def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path)
     storage = optuna.storages.RDBStorage(f"sqlite:///{database}")
     storage.remove_session()
     storage.engine.dispose()
-    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
-    start_at = time.time() + 0.3
-    children = [
-        forks.Process(target=_open_and_intern, args=(str(database), start_at, answers), daemon=True) for _ in range(4)
-    ]
-    for child in children:
-        child.start()
-    ids = {receive(answers) for _ in children}
-    for child in children:
-        child.join(30)
+    ids = set(answers_of_processes(4, open_and_intern, database))
     assert len(ids) == 1, ids
     assert not ids.pop().startswith("failed")
 
@@ -142,7 +131,7 @@ def test_our_writes_and_optunas_do_not_lock_each_other_out(
     assert len(store.trials(study.id)) == len(theirs.trials) == 40
 
 
-def _write_for_ever(location: str, study_id: str, workload_id: str, environment_id: str) -> None:
+def write_for_ever(location: str, study_id: str, workload_id: str, environment_id: str) -> None:
     with open_store(location) as store:
         for number in range(1_000_000):
             trial = TrialRecord(study_id, number, Candidate(Arm(), 8), workload_id, environment_id)
@@ -155,14 +144,11 @@ def test_a_killed_writer_loses_no_more_than_its_running_trial(store: Store, loca
     arguments = (location, study.id, study.workload_id, study.environment_id)
     # A connection must not cross a fork.
     store.close()
-    child = forks.Process(target=_write_for_ever, args=arguments, daemon=True)
+    child = forks.Process(target=write_for_ever, args=arguments, daemon=True)
     child.start()
     with open_store(location) as observer:
-        deadline = time.monotonic() + 30
-        seen = 0
-        while seen < 20 and time.monotonic() < deadline:
-            time.sleep(0.01)
-            seen = sum(trial.state != "running" for trial in observer.trials(study.id))
+        assert wait_until(lambda: sum(t.state != "running" for t in observer.trials(study.id)) >= 20)
+        seen = sum(trial.state != "running" for trial in observer.trials(study.id))
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     child.join(30)

@@ -13,7 +13,6 @@ from searching import BERT_LARGE, FACTS, H200, prepared, request
 
 from autotune.core.candidate import Document
 from autotune.core.placement import Placement
-from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy, host, machine_id
 from autotune.tuning import environment as module
 from autotune.tuning.changes import changes_since
@@ -159,11 +158,6 @@ class TestResuming:
             f"host.processor: {recorded['host']['processor']!r}, now 'A slower processor'",
             "variables.KMP_BLOCKTIME: not given, now '0'",
         ]
-
-    @staticmethod
-    def with_workload(workload: Workload) -> Prepared:
-        given = prepared()
-        return dataclasses.replace(given, request=dataclasses.replace(given.request, workload=workload))
 
 
 def test_a_cpu_has_no_policy() -> None:

@@ -1,10 +1,8 @@
-"""Test what Optuna records of a search, searches by Optuna's samplers, and the controller's overhead."""
+"""Test what Optuna records of a search, searches by Optuna's samplers."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,9 @@ from sqlalchemy import event
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History, Tried
-from autotune.execution import Event, TrialJob
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.optuna_policy import OptunaPolicy
@@ -274,40 +271,6 @@ class TestOptunasSamplers:
                 search(other, runner, sampler="tpe", seed=5, trials=8)
                 runs.append(runner.candidates)
         assert runs[0] == runs[1]
-
-
-class Timed:
-    """An executor that takes no time and notes the core's time at which trials begin and end."""
-
-    def __init__(self) -> None:
-        self.inner = ComputedRunner(lambda c: (4000 + 10 * c.per_device_train_batch_size) * MIB)
-        self.clock, self.slots, self.close = self.inner.clock, self.inner.slots, self.inner.close
-        self.begun: list[float] = []
-        self.ended: list[float] = []
-
-    def submit(self, job: TrialJob) -> str:
-        self.begun.append(time.process_time())
-        return self.inner.submit(job)
-
-    def wait(self) -> tuple[str, Event | Outcome]:
-        trial_id, report = self.inner.wait()
-        if not isinstance(report, Event):
-            self.ended.append(time.process_time())
-        return trial_id, report
-
-
-@pytest.mark.parametrize("sampler", [pytest.param("grid", marks=pytest.mark.whole), "tpe"])
-def test_the_controller_costs_little(store: Store, sampler: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the end of one trial to the begin of the next: tell, two records of ours, ask. Wanted: under 50 ms."""
-    runner: Any = Timed()
-    search(store, runner, sampler=sampler, effective_batch=4096, memory_limit_bytes=100 * GIB, trials=31)
-    milliseconds = [1000 * (begin - end) for end, begin in zip(runner.ended, runner.begun[1:], strict=False)]
-    with capsys.disabled():
-        print(f"\ncontroller, {sampler}: median {statistics.median(milliseconds):.1f} ms a trial, "
-              f"at most {max(milliseconds):.1f} ms")  # fmt: skip
-    assert len(milliseconds) == 30
-    # Ten times what is wanted, of a core's time.
-    assert statistics.median(milliseconds) < 500
 
 
 def test_on_a_cpu_there_are_fewer_arms(store: Store) -> None:

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from socket import create_server
 from typing import Any
@@ -26,10 +27,10 @@ forks = multiprocessing.get_context("fork")
 Answers = Any
 
 
-def _search(path: str, name: str, repeats: int, start_at: float, answers: Answers) -> None:
+def _search(path: str, name: str, repeats: int, start: Barrier, answers: Answers) -> None:
     try:
         with open_store(path) as store:
-            time.sleep(max(0.0, start_at - time.time()))
+            start.wait(60)
             for repeat in range(repeats):
                 run = search(store, RecordedRunner(EFFECTIVE_64), study=f"{name}-{repeat}", fresh=repeat % 2 == 0)
                 assert run.best.candidate.describe() == "32 × 2  bf16"
@@ -62,10 +63,10 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
     new_store(tmp_path).close()
     path, port = str(tmp_path / "autotune.db"), _free_port()
     answers, end = forks.SimpleQueue(), forks.Event()
-    start_at = time.time() + 0.5
     names = ("one", "two", "three")
+    start = forks.Barrier(len(names))
     searches = [
-        forks.Process(target=_search, args=(path, name, repeats, start_at, answers), daemon=True) for name in names
+        forks.Process(target=_search, args=(path, name, repeats, start, answers), daemon=True) for name in names
     ]
     reader = forks.Process(target=_read, args=(path, end, answers), daemon=True)
     shown = forks.Process(target=serve, args=(path, "127.0.0.1", port), daemon=True)
