@@ -38,6 +38,8 @@ def report_of(
 
 
 CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
+SOURCE: dict[str, Any] = {"kind": "script", "file": "/home/ada/train.py", "digest": "0", "cwd": "/home/ada"}
+"""A script of the user's, as it is recorded."""
 WORKLOAD: dict[str, Any] = {
     "model": "bert-large-uncased",
     "task": "sequence-classification",

@@ -26,7 +26,6 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
     from autotune.results.json_document import report_document
-    from autotune.results.report import is_script
     from autotune.results.study_view import study_view
     from autotune.results.text import summary_lines
     from autotune.store.location import shown_location
@@ -39,7 +38,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:
-        takes_options = is_script(report.workload)
+        takes_options = report.source is not None and report.source.kind == "script"
         file = "settings.json" if report.is_loop else "training_arguments.json"
         form = "--format cli" if takes_options else f"> {file}"
         if report.best.candidate.arm.needs_launcher and (takes_options or report.workload["task"] != "own"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.chip import Calibration, Chip
+from autotune.core.code_interface import CodeInterface
 from autotune.core.messages import Problem
 from autotune.core.prediction import TracedStep
 from autotune.core.workload import DTypeName
@@ -81,8 +82,8 @@ class ModelFacts:
     """Looked at only for several ranks."""
     own: OwnSettings | None = None
     """``None`` for a loop, which is given its settings."""
-    interface: dict[str, Any] = field(default_factory=dict)
-    """How the code takes its settings; see ``TrainingSource.interface``."""
+    interface: CodeInterface = field(default_factory=CodeInterface)
+    """How the code takes its settings."""
     config: dict[str, Any] = field(default_factory=dict)
     """The model's config; empty where it has none."""
     dtype: DTypeName = "float32"

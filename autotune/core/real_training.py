@@ -18,8 +18,6 @@ class RealTraining:
 
     study: str
     source: TrainingSource
-    kind: str
-    """What the code trains with, as ``kind_of_code`` says."""
     candidate: Candidate
     arguments: dict[str, Any]
     """The fields of ``TrainingArguments``, or the settings of other code under its own names."""

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.core.candidate import Document
+from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError
 from autotune.core.launch_command import Launched, find_command, without_launchers
 from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import Template, read_template
+from autotune.core.schema import decode
 
 DEFAULT_FUNCTION = "build"
 DEFAULT_LOOP = "train"
@@ -47,8 +50,8 @@ class TrainingSource:
     in a loop of its own, called with a ``LoopConfig``."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of the environment that a launcher would have set for the script."""
-    interface: dict[str, Any] = field(default_factory=dict)
-    """How the code takes its settings, as its inspection has shown; empty before that. It names no other training."""
+    interface: CodeInterface = field(default_factory=CodeInterface)
+    """How the code takes its settings, once its inspection has shown it. It names no other training."""
 
     @property
     def name(self) -> str:
@@ -56,6 +59,11 @@ class TrainingSource:
         if self.kind != "script":
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
+
+    @property
+    def framework(self) -> Framework:
+        """What the code trains with."""
+        return "loop" if self.kind == "loop" else self.interface.kind
 
     @property
     def template(self) -> Template:
@@ -71,6 +79,19 @@ class TrainingSource:
         if not Path(self.file).is_file():
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
         return dataclasses.replace(self, digest=_digest(Path(self.file), self.template.files))
+
+
+def read_source(document: Document) -> TrainingSource:
+    """Return the source that a document says, of an earlier version too; ``ValueError`` where it says none."""
+    return decode(with_known_names(document), TrainingSource)
+
+
+def with_known_names(document: Document) -> Document:
+    """Return the document of a source under the names that fields have now."""
+    interface = dict(document.get("interface") or {})
+    if "from" in interface:
+        interface["made_from"] = interface.pop("from")
+    return {**document, "interface": interface}
 
 
 def find_trainer(text: str) -> TrainingSource:
@@ -120,12 +141,6 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     if inner.__globals__.get(name) is not function:
         raise InvalidRequestError(f"{Path(file).name} does not offer the function {name} under that name", hint)
     return f"{os.path.abspath(file)}:{name}"
-
-
-def kind_of_code(interface: dict[str, Any]) -> str:
-    """Return what code of the user's own trains with: ``trainer``, ``loop``, ``accelerate``, ``lightning``; or
-    ``placeholders``, whatever it trains with."""
-    return str(interface.get("kind", "trainer"))
 
 
 def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.core.code_interface import CodeInterface
 from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.schema import decode
-from autotune.core.training_source import TrainingSource
+from autotune.core.training_source import TrainingSource, with_known_names
 
 Task = Literal[
     "sequence-classification",
@@ -140,15 +141,18 @@ class Workload:
         source = self.source.masked() if self.source is not None else None
         document = dataclasses.replace(self, source=source).document()
         if source is not None:
-            # Left out where they are empty, as in workloads from before there were such fields.
-            for name in ("variables", "interface"):
-                if not document["source"][name]:
-                    document["source"].pop(name)
+            # Left out where they say nothing, as in workloads from before there were such fields.
+            if not source.variables:
+                document["source"].pop("variables")
+            if source.interface == CodeInterface():
+                document["source"].pop("interface")
         return document
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
         """Return the workload of a document from ``document``; ``ValueError`` where it describes none."""
+        if isinstance(source := document.get("source"), dict):
+            document = {**document, "source": with_known_names(source)}
         workload = decode(document, cls)
         is_own = workload.source is not None
         if (workload.task == "own") != is_own:

@@ -368,7 +368,7 @@ class TrialServer:
             check_own_code(self.workload.source.name, answer, told.problem, log_path, timeout_seconds)
         if told.inspection is not None and told.inspection.model is not None and self._protection is not None:
             model = told.inspection.model
-            interface = {**model.interface, "protection": self._protection}
+            interface = replace(model.interface, protection=self._protection)
             told = replace(told, inspection=replace(told.inspection, model=replace(model, interface=interface)))
         if told.inspection is None:
             raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)

@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
 from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.schema import decode
-from autotune.core.training_source import TrainingSource, kind_of_code
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import in_one_line
 from autotune.core.workload import Workload
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
-from autotune.results.report import Report, is_script, measurement
+from autotune.results.report import Report, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, offloading_threads
 from autotune.space.levers import applied_settings, variables_of
@@ -64,16 +65,8 @@ class Export:
     """Arguments of ``BitsAndBytesConfig``; empty where weights were not quantized."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that the training process needs from its start."""
-    interface: dict[str, Any] = field(default_factory=dict)
-    """How the user's own code takes its settings; empty for a model by name, and in studies that did not look."""
-    is_script: bool = False
-    """Whether the user's own code is a script, which takes options, rather than a function."""
-    command: tuple[str, ...] = ("train.py",)
-    """What a launcher starts: the user's own script with its own options, or the file of their function."""
-    template: Template | None = None
-    """Of a script that is told its settings by placeholders; ``None`` for other code."""
-    launched_precision: str | None = None
-    """The precision that ``accelerate launch`` set for the user's own script; ``None`` where it set none."""
+    source: TrainingSource | None = None
+    """The user's own code; ``None`` for a model by name."""
     world_size: int = 1
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
@@ -84,6 +77,37 @@ class Export:
 
     omp_threads: str | None = None
     """``OMP_NUM_THREADS`` of several ranks, and of an optimizer on the CPU; ``None`` otherwise."""
+
+    @property
+    def framework(self) -> Framework:
+        """What trains; a ``Trainer`` for a model by name."""
+        return self.source.framework if self.source is not None else "trainer"
+
+    @property
+    def interface(self) -> CodeInterface:
+        """How the user's own code takes its settings."""
+        return self.source.interface if self.source is not None else CodeInterface()
+
+    @property
+    def takes_options(self) -> bool:
+        """Whether what trains is a script, which takes the arguments as options, unless it has them from elsewhere."""
+        is_function = self.source is not None and self.source.kind != "script"
+        return not is_function and self.interface.made_from == "flags"
+
+    @property
+    def template(self) -> Template | None:
+        """The command line of a script that is told its settings by placeholders; ``None`` for other code."""
+        return self.source.template if self.source is not None and self.framework == "placeholders" else None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What a launcher starts, as it is called in the folder that the search was started in."""
+        if self.source is None:
+            return ("train.py",)
+        if self.source.module is not None:
+            return ("-m", self.source.module, *self.source.argv)
+        within = os.path.relpath(self.source.file, self.source.cwd)
+        return (self.source.file if within.startswith(os.pardir) else within, *self.source.argv)
 
     @property
     def ranks(self) -> int:
@@ -112,7 +136,7 @@ class Export:
     @property
     def filling(self) -> Values:
         """The values for the placeholders of the command line."""
-        return Values.of(self.candidate, self.interface.get("sample_tokens"))
+        return Values.of(self.candidate, self.interface.sample_tokens)
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
@@ -141,13 +165,13 @@ def make_export(report: Report) -> Export:
     world_size = int(report.study.request.get("world_size") or 1)
     arguments = data_arguments(decode(data, DataSpec)) if data else {}
     revision = environment.get("measurement_revision", 1)
-    interface = (report.workload.get("source") or {}).get("interface", {})
+    source = report.source
     exported: TunedArguments | OwnArguments
-    if kind_of_code(interface) == "trainer":
+    if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
         exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
     else:
-        exported = own_arguments(interface, best.candidate)
+        exported = own_arguments(source, best.candidate)
     return Export(
         arguments=exported,
         candidate=best.candidate,
@@ -168,29 +192,11 @@ def make_export(report: Report) -> Export:
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
-        interface=interface,
+        source=report.source,
         on_cpu=environment["device_kind"] == "cpu",
-        is_script=is_script(report.workload),
-        command=_command(report.workload.get("source") or {}),
-        template=decode(report.workload["source"], TrainingSource).template
-        if kind_of_code(interface) == "placeholders"
-        else None,
-        launched_precision=dict((report.workload.get("source") or {}).get("variables", ())).get(
-            "ACCELERATE_MIXED_PRECISION"
-        ),
         world_size=world_size,
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
-
-
-def _command(source: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a launcher starts, as it is called in the folder that the search was started in."""
-    if (file := source.get("file")) is None:
-        return ("train.py",)
-    if (module := source.get("module")) is not None:
-        return ("-m", module, *source.get("argv", ()))
-    within = os.path.relpath(file, source.get("cwd", "/"))
-    return (file if within.startswith(os.pardir) else within, *source.get("argv", ()))
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
@@ -227,16 +233,19 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     if export.task == "own":
         if export.template is not None:
             return [*_by_hand(export.template), *several, *_placement(export), f"measured on {export.measured}"]
-        if kind_of_code(export.interface) != "trainer":
-            lines = hand_over(export.interface, export.model, export.arguments, export.candidate)
+        if export.source is not None and export.framework != "trainer":
+            lines = hand_over(export.source, export.arguments, export.candidate)
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]
-        is_overruled = export.launched_precision is not None and export.candidate.arm.precision in ("fp32", "tf32")
+        launched = (
+            dict(export.source.variables).get("ACCELERATE_MIXED_PRECISION") if export.source is not None else None
+        )
+        is_overruled = launched is not None and export.candidate.arm.precision in ("fp32", "tf32")
         return [
             _over(export),
             *(
-                [f"start it without --mixed_precision {export.launched_precision}, which it was not measured with"]
+                [f"start it without --mixed_precision {launched}, which it was not measured with"]
                 if is_overruled
                 else []
             ),
@@ -305,12 +314,12 @@ def _zero(export: Export, form: Format | LaunchFormat | None) -> list[str]:
 
 def _over(export: Export) -> str:
     """Return how the arguments get to the user's script or function."""
-    if not export.is_script:
+    if export.source is not None and export.source.kind != "script":
         # A launcher's command line is without them.
         form = " (--format json)" if export.ranks > 1 else ""
         return f"hand them to {export.model} as its overrides{form}"
-    place = export.interface.get("place") or "its file of settings"
-    match export.interface.get("from"):
+    place = export.interface.place or "its file of settings"
+    match export.interface.made_from:
         case "file":
             return f"merge them into {place} (--format json), from which {export.model} reads its TrainingArguments"
         case "code":
@@ -367,7 +376,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
     Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
     """
     # Code with an Accelerator gets its precision from that file, also in one process.
-    is_accelerate = kind_of_code(export.interface) == "accelerate" and form == "accelerate"
+    is_accelerate = export.framework == "accelerate" and form == "accelerate"
     if not export.candidate.arm.needs_launcher and not is_accelerate:
         raise InvalidRequestError(
             f"--format {form} starts several processes, and this study measured one",
@@ -380,8 +389,7 @@ def _torchrun(export: Export) -> str:
     variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
-    takes_flags = export.task != "own" or (export.is_script and export.interface.get("from", "flags") == "flags")
-    return " ".join([*words, *(_flags(export) if takes_flags else [])]) + "\n"
+    return " ".join([*words, *(_flags(export) if export.takes_options else [])]) + "\n"
 
 
 def _accelerate_config(export: Export) -> str:
@@ -454,7 +462,7 @@ def _flags(export: Export) -> list[str]:
     """
     if export.template is not None:
         return [shlex.join(["python", *fill_words(export.command, export.filling)])]
-    if kind_of_code(export.interface) == "trainer":
+    if export.source is None or export.framework == "trainer":
         kwargs = {"use_reentrant": False}
         left_out = [
             name
@@ -465,7 +473,7 @@ def _flags(export: Export) -> list[str]:
         return [_flag(name, value) for name, value in export.arguments.items() if name not in left_out]
     words = []
     arguments: Mapping[str, Any] = export.arguments
-    for name, flag in flags(export.interface, arguments).items():
+    for name, flag in flags(export.source, arguments).items():
         value = arguments[name]
         # Such flags take no value.
         words += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
@@ -485,7 +493,7 @@ def _python(export: Export) -> str:
     if export.task == "own":
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
-        name = "overrides" if kind_of_code(export.interface) == "trainer" else "settings"
+        name = "overrides" if export.framework == "trainer" else "settings"
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate
 from autotune.core.loop import FIELDS, loop_arguments
-from autotune.core.training_source import kind_of_code
+from autotune.core.training_source import TrainingSource
 from autotune.space import precision_names
 
 # By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
@@ -58,14 +58,14 @@ class OwnArguments(TypedDict, total=False):
     prefetch_factor: int
 
 
-def own_arguments(interface: Document, candidate: Candidate) -> OwnArguments:
+def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
     """Return a candidate under the code's names; only what the code was seen to use."""
-    kind = kind_of_code(interface)
+    kind = source.framework
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
     if kind in _PRECISIONS:
         values["precision"] = _PRECISIONS[kind][candidate.arm.precision]
-    taken = {names[what]: value for what, value in values.items() if what in interface.get("searched", FIELDS)}
+    taken = {names[what]: value for what, value in values.items() if what in source.interface.searched}
     taken |= {names[what]: value for what, value in _loading(candidate).items() if what in names}
     return cast(OwnArguments, taken)
 
@@ -77,17 +77,16 @@ def _loading(candidate: Candidate) -> dict[str, int]:
     return {what: value for what, value in values.items() if value}
 
 
-def flags(interface: Document, arguments: Mapping[str, Any]) -> dict[str, str]:
+def flags(source: TrainingSource, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the command-line flag of each argument for which the script's own parser has one."""
-    known = interface.get("flags", {})
-    names = _NAMES[kind_of_code(interface)]
+    known, names = source.interface.flags, _NAMES[source.framework]
     return {name: known[what] for what, name in names.items() if what in known and name in arguments}
 
 
-def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], candidate: Candidate) -> list[str]:
+def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: Candidate) -> list[str]:
     """Return lines that say what to do with the arguments, for code that is no Trainer's."""
-    kind = kind_of_code(interface)
-    made_at = f" at {interface['loader']}" if interface.get("loader") else ""
+    interface, kind, name = source.interface, source.framework, source.name
+    made_at = f" at {interface.loader}" if interface.loader else ""
     by_loader = {"workers": "num_workers", "prefetch": "prefetch_factor"}
     tf32 = (
         ["call torch.set_float32_matmul_precision('high') before the training"]
@@ -105,7 +104,7 @@ def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], cand
             ),
             *tf32,
         ]
-    given = flags(interface, arguments)
+    given = flags(source, arguments)
     by_hand = {name: value for name, value in arguments.items() if name not in given}
     lines = [f"give them to {name} after its other options (--format cli)"] if given else []
     places = {
@@ -122,16 +121,16 @@ def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], cand
             if value:
                 lines.append("call gradient_checkpointing_enable() of the model")
             continue
-        if argument == "mixed_precision" and argument not in interface.get("passed", ()):
+        if argument == "mixed_precision" and argument not in interface.passed:
             lines.append(
                 f"start it with accelerate launch --mixed_precision {value}, or with the file from --format accelerate"
             )
             continue
         at = made_at if "DataLoader" in places[argument] else ""
-        if "Accelerator" in places[argument] and interface.get("accelerator"):
-            at = f" at {interface['accelerator']}"
+        if "Accelerator" in places[argument] and interface.accelerator:
+            at = f" at {interface.accelerator}"
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")
-    if "accumulation" not in interface.get("searched", FIELDS):
+    if "accumulation" not in interface.searched:
         # The code counts its batches itself, whatever its framework is told.
         lines.append(f"leave the accumulation that the code makes itself, {candidate.gradient_accumulation_steps}")
     return [*lines, *tf32]

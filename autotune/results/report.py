@@ -13,6 +13,7 @@ from autotune.core.dataset_spec import DataFacts, Lengths
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
+from autotune.core.training_source import TrainingSource, read_source
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
@@ -63,14 +64,20 @@ class Report:
         """What the baseline's settings are called."""
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
-        if not (self.workload.get("source") or {}).get("interface", {}).get("has_own_settings", True):
+        if self.source is not None and not self.source.interface.has_own_settings:
             return "a per-device batch of at most 8 without anything else"
         return "the LoopConfig defaults" if self.is_loop else "your own settings"
 
     @property
     def is_loop(self) -> bool:
         """Whether a training loop of the user's own was searched."""
-        return (self.workload.get("source") or {}).get("kind") == "loop"
+        return self.source is not None and self.source.kind == "loop"
+
+    @functools.cached_property
+    def source(self) -> TrainingSource | None:
+        """The user's own code that was searched, with secrets masked; ``None`` for a model by name."""
+        document = self.workload.get("source")
+        return read_source(document) if document else None
 
     def is_elsewhere(self, trial: TrialRecord) -> bool:
         """Return whether a trial ran on another machine than the study went on with."""
@@ -257,8 +264,3 @@ def lengths_of(workload: Document) -> Lengths | None:
     """Return the token counts of the user's own dataset; ``None`` where it has none."""
     facts = data_facts(workload)
     return facts.lengths if facts else None
-
-
-def is_script(workload: Document) -> bool:
-    """Return whether what was trained is a script of the user's, which takes options."""
-    return (workload.get("source") or {}).get("kind") == "script"

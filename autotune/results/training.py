@@ -15,8 +15,8 @@ from autotune.core.compiler_cache import keep_compiled
 from autotune.core.errors import InvalidRequestError
 from autotune.core.masking import masked_options
 from autotune.core.real_training import VARIABLE, RealTraining
-from autotune.core.schema import decode, encode
-from autotune.core.training_source import TrainingSource, find_script, kind_of_code
+from autotune.core.schema import encode
+from autotune.core.training_source import TrainingSource, find_script
 from autotune.results.export import Export, make_export
 from autotune.results.report import Report
 
@@ -45,7 +45,7 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
     command.
     """
     export = make_export(report)
-    recorded = decode(report.workload["source"], TrainingSource) if report.workload.get("source") else None
+    recorded = report.source
     source = _source(report, recorded, given, export)
     notes = [f"run     {source.name} with the winner of {report.study.name}: {export.candidate.describe()}"]
     if recorded is not None and source.digest != recorded.digest:
@@ -57,7 +57,7 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
     if export.omp_threads not in (None, "1") and export.processes == 1:
         variables["OMP_NUM_THREADS"] = str(export.omp_threads)
     variables |= dict(source.variables)
-    kind = kind_of_code(export.interface)
+    kind = export.framework
     settings: Document = dict(export.arguments)
     if kind == "placeholders":
         assert recorded is not None
@@ -80,7 +80,6 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
     training = RealTraining(
         report.study.name,
         replace(source, variables=(), interface=export.interface),
-        kind,
         export.candidate,
         settings,
         export.cpu_core,
@@ -111,7 +110,7 @@ def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str
             )
         return recorded.as_it_is_now()
     source = find_script(given, export.processes)
-    if kind_of_code(export.interface) == "placeholders" and not source.template.names:
+    if export.framework == "placeholders" and not source.template.names:
         assert recorded is not None
         raise InvalidRequestError(
             f"{shlex.join(given)[:80]!r} has no placeholders, so that nothing of the winner reaches it",

@@ -227,8 +227,7 @@ def _objective_notes(report: Report) -> list[str]:
 
 def _memory_unknown(report: Report) -> list[str]:
     """Say why memory was not predicted for the user's own code on a GPU."""
-    interface = (report.workload.get("source") or {}).get("interface", {})
-    why = interface.get("memory_unknown")
+    why = report.source.interface.memory_unknown if report.source is not None else None
     return [f"memory was not predicted, so that trials found out what fits: {why}"] if why else []
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from autotune.core.candidate import OWN_OPTIM, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
-from autotune.core.training_source import kind_of_code
 from autotune.core.units import format_bytes
 from autotune.space.features import (
     DEEPSPEED,
@@ -98,7 +97,7 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
     given = [*(["--gpus"] if request.others else []), *(["--strategy"] if request.strategies is not None else [])]
     if source is None or not given:
         return
-    if source.kind == "loop" or kind_of_code(source.interface) != "trainer":
+    if source.framework != "trainer":
         wrong = f"--strategy {','.join(request.strategies)}" if request.strategies is not None else "--gpus"
         raise InvalidRequestError(
             f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.core import loop
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
-from autotune.core.training_source import kind_of_code
 from autotune.space.space import Batches
 from autotune.tuning.dataset import check_own_samples
 from autotune.tuning.request import SearchRequest
@@ -57,8 +55,8 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
     assert source is not None
-    fixed = model.interface.get("fixed", {})
-    total = fixed.get("effective_batch")
+    fixed = model.interface.fixed
+    total = fixed.effective_batch
     if total is not None and asked not in (None, total):
         raise InvalidRequestError(
             f"--effective-batch {asked}: {source.name} makes its accumulation of a total of {total} samples",
@@ -68,10 +66,10 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     if asked is not None or request.objective != "throughput":
         return asked
     if total is not None:
-        return int(total)
-    if "accumulation" in fixed and "batch" in _searched(model):
+        return total
+    if fixed.accumulation is not None and "batch" in _searched(model):
         return None
-    if own is None and kind_of_code(model.interface) == "placeholders":
+    if own is None and model.interface.kind == "placeholders":
         raise InvalidRequestError(
             f"it is not known which effective batch {source.name} trains at by itself",
             "give --effective-batch, the samples of an optimizer step",
@@ -81,7 +79,7 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
 
 def _searched(model: ModelFacts) -> frozenset[str]:
     """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
-    return frozenset(model.interface.get("searched", loop.FIELDS))
+    return frozenset(model.interface.searched)
 
 
 def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> SearchRequest:
@@ -96,7 +94,7 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
             f"{source.name} uses nothing of its config, so that nothing can be searched",
             "have it make its batches of config.per_device_batch_size, or read config.precision",
         )
-    named: tuple[Precision, ...] = tuple(model.interface.get("precisions", ()))
+    named = model.interface.precisions
     if named and "precision" in searched:
         return _with_named_precisions(request, named)
     if "precision" not in searched:
@@ -107,7 +105,7 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
                 "leave --precision out",
             )
         return replace(request, precisions=(own,))
-    if kind_of_code(source.interface) in ("loop", "placeholders") and request.precisions is None:
+    if source.framework in ("loop", "placeholders") and request.precisions is None:
         # A loop may know no precision of that name.
         return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
     return request
@@ -147,7 +145,7 @@ def batches_of(request: SearchRequest, model: ModelFacts) -> Batches:
         request.batches,
         samples=model.samples,
         only=_only_batch(request, model),
-        own_accumulation=model.interface.get("fixed", {}).get("accumulation", 1),
+        own_accumulation=model.interface.fixed.accumulation or 1,
     )
 
 
@@ -158,9 +156,9 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     source, searched = request.workload.source, _searched(model)
     assert source is not None
-    own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.get("fixed", {})
-    batch = fixed.get("batch", own.per_device_train_batch_size)
-    accumulation = fixed.get("accumulation", own.gradient_accumulation_steps)
+    own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.fixed
+    batch = own.per_device_train_batch_size if fixed.batch is None else fixed.batch
+    accumulation = own.gradient_accumulation_steps if fixed.accumulation is None else fixed.accumulation
     asked = request.effective_batch
     if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
         return None

@@ -322,7 +322,7 @@ class Plan:
         Not if the user's own code streams its data: each worker might then load all of it.
         """
         workload, model = self._request.workload, self._prepared.model
-        if workload.source is not None and not model.interface.get("tunes_loader", True):
+        if workload.source is not None and not model.interface.tunes_loader:
             return None
         if workload.data is None and (workload.source is None or model.samples is None):
             return None

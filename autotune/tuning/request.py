@@ -25,7 +25,6 @@ from autotune.core.options import (
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
-from autotune.core.training_source import kind_of_code
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
@@ -225,7 +224,7 @@ class SearchRequest:
             if has_prior and choice == "auto" and not (row.obstacle and row.obstacle(training)):
                 late.add(row.name)
         source = self.workload.source
-        if source is not None and kind_of_code(source.interface) != "trainer":
+        if source is not None and source.framework != "trainer":
             late.discard("torch_compile")
         return frozenset(late)
 

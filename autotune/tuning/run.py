@@ -238,9 +238,9 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
     observer.note(f"running {source.name} up to its training …")
     facts = server.inspect(request.trial_timeout_seconds or _OWN_CODE_SECONDS, arms_to_trace(request))
     model = facts.model
-    if model is not None:
-        observer.note(PROTECTED[model.interface["protection"]])
-    if model is not None and (unknown := model.interface.get("memory_unknown")):
+    if model is not None and model.interface.protection is not None:
+        observer.note(PROTECTED[model.interface.protection])
+    if model is not None and (unknown := model.interface.memory_unknown):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
     if model is not None and model.in_batch_loss is not None and model.own is not None:
         own = model.own.per_device_train_batch_size

@@ -18,7 +18,7 @@ import yaml
 from arbitrary import WORDS, candidates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reported import OLD_FIELDS, report_of
+from reported import OLD_FIELDS, SOURCE, report_of
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
@@ -262,7 +262,7 @@ def own_export(kind: str, *, world_size: int = 1) -> Export:
     made = report_of(Candidate(Arm("bf16"), 8, 2), "cpu", ())
     interface = {"kind": kind, "searched": ["batch", "accumulation", "precision"]}
     study = dataclasses.replace(made.study, request={"world_size": world_size})
-    workload = {**made.workload, "task": "own", "source": {"interface": interface}}
+    workload = {**made.workload, "task": "own", "source": {**SOURCE, "interface": interface}}
     return make_export(dataclasses.replace(made, study=study, workload=workload))
 
 
@@ -356,7 +356,7 @@ def test_other_code_in_one_process_needs_no_launcher() -> None:
 @pytest.mark.parametrize(("precision", "is_told"), [("fp32", True), ("bf16", False)])
 def test_a_launchers_precision_that_was_not_measured_is_left_out(precision: Any, is_told: bool) -> None:
     made = report_of(Candidate(Arm(precision), 8, 2), "cpu", ("bf16",))
-    source = {"kind": "script", "file": "/home/ada/train.py", "variables": [["ACCELERATE_MIXED_PRECISION", "bf16"]]}
+    source = {**SOURCE, "variables": [["ACCELERATE_MIXED_PRECISION", "bf16"]]}
     lines = beside_lines(
         make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
     )
@@ -377,7 +377,7 @@ def test_a_launchers_precision_that_was_not_measured_is_left_out(precision: Any,
 )
 def test_the_users_own_script_is_launched_with_its_own_options(source: dict[str, Any], expected: str) -> None:
     made = report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 2), "cpu", ("bf16",))
-    source = {"kind": "script", "cwd": "/home/ada", "interface": {"from": "flags"}, **source}
+    source = {**SOURCE, "interface": {"from": "flags"}, **source}
     export = make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
     line = render_launch(export, "torchrun")
     start = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 {expected}"

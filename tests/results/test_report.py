@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WINNER, WORKLOAD, completed, report, trial
+from reported import (
+    BASELINE,
+    BF16,
+    CEILING,
+    ENVIRONMENT,
+    FP16,
+    FP32,
+    OVER,
+    SOURCE,
+    WINNER,
+    WORKLOAD,
+    completed,
+    report,
+    trial,
+)
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, UnknownStudyError
@@ -212,7 +226,7 @@ NOTES: dict[str, tuple[Report, str]] = {
     "own memory": (
         dataclasses.replace(
             report(BASELINE, WINNER),
-            workload={**WORKLOAD, "source": {"interface": {"memory_unknown": "it has no loss"}}},
+            workload={**WORKLOAD, "source": {**SOURCE, "interface": {"memory_unknown": "it has no loss"}}},
         ),
         "memory was not predicted, so that trials found out what fits: it has no loss",
     ),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from searching import H200, RecordingObserver, facts
 
+from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed
 from autotune.core.training_source import find_script, find_trainer
@@ -81,10 +82,10 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
 
 
 def test_a_loop_of_its_own_is_measured_on_one_gpu(folder: Path) -> None:
-    source = dataclasses.replace(find_script(["train.py"], 2), interface={"kind": "accelerate"})
+    source = dataclasses.replace(find_script(["train.py"], 2), interface=CodeInterface("accelerate"))
     second = dataclasses.replace(H200, uuid="GPU-1", index=1)
     request = SearchRequest(
         Workload.of_source(source), H200, others=(second,), world_size=2, effective_batch=32, optims=()
     )
     with pytest.raises(InvalidRequestError, match="trains in a loop of its own, which is measured on one GPU only"):
-        prepare(request, facts(interface={"kind": "accelerate"}))
+        prepare(request, facts(interface=CodeInterface("accelerate")))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, MODEL, facts, prepared, request
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
+from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.inspection import OwnSettings
 from autotune.core.options import CheckpointingChoice
@@ -261,7 +262,7 @@ class TestOwnLoop:
             request(**{"effective_batch": 64, "optims": (), **options}), workload=Workload.of_source(source)
         )
         own = OwnSettings(OWN_OPTIM, batch, accumulation)
-        interface = {"kind": kind, "searched": searched}
+        interface = CodeInterface(kind, tuple(searched))
         model = facts(own=own, interface=interface, gradient_checkpointing="checkpointing" in searched)
         return prepare(asked, model)
 
@@ -277,13 +278,13 @@ class TestOwnLoop:
         assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
         assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 8, 2)
         assert given.request.workload.source is not None
-        assert given.request.workload.source.interface["kind"] == "accelerate"
+        assert given.request.workload.source.interface.kind == "accelerate"
 
     def test_the_baseline_of_a_loop_is_a_candidate_of_its_space(self) -> None:
         """Its optimizer is the loop's own in both: a candidate that is the baseline is not measured as another."""
         source = TrainingSource("loop", "/train.py", "0", "/", function="train")
         asked = dataclasses.replace(request(effective_batch=16, optims=()), workload=Workload.of_source(source))
-        given = prepare(asked, facts(interface={"kind": "loop", "searched": ["batch"]}))
+        given = prepare(asked, facts(interface=CodeInterface("loop", ("batch",))))
         assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 16)
         assert given.space.contains(given.baseline)
 

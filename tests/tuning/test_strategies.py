@@ -11,6 +11,7 @@ from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 
 from autotune.core.candidate import Arm, Candidate, Document, Strategy
 from autotune.core.chip import Chip
+from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
 from autotune.core.inspection import AfterStep, OwnSettings
 from autotune.core.messages import Answer
@@ -134,12 +135,12 @@ def test_a_strategy_that_cannot_be_is_one_clear_line(options: Document, message:
     assert hint in str(caught.value.hint)
 
 
-OWN = Workload.of_source(TrainingSource("script", "/train.py", "0", "/", interface={"kind": "trainer"}))
+OWN = Workload.of_source(TrainingSource("script", "/train.py", "0", "/", interface=CodeInterface()))
 
 
 def own_trainer(optim: str = "adamw_torch_fused") -> Document:
     """The facts of a Trainer of the user's own."""
-    return {**LAYERS, "own": OwnSettings(optim, 8), "interface": {"kind": "trainer"}, "samples": 6400}
+    return {**LAYERS, "own": OwnSettings(optim, 8), "interface": CodeInterface(), "samples": 6400}
 
 
 def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
@@ -186,7 +187,7 @@ def test_a_loop_of_its_own_is_told_what_several_gpus_need(
     workload: Workload, strategies: tuple[Strategy, ...] | None, start: str, leave_out: str
 ) -> None:
     """The inspection of a script shows that it has one."""
-    model = {**own_trainer(), "interface": {"kind": "accelerate"}}
+    model = {**own_trainer(), "interface": CodeInterface("accelerate")}
     with pytest.raises(InvalidRequestError) as caught:
         of_two(model, workload=workload, strategies=strategies)
     assert caught.value.message.startswith(start)

@@ -41,16 +41,16 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
     workload, model = inspected(trial_server, *own)
     assert model.class_name == "BertForSequenceClassification"
     assert model.samples == 96
-    assert model.interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
-    assert (model.interface["tunes_loader"], model.interface["loader_workers"]) == (True, 0)
-    assert model.interface["loader"].startswith("accelerate_loop.py:")
-    assert model.interface["flags"] == {
+    assert model.interface.searched == ("batch", "accumulation", "precision", "checkpointing")
+    assert (model.interface.tunes_loader, model.interface.loader_workers) == (True, 0)
+    assert model.interface.loader.startswith("accelerate_loop.py:")
+    assert model.interface.flags == {
         "batch": "--per_device_train_batch_size", "accumulation": "--gradient_accumulation_steps",
     }  # fmt: skip
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
     assert model.own.precision == "fp32"
-    assert model.interface["accelerator"].startswith("accelerate_loop.py:")
-    assert model.interface["passed"] == ["gradient_accumulation_steps"]
+    assert model.interface.accelerator.startswith("accelerate_loop.py:")
+    assert model.interface.passed == ("gradient_accumulation_steps",)
 
     tried = candidate(16, 2, "bf16", checkpoints=True)
     answer = trial_server.trial(workload, tried)
@@ -74,7 +74,7 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
 
 def test_a_loop_that_accumulates_by_its_own_option_is_given_another(trial_server: ServerClient, folder: Path) -> None:
     workload, model = inspected(trial_server, "--own_modulo", "--gradient_accumulation_steps", "3")
-    assert model.interface["accumulates_by"] == "option"
+    assert model.interface.accumulates_by == "option"
     assert model.own.gradient_accumulation_steps == 3
     answer = trial_server.trial(workload, candidate(4, 2))
     assert answer.completed.measurement.micro_steps_run == 2

@@ -131,7 +131,7 @@ def test_what_is_offered_is_obeyed_where_it_can_be(trial_server: ServerClient, f
     command = refused(trial_server, ["run.py"]).partition("-- ")[2].partition(" (see")[0]
     words = [word for word in shlex.split(command) if "precision" not in word]
     model = trial_server.model(Workload.of_source(find_script(words)))
-    assert model.interface["searched"] == ["batch", "accumulation"]
+    assert model.interface.searched == ("batch", "accumulation")
 
 
 def test_a_function_with_autotune_steps_is_named(trial_server: ServerClient, folder: Path) -> None:

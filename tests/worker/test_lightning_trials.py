@@ -30,9 +30,9 @@ def test_a_lightning_script_is_measured_unmodified(
     model = trial_server.model(Workload.of_source(source))
     assert (model.class_name, model.samples) == ("Classifier", 40)
     interface = model.interface
-    assert interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
-    assert interface["loader"].startswith("lightning_loop.py:")
-    assert interface["flags"] == {"batch": "--batch_size", "accumulation": "--accumulate_grad_batches"}
+    assert interface.searched == ("batch", "accumulation", "precision", "checkpointing")
+    assert interface.loader.startswith("lightning_loop.py:")
+    assert interface.flags == {"batch": "--batch_size", "accumulation": "--accumulate_grad_batches"}
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
     workload = Workload.of_source(dataclasses.replace(source, interface=interface))
 
@@ -56,7 +56,7 @@ def test_a_lightning_module_is_traced(trial_server: ServerClient) -> None:
         pytest.skip("lightning is not installed: make test-clients")
     workload = Workload.of_source(find_script(["python", str(SCRIPT)]))
     model = inspected(trial_server, workload, precisions=("bf16",))
-    assert "memory_unknown" not in model.interface
+    assert model.interface.memory_unknown is None
     assert [trace.arm.gradient_checkpointing for trace in model.memory] == [False, True]
     built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
     for trace in model.memory:

@@ -63,12 +63,12 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
 def test_what_a_loop_reads_of_its_config_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
     model = trial_server.model(loop())
     interface = model.interface
-    assert interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
-    assert (interface["kind"], interface["tunes_loader"]) == ("loop", True)
-    assert interface["loader"].startswith("train_loop.py:")
+    assert interface.searched == ("batch", "accumulation", "precision", "checkpointing")
+    assert (interface.kind, interface.tunes_loader) == ("loop", True)
+    assert interface.loader.startswith("train_loop.py:")
     assert (model.parameters, model.samples, model.dtype) == (32 * 64 + 64, 96, "float32")
     alone = trial_server.model(loop("take_the_batch_alone"))
-    assert (alone.interface["searched"], alone.interface["tunes_loader"]) == (["batch"], False)
+    assert (alone.interface.searched, alone.interface.tunes_loader) == (("batch",), False)
     assert (alone.class_name, alone.gradient_checkpointing, alone.samples) == ("Linear", False, None)
     assert list(folder.iterdir()) == []
 

@@ -104,7 +104,7 @@ def test_it_is_measured_all_the_same(trial_server: ServerClient, folder: Path, t
     workload = Workload.of_source(dataclasses.replace(source, interface=interface))
     measured = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 16)).completed.measurement
     assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
-    assert interface["tunes_loader"] == (text != STREAMS)
+    assert interface.tunes_loader == (text != STREAMS)
     # Whoever listened is gone.
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -39,7 +39,7 @@ def model(trial_server: ServerClient, trainer: Workload) -> ModelFacts:
 
 
 def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: ServerClient, model: ModelFacts) -> None:
-    assert "memory_unknown" not in model.interface
+    assert model.interface.memory_unknown is None
     traced = {(trace.arm.precision, trace.arm.gradient_checkpointing) for trace in model.memory}
     assert traced == {("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)}
     built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
@@ -103,7 +103,7 @@ def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient
         find_script([str(OWN_CODE / "accelerate_loop.py"), "--output_dir", str(tmp_path / "out")])
     )
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
-    assert "memory_unknown" not in model.interface
+    assert model.interface.memory_unknown is None
     (trace,) = model.memory
     assert trace.arm == Arm("fp32", optim="own")
     built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
@@ -202,14 +202,14 @@ def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
     assert model.own is not None
     assert model.own.per_device_train_batch_size == 8
     if text is WAITS:
-        assert "memory_unknown" not in model.interface
+        assert model.interface.memory_unknown is None
         assert [trace.arm for trace in model.memory] == [Arm("fp32", optim="own")]
 
 
 def test_a_loop_that_calls_its_model_twice_for_a_step_is_not_traced(trial_server: ServerClient, tmp_path: Path) -> None:
     model = of_script(trial_server, tmp_path, LOOP + "train(calls=2)\n")
     assert model.memory == ()
-    assert model.interface["memory_unknown"] == "its loop calls the model 2 times for a backward pass"
+    assert model.interface.memory_unknown == "its loop calls the model 2 times for a backward pass"
 
 
 # In the manner of transformers' examples, and of a loop that frees its gradients before the forward pass.
@@ -217,7 +217,7 @@ def test_a_loop_that_calls_its_model_twice_for_a_step_is_not_traced(trial_server
 def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, function: str, checkpointing: str) -> None:
     workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:{function}"))
     model = inspected(trial_server, workload, precisions=("bf16",), gradient_checkpointing=checkpointing)
-    assert "memory_unknown" not in model.interface
+    assert model.interface.memory_unknown is None
     (trace,) = model.memory
     assert trace.arm == Arm("bf16", gradient_checkpointing=checkpointing == "on", optim="own")
     built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
@@ -226,7 +226,7 @@ def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, fun
     # The loop holds its loss until the next one, and no inputs but those of one pass.
     for (own_bytes, _), (like_bytes, _) in zip(own.peaks[::2], like.peaks[::2], strict=True):
         assert like_bytes <= own_bytes <= like_bytes + 1024
-    if "accumulation" in model.interface["searched"]:
+    if "accumulation" in model.interface.searched:
         assert own.peaks[1][0] == pytest.approx(like.peaks[1][0], abs=8192)
     assert own.flops == like.flops
     assert own.updated_bytes >= like.updated_bytes > 0
@@ -263,15 +263,15 @@ def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
     workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:build_with_numpy"))
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
     assert model.memory == ()
-    assert "numpy" in model.interface["memory_unknown"]
+    assert "numpy" in model.interface.memory_unknown
 
 
 def test_a_loop_without_a_loader_is_not_traced(trial_server: ServerClient) -> None:
     workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:take_the_batch_alone"))
     model = inspected(trial_server, workload, gradient_checkpointing="off")
     assert model.memory == ()
-    assert model.interface["memory_unknown"] == "it goes over no loader with autotune.steps"
-    assert model.interface["searched"] == ["batch"]
+    assert model.interface.memory_unknown == "it goes over no loader with autotune.steps"
+    assert model.interface.searched == ("batch",)
 
 
 class TestBatchShapes:

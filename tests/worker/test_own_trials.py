@@ -15,6 +15,7 @@ from texts import write_texts
 from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.protection import Protection
@@ -396,7 +397,7 @@ def test_code_that_bears_no_other_batch_is_inspected_with_its_own(trial_server: 
     text += "per_device_train_batch_size=2, gradient_accumulation_steps=1), train_dataset=samples).train()\n"
     model = trial_server.model(inline(folder, NEEDS_TWO + text))
     assert model.own.per_device_train_batch_size == 2
-    assert model.interface == {"kind": "trainer", "from": "code", "place": "run.py:15"}
+    assert model.interface == CodeInterface(made_from="code", place="run.py:15", protection=model.interface.protection)
 
 
 def test_a_batch_of_one_is_not_what_an_inspection_tries() -> None:

@@ -11,6 +11,7 @@ import pytest
 from server_client import ServerClient
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import Fixed
 from autotune.core.inspection import ModelFacts
 from autotune.core.outcome import Failed
 from autotune.core.training_source import find_script
@@ -133,7 +134,7 @@ def own_batch(model: ModelFacts) -> tuple[Any, ...]:
 
 def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -> None:
     told, model = inspected(trial_server, ALL)
-    assert model.interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert model.interface.searched == ("batch", "accumulation", "precision", "checkpointing")
     assert (model.class_name, model.parameters, model.always_checkpoints) == ("Net", 16 * 8 + 8 * 16 + 16, False)
     assert own_batch(model) == (3, 1, "fp32")
     answer = trial_server.trial(told, Candidate(Arm("bf16", gradient_checkpointing=True), 6, 4))
@@ -176,7 +177,7 @@ def test_what_is_obeyed_is_seen_in_any_loop(
     trial_server: ServerClient, options: str, searched: list[str], fixed: dict[str, int], own: tuple[Any, ...]
 ) -> None:
     told, model = inspected(trial_server, options)
-    assert (model.interface["searched"], model.interface["fixed"]) == (searched, fixed)
+    assert (model.interface.searched, model.interface.fixed) == (tuple(searched), Fixed(**fixed))
     assert own_batch(model) == own
     batch = 8 if "batch" in searched else fixed["batch"]
     accumulation = fixed.get("accumulation") or fixed.get("effective_batch", 2 * batch) // batch
@@ -190,7 +191,7 @@ def test_a_configuration_file_is_filled(trial_server: ServerClient, folder: Path
     text = '{"training": {"batch_size": {batch}, "accum": {accumulation}, "ckpt": {checkpointing}}}'
     (folder / "settings.json").write_text(text)
     told, model = inspected(trial_server, "--config settings.json")
-    assert model.interface["searched"] == ["batch", "accumulation", "checkpointing"]
+    assert model.interface.searched == ("batch", "accumulation", "checkpointing")
     assert model.own is None
     assert "step 1 of 8 x 2\n" in trial_server.trial(told, Candidate(Arm(), 8, 2)).log
     assert (folder / "settings.json").read_text() == text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from autotune.core.candidate import OWN_OPTIM
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
@@ -113,11 +114,6 @@ class AccelerateInspection(Listener):
 
         return traced(self._work, attention, OWN_OPTIM, make)
 
-    def _why_untraceable(self) -> dict[str, str]:
-        if self._calls <= 1:
-            return {}
-        return {"untraceable": f"its loop calls the model {self._calls} times for a backward pass"}
-
     def _facts(self) -> ModelFacts:
         check_gradients(self._watch, self._source)
         accelerator, models = self._overlay.accelerator, self._overlay.models
@@ -126,23 +122,26 @@ class AccelerateInspection(Listener):
                 f"{self._source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
             )
         asked = self._options.values.get("gradient_accumulation_steps")
-        by = "accelerator" if self._overlay.accumulates else "option" if asked == self._passes else "script"
+        by: Literal["accelerator", "option", "script"] = (
+            "accelerator" if self._overlay.accumulates else "option" if asked == self._passes else "script"
+        )
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
+        many_calls = f"its loop calls the model {self._calls} times for a backward pass"
         facts = facts_of_script(
-            "accelerate",
+            CodeInterface(
+                "accelerate",
+                accumulates_by=by,
+                flags=self._options.flags(_OPTIONS),
+                accelerator=os.path.basename(self._overlay.made_at),
+                passed=tuple(sorted(self._overlay.passed)),
+                untraceable=many_calls if self._calls > 1 else None,
+            ),
             models[0] if models else None,
             self._loader,
             accumulation=accelerator.gradient_accumulation_steps if by == "accelerator" else self._passes,
             precision=precision if precision != "no" else "tf32" if is_tf32 else "fp32",
             takes_accumulation=by != "script",
             takes_precision=True,
-            interface={
-                "accumulates_by": by,
-                "flags": self._options.flags(_OPTIONS),
-                "accelerator": os.path.basename(self._overlay.made_at),
-                "passed": sorted(self._overlay.passed),
-                **self._why_untraceable(),
-            },
         )
         return facts if self._memory is None else with_memory(facts, self._memory)

@@ -39,7 +39,7 @@ class AccelerateTrial(StepsTrial):
         """Run the script with the candidate's settings."""
         source, candidate, interface = self._source, self._candidate, self._source.interface
         is_own = self._is_unmodified
-        searched = () if is_own else interface["searched"]
+        searched = () if is_own else interface.searched
         accumulation = candidate.gradient_accumulation_steps
         run = micro_steps_to_run(candidate, self._effort) if "accumulation" in searched else accumulation
         if run == accumulation:
@@ -53,14 +53,14 @@ class AccelerateTrial(StepsTrial):
         )
         overlay.install()
         options = {"num_train_epochs": _MANY, "max_train_steps": _MANY}
-        if "accumulation" in searched and interface.get("accumulates_by") == "option":
+        if "accumulation" in searched and interface.accumulates_by == "option":
             options["gradient_accumulation_steps"] = run
         set_options(options)
         silence()
         steps = Announced(self._watch(run), self.begins)
 
         def measured(loader: Any, batches: Callable[[], Iterator[Any]]) -> Any:
-            return steps.batches(_Iterable(batches)) if key_of(loader) == interface["loader_key"] else batches()
+            return steps.batches(_Iterable(batches)) if key_of(loader) == interface.loader_key else batches()
 
         give_batches(measured)
         run_script(source, output_dir)

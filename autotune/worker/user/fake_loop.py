@@ -57,7 +57,7 @@ def trace_loop(
 ) -> Memory:
     """Return the packed trace of a step of a loop, for each arm that may be searched. Raises nothing."""
     assert wanted.chip is not None
-    searched = model.interface["searched"]
+    searched = model.interface.searched
     arms = arms_of(
         wanted.precisions if "precision" in searched else ("fp32",),
         wanted.checkpointing if "checkpointing" in searched else (False,),

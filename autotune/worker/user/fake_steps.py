@@ -270,8 +270,8 @@ class Memory:
 
 def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
     """Return the facts of a model with its traced steps; why there are none becomes known of how the code is taken."""
-    unknown = {} if memory.unknown is None else {"memory_unknown": memory.unknown}
-    return dataclasses.replace(model, memory=memory.steps, interface={**model.interface, **unknown})
+    interface = dataclasses.replace(model.interface, memory_unknown=memory.unknown)
+    return dataclasses.replace(model, memory=memory.steps, interface=interface)
 
 
 def traced(work: InspectionWork, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory | None:

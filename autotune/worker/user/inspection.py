@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
@@ -18,7 +19,7 @@ from autotune.worker.private.transformers import attention_of
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.user.code import UserCodeError, foreseen, trim
-from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
+from autotune.worker.user.loader_overlay import batch_of, key_of, with_loader
 
 
 def facts_of(model: Any, loader: Any) -> ModelFacts:
@@ -39,7 +40,7 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
 
 
 def facts_of_script(
-    kind: str,
+    interface: CodeInterface,
     model: Any,
     loader: Any,
     *,
@@ -47,7 +48,6 @@ def facts_of_script(
     precision: Precision,
     takes_accumulation: bool,
     takes_precision: bool,
-    interface: dict[str, Any],
 ) -> ModelFacts:
     """Return the facts of what a script trains, its own settings, and which of them a trial can replace.
 
@@ -66,12 +66,9 @@ def facts_of_script(
         facts,
         gradient_checkpointing=can_checkpoint,
         always_checkpoints=own_checkpointing,
-        interface={
-            "kind": kind,
-            "searched": [what for what, can in can_replace.items() if can],
-            **loading_of(loader),
-            **interface,
-        },
+        interface=dataclasses.replace(
+            with_loader(interface, loader), searched=tuple(what for what, can in can_replace.items() if can)
+        ),
         own=OwnSettings(OWN_OPTIM, batch, accumulation, precision, own_checkpointing, facts.attn_implementations[0]),
     )
 

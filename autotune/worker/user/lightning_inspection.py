@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autotune.core.candidate import Precision
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
@@ -49,7 +50,7 @@ class LightningInspection:
     def _on_start(self, trainer: Any, module: Any) -> None:
         precision, is_automatic = _NAMES.get(str(trainer.precision)), module.automatic_optimization
         facts = facts_of_script(
-            "lightning",
+            CodeInterface("lightning", flags=self._options.flags(_OPTIONS)),
             module,
             trainer.train_dataloader,
             accumulation=trainer.accumulate_grad_batches if is_automatic else 1,
@@ -57,6 +58,5 @@ class LightningInspection:
             precision=precision or "fp32",
             takes_accumulation=is_automatic,
             takes_precision=precision is not None,
-            interface={"flags": self._options.flags(_OPTIONS)},
         )
         self._finish(add_memory(self._work, facts, lambda: LightningStep(trainer, module)))

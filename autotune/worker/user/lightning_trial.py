@@ -42,7 +42,7 @@ class LightningTrial(StepsTrial):
     def run_code(self, output_dir: str) -> None:
         """Run the script with the candidate's settings."""
         candidate, interface = self._candidate, self._source.interface
-        searched = () if self._is_unmodified else interface["searched"]
+        searched = () if self._is_unmodified else interface.searched
         accumulation = candidate.gradient_accumulation_steps
         run = micro_steps_to_run(candidate, self._effort) if "accumulation" in searched else accumulation
         if run == accumulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import os
@@ -11,6 +12,8 @@ from collections import Counter
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
+
+from autotune.core.code_interface import CodeInterface
 
 # Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
 _LIBRARIES = (
@@ -99,24 +102,20 @@ def keep_key(made: Any, of: Any) -> None:
         setattr(made, _KEY, key)
 
 
-def loading_of(loader: Any) -> dict[str, Any]:
-    """Return what an inspection tells of a loader: where it is made, how it loads, whether that can be tuned.
+def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
+    """Return an interface with what is seen of a loader: where it is made, how it loads, whether that can be tuned.
 
     Each worker might load all of data that has no length.
     """
     key = key_of(loader)
-    return {
-        "loader_key": key,
-        "loader": place_of(key) if key else None,
-        "loader_workers": getattr(loader, "num_workers", 0),
-        "loader_prefetch": getattr(loader, "prefetch_factor", None),
-        "tunes_loader": key is not None and hasattr(getattr(loader, "dataset", None), "__len__"),
-    }
-
-
-def place_of(key: str) -> str:
-    """Return the file and line of a key, for a person."""
-    return os.path.basename(key.rpartition("#")[0])
+    return dataclasses.replace(
+        interface,
+        loader_key=key,
+        loader=os.path.basename(key.rpartition("#")[0]) if key else None,
+        loader_workers=getattr(loader, "num_workers", 0),
+        loader_prefetch=getattr(loader, "prefetch_factor", None),
+        tunes_loader=key is not None and hasattr(getattr(loader, "dataset", None), "__len__"),
+    )
 
 
 def batch_of(loader: Any) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune.core import loop as loop_interface
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork
 from autotune.core.loop import LoopConfig, loop_arguments
@@ -29,7 +30,7 @@ from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import UntilFirstStep, check_gradients, facts_of, problem_of
-from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
+from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
 from autotune.worker.user.protection import keep_run
@@ -48,7 +49,7 @@ class StepsTrial(OwnTrial):
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
         """Give the training loader the candidate's loading processes, and a batch."""
-        arm, key = self._candidate.arm, self._source.interface.get("loader_key")
+        arm, key = self._candidate.arm, self._source.interface.loader_key
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers
         LoaderOverlay(
             key,
@@ -64,7 +65,7 @@ class StepsTrial(OwnTrial):
         precision = self._candidate.arm.precision
         if self._is_unmodified or precision not in ("fp32", "tf32"):
             return
-        if "precision" in self._source.interface.get("searched", ()):
+        if "precision" in self._source.interface.searched:
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
     def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
@@ -74,8 +75,8 @@ class StepsTrial(OwnTrial):
         self._effort = with_prefetch_warmup(
             self._effort,
             self._candidate,
-            arm.dataloader_num_workers or interface.get("loader_workers", 0),
-            arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.get("loader_prefetch"),
+            arm.dataloader_num_workers or interface.loader_workers,
+            arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
         )
         rehearses = rehearses and self._device_kind == "cuda"
         rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
@@ -91,7 +92,7 @@ class StepsTrial(OwnTrial):
         )
         may_skip = arm.precision == "fp16"
         assert self._checks is not None
-        if not self._is_unmodified and "precision" in interface.get("searched", ()):
+        if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
         self._steps = LoopSteps(
             self._source.name,
@@ -135,7 +136,7 @@ class LoopTrial(StepsTrial):
     def run_code(self, output_dir: str) -> None:
         """Call the function with the candidate's settings."""
         run = micro_steps_to_run(self._candidate, self._effort)
-        reads_accumulation = "accumulation" in self._source.interface.get("searched", ("accumulation",))
+        reads_accumulation = "accumulation" in self._source.interface.searched
         arguments = loop_arguments(self._candidate)
         if reads_accumulation:
             arguments["gradient_accumulation_steps"] = run
@@ -145,8 +146,7 @@ class LoopTrial(StepsTrial):
         self._overlay_loader(None, least_batches=2 * steps * run, accumulation=run)
         assert self._checks is not None
         # Until a loader says how large its batches are.
-        shapes = tuple(tuple(shape) for shape in self._source.interface.get("batch_shapes", ()))
-        self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, shapes)
+        self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, self._source.interface.batch_shapes)
         loop_interface.listen(Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
         raise UserCodeError(
@@ -157,10 +157,10 @@ class LoopTrial(StepsTrial):
     def _check_batch(self, loader: Any) -> None:
         """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
-        seen, found = interface.get("loader_batch"), batch_of(loader)
+        seen, found = interface.loader_batch, batch_of(loader)
         if found is not None and self._checks is not None:
             self._checks.other_batch = None
-        if seen is None or found is None or "batch" not in interface.get("searched", ()):
+        if seen is None or found is None or "batch" not in interface.searched:
             return
         default = LoopConfig().per_device_batch_size
         if found * default != seen * asked:
@@ -237,17 +237,12 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         check_gradients(watch, source)
         loader = loaders[0] if loaders else None
         fed = shapes or [shape for call in watch.take().calls[:1] for shape in call.shapes]
-        searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
+        searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
+        interface = CodeInterface("loop", searched, loader_batch=batch_of(loader), batch_shapes=tuple(fed))
         model = dataclasses.replace(
             facts_of(watch.model, loader),
             gradient_checkpointing="checkpointing" in searched,
-            interface={
-                "kind": "loop",
-                "searched": searched,
-                "loader_batch": batch_of(loader),
-                "batch_shapes": fed,
-                **loading_of(loader),
-            },
+            interface=with_loader(interface, loader),
         )
         keep_run()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
+from autotune.core.code_interface import MadeFrom
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -52,8 +53,10 @@ class Overlay:
     whose settings are the candidate's."""
     is_probing: bool = False
     """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
-    made_from: Document = field(default_factory=dict)
-    """Where the arguments come from: ``from`` is ``flags``, ``file`` or ``code``, ``place`` names the file or line."""
+    made_from: MadeFrom = "flags"
+    """Where the arguments come from."""
+    place: str | None = None
+    """The file or line that they come from."""
     _set_at: dict[str, str] = field(default_factory=dict)
     _last_own_batch: tuple[int, int] | None = None
 
@@ -100,7 +103,7 @@ class Overlay:
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
-        self.made_from = _origin()
+        self.made_from, self.place = _origin()
         if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.
             self.refuse(
@@ -177,7 +180,7 @@ def _setter() -> str | None:
     return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
 
 
-def _origin() -> Document:
+def _origin() -> tuple[MadeFrom, str | None]:
     """Return where the arguments that are being made come from, as the call stack shows."""
     frame, place = sys._getframe(1), None
     while frame.f_back is not None:
@@ -185,10 +188,10 @@ def _origin() -> Document:
         function, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
         if "argparser" in module or module.startswith(("trl.scripts.utils", "trl.trainer.utils")):
             if function.startswith("parse_args"):
-                return {"from": "flags"}
+                return "flags", None
             if function in ("parse_json_file", "parse_yaml_file"):
                 given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
-                return {"from": "file", "place": os.path.basename(os.fsdecode(given)) if given else ""}
+                return "file", os.path.basename(os.fsdecode(given)) if given else ""
             continue
         is_library = module.startswith(("transformers.", "trl.", "dataclasses", "autotune.")) or (
             frame.f_code.co_filename.startswith("<")
@@ -200,7 +203,7 @@ def _origin() -> Document:
             place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if not is_installed:
             break
-    return {"from": "code", "place": place} if place is not None else {}
+    return ("flags" if place is None else "code"), place
 
 
 def generates(arguments: Any) -> bool:

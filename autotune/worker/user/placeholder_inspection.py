@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 
 from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values
-from autotune.core.schema import encode
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
@@ -34,10 +34,8 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
 from autotune.worker.user.placeholder_trial import (
     AUTOCAST,
-    HowItSteps,
     Loading,
     ModelNames,
-    Site,
     set_variables,
     unwrapped,
 )
@@ -253,25 +251,26 @@ class _Inspecting:
                 f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
                 "put {accumulation} where the script takes the micro-steps of a step",
             )
-        accumulation, fixed = values.accumulation, dict[str, int]()
+        accumulation, fixed = values.accumulation, Fixed()
         if not tells_total:
             # Of several optimizers in turn, each has its own backward passes.
             accumulation = min((count for _, count in one.cycle if count), default=1)
-            fixed = {"effective_batch": values.batch * accumulation} if follows else {"accumulation": accumulation}
+            total = values.batch * accumulation
+            fixed = Fixed(effective_batch=total) if follows else Fixed(accumulation=accumulation)
         passes = max(1, one.passes // accumulation)
         if site is None:
             site = _first_dimension(one)
-            fixed["batch"] = _likely_batch(one)
+            fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
         site = dataclasses.replace(site, calls=_calls(one, site) // accumulation) if site is not None else None
         self._check_numerics(first, second)
-        searched = [
-            *(["batch"] if "batch" not in fixed else []),
-            *(["accumulation"] if "accumulation" not in fixed else []),
-            *(["precision"] if "precision" in names else []),
-            *(["checkpointing"] if "checkpointing" in names else []),
-        ]
+        takes = {
+            "batch": fixed.batch is None,
+            "accumulation": fixed.accumulation is None,
+            "precision": "precision" in names,
+            "checkpointing": "checkpointing" in names,
+        }
         counts = one.calls_without_gradients, two.calls_without_gradients
-        more = others.accumulation - values.accumulation if "accumulation" not in fixed else 0
+        more = others.accumulation - values.accumulation if fixed.accumulation is None else 0
         each = max(0, math.ceil((counts[1] - counts[0]) / more)) if more > 0 else 0
         # An evaluation may have been between the steps of one run.
         least = min(counts[0] - each * values.accumulation, counts[1] - each * others.accumulation)
@@ -282,19 +281,19 @@ class _Inspecting:
             one.facts,
             gradient_checkpointing="checkpointing" in names or always,
             always_checkpoints="checkpointing" not in names and always,
-            interface={
-                "kind": "placeholders",
-                "searched": searched,
-                "fixed": fixed,
-                "precisions": list(self._template.precisions or ()),
-                "sample_tokens": self._sample_tokens,
-                "steps": encode(how),
-                "loader_workers": one.loader_workers,
-                "loader_prefetch": one.loader_prefetch,
-                "tunes_loader": False,
-                "has_own_settings": own is not None,
-                **({"memory_unknown": "its batches are made by its own command line"} if self._predicts else {}),
-            },
+            interface=CodeInterface(
+                "placeholders",
+                tuple(what for what, can in takes.items() if can),
+                fixed=fixed,
+                precisions=self._template.precisions or (),
+                sample_tokens=self._sample_tokens,
+                steps=how,
+                loader_workers=one.loader_workers,
+                loader_prefetch=one.loader_prefetch,
+                tunes_loader=False,
+                has_own_settings=own is not None,
+                memory_unknown="its batches are made by its own command line" if self._predicts else None,
+            ),
             own=self._own_settings(own, how) if own is not None else None,
         )
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from autotune.core.candidate import Candidate
+from autotune.core.code_interface import HowItSteps
 from autotune.core.messages import Progress
 from autotune.core.placeholders import Values, placeholders_in
-from autotune.core.schema import decode
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.training_watch import Listener, ShapesByPlace
 from autotune.worker.user.code import UserCodeError, run_script
@@ -36,40 +35,6 @@ AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The dtypes of the precisions that have one of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where samples go into a model: a dimension of what an outermost model is called with."""
-
-    model: str
-    path: str
-    dimension: int
-    factor: int = 1
-    """Rows for each sample: tokens, where a model takes them all in one dimension."""
-    calls: int = 1
-    """Calls for each micro-step."""
-
-    def rows(self, model: str, shapes: ShapesByPlace) -> int:
-        """Return the size of the dimension in a call; 0 for a call of another model."""
-        shape = shapes.get(self.path) if model == self.model else None
-        return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
-
-
-@dataclass(frozen=True, slots=True)
-class HowItSteps:
-    """How a script makes the steps of its optimizers, as its inspection has shown."""
-
-    anchor: int = 0
-    """The optimizer, in the order of their first steps, whose step ends a whole step."""
-    passes: int = 1
-    """Backward passes of a micro-step."""
-    calls_without_gradients: int = 0
-    """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
-    calls_without_gradients_each: int = 0
-    """As many more for each micro-step."""
-    site: Site | None = None
-    """``None`` where it is not known where samples go in."""
-
-
 class PlaceholderTrial(StepsTrial):
     """A trial of a script that is started with other values on its command line."""
 
@@ -80,7 +45,7 @@ class PlaceholderTrial(StepsTrial):
         self._run_all_micro_steps()
         words, variables = template.own_words() or (), {}
         if not self._is_unmodified:
-            values = Values.of(self._candidate, interface.get("sample_tokens"))
+            values = Values.of(self._candidate, interface.sample_tokens)
             words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
             variables = dict(filled)
         set_variables(source.variables, variables)
@@ -101,7 +66,7 @@ class PlaceholderTrial(StepsTrial):
         assert self._checks is not None
         interface = self._source.interface
         self._effort = with_prefetch_warmup(
-            self._effort, self._candidate, interface.get("loader_workers", 0), interface.get("loader_prefetch")
+            self._effort, self._candidate, interface.loader_workers, interface.loader_prefetch
         )
         self._callback = measured = MeasuredSteps(
             self._meter,
@@ -112,11 +77,10 @@ class PlaceholderTrial(StepsTrial):
             busy=self._busy_step(),
             checks=self._checks,
         )
-        how = decode(interface.get("steps", {}), HowItSteps)
         steps = self._checks.watch.listener = HookedSteps(
             self._source.name,
             self._candidate,
-            how,
+            interface.steps,
             measured,
             on_begin=self.begins,
             on_step=self._check_numerics,
@@ -135,7 +99,7 @@ class PlaceholderTrial(StepsTrial):
         if self._is_unmodified:
             return
         assert self._checks is not None
-        searched, arm, watch = self._source.interface.get("searched", ()), self._candidate.arm, self._checks.watch
+        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, AUTOCAST.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:

@@ -37,7 +37,7 @@ def main() -> None:
     sys.argv = [source.file, *source.argv]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
-    _PREPARE[training.kind](training)
+    _PREPARE[source.framework](training)
     if source.kind == "build":
         _apply(training, _function(training)(dict(training.arguments))).train()
     elif source.kind == "loop":
@@ -134,7 +134,7 @@ def _apply_to_trainers(training: RealTraining, module: ModuleType) -> None:
 
 def _prepare_loader(training: RealTraining, batch: int | None) -> None:
     """Have the training ``DataLoader`` made with the winner's batch and processes, where it is known."""
-    arm, key = training.candidate.arm, training.source.interface.get("loader_key")
+    arm, key = training.candidate.arm, training.source.interface.loader_key
     if key is None or (batch is None and not arm.dataloader_num_workers):
         return
 
@@ -147,7 +147,7 @@ def _prepare_loader(training: RealTraining, batch: int | None) -> None:
 
 
 def _takes(training: RealTraining, what: str) -> bool:
-    return what in training.source.interface.get("searched", ())
+    return what in training.source.interface.searched
 
 
 def _set_products(training: RealTraining) -> None:
@@ -168,7 +168,7 @@ def _prepare_loop(training: RealTraining) -> None:
 def _prepare_accelerate(training: RealTraining) -> None:
     _prepare_loader(training, _batch(training))
     accumulation = training.candidate.gradient_accumulation_steps
-    if training.source.interface.get("accumulates_by") == "option":
+    if training.source.interface.accumulates_by == "option":
         from autotune.worker.user.script_options import set_options
 
         set_options({"gradient_accumulation_steps": accumulation})

@@ -9,7 +9,6 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.outcome import Outcome, outcome_document
 from autotune.core.scratch import Scratch
-from autotune.core.training_source import kind_of_code
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
@@ -59,7 +58,7 @@ def run_own(
         leave(0)
 
     if isinstance(work, TrialWork):
-        kind = _TRIALS["loop" if source.kind == "loop" else kind_of_code(source.interface)]
+        kind = _TRIALS[source.framework]
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune.core.candidate import Precision
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
@@ -148,7 +149,7 @@ def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratc
 def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
     """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
     assert work.arms is not None
-    if (unknown := model.interface.get("untraceable")) is not None:
+    if (unknown := model.interface.untraceable) is not None:
         tracing.end()
         return Memory(unknown=unknown)
     seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
@@ -158,7 +159,7 @@ def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, 
         problem = seen.answer.problem
         return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
     traced = seen.answer.inspection.model
-    return Memory(traced.memory, traced.interface.get("memory_unknown"))
+    return Memory(traced.memory, traced.interface.memory_unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,9 @@ class _Inspection:
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
-                model = _model_facts(trainer, {"kind": "trainer", **self._overlay.made_from})
+                model = _model_facts(
+                    trainer, CodeInterface("trainer", made_from=self._overlay.made_from, place=self._overlay.place)
+                )
                 self._check(trainer, self._overlay.tuned)
                 model = add_memory(self._work, model, lambda: TrainerStep(trainer))
             except BaseException as error:
@@ -272,7 +275,7 @@ class _Inspection:
         self._finish(_Seen(problem, failed_probing, may_have_collided))
 
 
-def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
+def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
     """Return the model's facts, and the settings that the user's code would train with."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)

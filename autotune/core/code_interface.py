@@ -1,0 +1,111 @@
+"""Describe how code of the user's own takes its settings, as its inspection has shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autotune.core.candidate import Precision
+from autotune.core.protection import ProtectionKind
+
+Framework = Literal["trainer", "loop", "accelerate", "lightning", "placeholders"]
+"""What code trains with; ``placeholders``: a script that is told its settings by its command line, whatever it trains
+with."""
+MadeFrom = Literal["flags", "file", "code"]
+"""Where a script's ``TrainingArguments`` come from."""
+SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
+"""What of a candidate code other than a Trainer's may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where samples go into a model: a dimension of what an outermost model is called with."""
+
+    model: str
+    """``GPT#0``: its class, and its place in the order of the models' first calls."""
+    path: str
+    """Where the tensor stands among what the model is called with: ``0``, ``1.input_ids``."""
+    dimension: int
+    factor: int = 1
+    """Rows for each sample: tokens, where a model takes them all in one dimension."""
+    calls: int = 1
+    """Calls for each micro-step."""
+
+    def rows(self, model: str, shapes: dict[str, tuple[int, ...]]) -> int:
+        """Return the size of the dimension in a call; 0 for a call of another model."""
+        shape = shapes.get(self.path) if model == self.model else None
+        return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HowItSteps:
+    """How a script makes the steps of its optimizers."""
+
+    anchor: int = 0
+    """The optimizer, in the order of their first steps, whose step ends a whole step."""
+    passes: int = 1
+    """Backward passes of a micro-step."""
+    calls_without_gradients: int = 0
+    """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
+    calls_without_gradients_each: int = 0
+    """As many more for each micro-step."""
+    site: Site | None = None
+    """``None`` where it is not known where samples go in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a command line with placeholders decides itself; ``None`` for what it is told."""
+
+    batch: int | None = None
+    accumulation: int | None = None
+    effective_batch: int | None = None
+    """The samples of an optimizer step, of which the script makes its accumulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInterface:
+    """How code takes its settings; of code that was not looked at, a Trainer that takes them all as flags."""
+
+    kind: Framework = "trainer"
+    searched: tuple[str, ...] = SETTINGS
+    """Which of ``SETTINGS`` a trial can replace."""
+    made_from: MadeFrom = "flags"
+    """Where a script's ``TrainingArguments`` come from."""
+    place: str | None = None
+    """The name of that file, or the line of the code."""
+    loader_key: str | None = None
+    """The line that makes the training ``DataLoader``, and which of those made there: ``/home/me/train.py:12#0``."""
+    loader: str | None = None
+    """That line for a person."""
+    loader_workers: int = 0
+    loader_prefetch: int | None = None
+    loader_batch: int | None = None
+    """Samples of a loop's batches at the default of its ``LoopConfig``; ``None`` where its loader does not say."""
+    tunes_loader: bool = True
+    """Whether the processes that load data can be tuned."""
+    batch_shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tensors of a loop's first batch."""
+    accumulates_by: Literal["accelerator", "option", "script"] | None = None
+    """What decides the accumulation of a script with an ``Accelerator``: that, a command-line option, its own code."""
+    accelerator: str = ""
+    """The file and line that makes the ``Accelerator``."""
+    passed: tuple[str, ...] = ()
+    """Settings that the script passes to it, so that ``accelerate launch`` does not decide them."""
+    flags: dict[str, str] = field(default_factory=dict)
+    """Options of the script's own parser, by what they decide: one of ``SETTINGS``, or ``workers``."""
+    fixed: Fixed = Fixed()
+    precisions: tuple[Precision, ...] = ()
+    """Those that a placeholder says the script's names of; none where it says no names."""
+    sample_tokens: int | None = None
+    """Tokens of a sample, where a placeholder asks for a total of them."""
+    steps: HowItSteps = HowItSteps()
+    """Of a script with placeholders."""
+    has_own_settings: bool = True
+    """Whether it trains without being told anything."""
+    memory_unknown: str | None = None
+    """Why its memory is not predicted; ``None`` where it is, or was not asked for."""
+    untraceable: str | None = None
+    """Why its steps cannot be traced without a GPU."""
+    protection: ProtectionKind | None = None
+    """What keeps trials from the user's files; ``None`` where nothing was run in a trial process."""
