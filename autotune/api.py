@@ -26,6 +26,7 @@ from autotune.core.options import (
     Objective,
     SamplerName,
     SearchEffort,
+    SwitchChoice,
     check_arguments,
 )
 from autotune.core.outcome import Completed, Measurement
@@ -227,6 +228,7 @@ class SearchOptions(TypedDict, total=False):
     pad_to_max_length: bool
     pad_to_multiple_of: int | None
     group_by_length: bool
+    packing: bool
     device: str | None
     gpus: int | str | Sequence[int | str] | None
     parallel: bool
@@ -243,6 +245,7 @@ class SearchOptions(TypedDict, total=False):
     cuda_graphs: LeverChoice
     partial_checkpointing: int | str
     unpadded: LeverChoice
+    padding_free: SwitchChoice
     fused_loss: LeverChoice
     liger: LeverChoice
     cpu_affinity: LeverChoice

@@ -103,6 +103,8 @@ class Arm:
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
     unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))
     """No attention mask is passed, since no sample is padded."""
+    padding_free: bool = field(default=False, metadata=_said("padding-free", sparse=True))
+    """The samples of a batch come in one row, each attending to itself alone, so that none is padded."""
     fused_loss: bool = field(default=False, metadata=_said("fused loss", sparse=True))
     """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
 

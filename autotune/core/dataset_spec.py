@@ -38,14 +38,24 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """The samples before they were packed in rows."""
+
+    samples: int
+    lengths: Lengths
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """What reading the dataset once showed."""
 
     samples: int
+    """Samples of a batch are drawn from so many: rows, where they are packed."""
     num_labels: int | None = None
     """Number of classes; 1 where the labels are numbers to regress on."""
     lengths: Lengths | None = None
     """``None`` for images, which all have one size."""
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class DataSpec:
     """Pad to the longest sample of a batch, as ``DataCollatorWithPadding`` does, or to the sequence length."""
     pad_to_multiple_of: int | None = None
     group_by_length: bool = False
+    packing: bool = False
+    """Whether a sample of a batch is a row of several texts."""
     facts: DataFacts | None = None
     """``None`` until the dataset was read."""
 
@@ -85,7 +97,8 @@ class DataSpec:
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the batches: everything but the place of the data and the facts that follow from it."""
-        left_out = {*self.place(), "facts"}
+        # Packing is left out where there is none, as in studies from before it.
+        left_out = {*self.place(), "facts", *(() if self.packing else ("packing",))}
         return {name: value for name, value in self.document().items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:
@@ -123,4 +136,15 @@ def describe_lengths(lengths: Lengths) -> str:
         f"0 {bars} {lengths.longest} tokens: min {lengths.shortest}, median {lengths.median}, "
         f"95 % below {lengths.percentile_95}, max {lengths.longest}; {lengths.truncated:.1%} truncated, "
         f"{lengths.padding:.0%} of a batch of 8 is padding"
+    )
+
+
+def describe_packing(facts: DataFacts) -> str:
+    """Return ``601 samples packed in 84 rows of at most 122 tokens, 99.2% full``; of samples that are packed."""
+    assert facts.packed is not None
+    assert facts.lengths is not None
+    full = facts.lengths.mean / facts.lengths.longest
+    return (
+        f"{facts.packed.samples:,} samples packed in {facts.samples:,} rows of at most {facts.lengths.longest} tokens, "
+        f"{full:.1%} full"
     )

@@ -43,6 +43,7 @@ from autotune.core.option_kinds import (
 from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
 
 LeverChoice = Literal["auto", "on", "off"]
+SwitchChoice = Literal["on", "off"]
 CheckpointingChoice = Literal["auto", "on", "off"]
 Objective = Literal["throughput", "max-batch"]
 SearchEffort = Literal["quick", "default"]
@@ -233,6 +234,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("pad_to_multiple_of", COUNT, "Pad further, to a multiple of N tokens.", **_DATA),
     Option("group_by_length", FLAG,
         "Make batches of samples of similar lengths (train_sampling_strategy=group_by_length).", **_DATA),
+    Option(
+        "packing", FLAG,
+        "Pack the samples of a causal language model in rows of at most --seq-len tokens, each whole. Batches are then "
+        "counted in rows, which changes how many samples a step has.", **_DATA,
+    ),
     Option("gpu", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED,
            help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."}),
     Option(
@@ -335,6 +341,12 @@ OPTIONS: tuple[Option, ...] = (
         "unpadded", LEVER,
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", TRIED,
         default_text="auto", request_field="unpadded", sparse=True,
+    ),
+    Option(
+        "padding_free", choice(*get_args(SwitchChoice)),
+        "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
+        "itself alone. Your own batches differ in length then.", TRIED, default_text="off",
+        request_field="padding_free", sparse=True,
     ),
     Option(
         "fused_loss", LEVER,

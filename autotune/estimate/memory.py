@@ -270,10 +270,11 @@ class MemoryModel:
         """Return the prediction of an arm of which no step was traced; ``None`` where it follows from no other.
 
         Peak memory is affine in the number of layers that recompute their activations. A mask takes no memory that
-        counts, and a graph needs at least what the same step needs without.
+        counts, samples that are as long as the longest have no padding, and a graph needs at least what the same step
+        needs without.
         """
         arm = candidate.arm
-        plain = without(arm, ("cuda_graphs", "unpadded", "checkpointed_layers"))
+        plain = without(arm, ("cuda_graphs", "unpadded", "padding_free", "checkpointed_layers"))
         whole = self.prediction(replace(candidate, arm=plain)) if plain != arm else None
         if whole is None or arm.checkpointed_layers is None:
             return whole

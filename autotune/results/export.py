@@ -67,6 +67,8 @@ class Export:
     """Environment variables that the training process needs from its start."""
     source: TrainingSource | None = None
     """The user's own code; ``None`` for a model by name."""
+    row_tokens: int | None = None
+    """Tokens of the rows that samples are packed in; ``None`` where they are not."""
     world_size: int = 1
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
@@ -187,6 +189,7 @@ def make_export(report: Report) -> Export:
         f"transformers {packages['transformers']}; "
         + ("" if is_own else f"{report.workload['task']}, ")
         + f"{describe_data(report.workload)}",
+        row_tokens=report.workload["seq_len"] if data and data.get("packing") else None,
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
         environment=_variables(best.candidate, packages["torch"]),
@@ -504,18 +507,25 @@ def _python(export: Export) -> str:
     arguments = f"arguments = TrainingArguments(\n{fields})\n"
     # ZeRO-3 shards a model while it is loaded, for which the arguments have to be there.
     is_first = export.candidate.arm.zero_stage is not None
+    applying = "apply, pack" if export.row_tokens else "apply"
+    rows = f"rows = pack(dataset, {export.row_tokens})\n" if export.row_tokens else ""
     return (
         f"# measured on {in_one_line(export.measured)}\n"
         + (f"import os\n\n{variables}\n" if variables else "")
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
-        + ("from autotune.training import apply\n\n" if export.applied else "")
+        + (f"from autotune.training import {applying}\n\n" if export.applied else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_call('LoraConfig', export.lora)})\n" if export.lora else "")
         + ("" if is_first else arguments)
+        + (
+            f"# of tokenized samples, for Trainer(train_dataset=rows, data_collator=rows.collate):\n{rows}"
+            if rows
+            else ""
+        )
         + (f"# once there is a Trainer:\n{export.applied}\n" if export.applied else "")
     )
 

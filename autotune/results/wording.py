@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.core.candidate import Arm, Document
 from autotune.core.ceiling import Ceiling
-from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.core.stop import StopReason
@@ -86,6 +86,8 @@ def describe_data(workload: Document) -> str:
 
 def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
     """Return ``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
+    if facts.packed is not None:
+        return f"{data.label}, {describe_packing(facts)}; batches are counted in rows"
     words = f"{data.label}, {facts.samples:,} samples"
     if facts.lengths is None:
         return words

@@ -39,6 +39,10 @@ class Training:
     """Whether samples are padded."""
     shapes_vary: bool = False
     """Whether batches differ in length."""
+    packs: bool = False
+    """Whether several samples are packed in a row, on whatever they are trained."""
+    is_read: bool = True
+    """Whether the lengths of the samples are known."""
     layers: int | None = None
     """How many layers of the model can recompute their activations; ``None`` where that is not known."""
 
@@ -56,6 +60,8 @@ class Training:
             is_own_code=workload.source is not None,
             pads=workload.padding > 0 or len({*ends, *padded}) > 1,
             shapes_vary=len({*padded}) > 1,
+            packs=data is not None and data.packing,
+            is_read=data is None or data.facts is not None,
             layers=layers,
         )
 
@@ -175,7 +181,20 @@ def _needs_mask(training: Training) -> str | None:
         return "your own code makes its batches"
     if training.task in ("image-classification", "speech-seq2seq"):
         return f"{training.task} has no attention mask"
+    if training.packs:
+        return "samples are packed, which are kept apart by their positions"
     return "samples are padded, which the mask hides" if training.pads else None
+
+
+def _nothing_to_join(training: Training) -> str | None:
+    if training.is_own_code:
+        return (
+            "your own code makes its batches; TRL has padding_free=True, and autotune.training.apply(trainer, "
+            "padding_free=True) does it for a Trainer"
+        )
+    if training.task != "causal-lm":
+        return f"samples of {training.task} are not put in one row"
+    return "no sample is padded" if training.is_read and not (training.pads or training.packs) else None
 
 
 def _no_logits(training: Training) -> str | None:
@@ -287,6 +306,12 @@ LEVERS: tuple[Lever, ...] = (
         obstacle=_needs_mask, option="unpadded",
         prior=Prior("passing no mask", "an estimate; compiled code and graphs need it", passing=0.97),
     ),
+    # Asked for by name: it changes what a batch is for kernels and for code that looks at it.
+    Lever(
+        "padding_free", is_applied=True, saving=lambda arm: arm.padding_free, preference=11, is_traced=operator.not_,
+        excludes=("unpadded", "torch_compile", "cuda_graphs", "use_liger_kernel"), obstacle=_nothing_to_join,
+        option="padding_free",
+    ),
     Lever(
         "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
         excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss",
@@ -394,6 +419,8 @@ def excluding(arm: Arm) -> str | None:
         beside = [name for name in row.excludes if getattr(arm, name) != _DEFAULTS[name]]
         if beside and getattr(arm, row.name) != _DEFAULTS[row.name]:
             return f"{row.name} does not go with {beside[0]}"
+    if arm.padding_free and arm.zero_stage == 3:
+        return "padding_free is tried on whole weights, which ZeRO-3 has divided"
     return "DeepSpeed's steps are not searched compiled" if arm.torch_compile and arm.zero_stage is not None else None
 
 

@@ -18,6 +18,8 @@ from autotune.training.errors import SettingUnavailableError as SettingUnavailab
 from autotune.training.graphs import use_cuda_graphs
 from autotune.training.loss import fuse_loss
 from autotune.training.masks import leave_out_full_masks
+from autotune.training.rows import join_samples
+from autotune.training.rows import pack as pack
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -27,20 +29,24 @@ def apply(
     *,
     checkpointed_layers: int | None = None,
     unpadded: bool = False,
+    padding_free: bool = False,
     fused_loss: bool = False,
     cuda_graphs: bool = False,
 ) -> AnyTrainer:
     """Apply settings to a ``Trainer`` that has not begun to train, and return it.
 
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
-    ``TrainingArguments``. ``unpadded``: pass no attention mask, since no sample is padded. ``fused_loss``: compute the
-    loss of a causal language model without all logits. ``cuda_graphs``: launch each forward and backward pass as one
-    CUDA graph. Raises ``SettingUnavailableError`` where a training does not allow one.
+    ``TrainingArguments``. ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the
+    samples of a batch of a causal language model in one row, without padding. ``fused_loss``: compute its loss without
+    all logits. ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises
+    ``SettingUnavailableError`` where a training does not allow one.
     """
     if checkpointed_layers is not None:
         checkpoint_some_layers(trainer, checkpointed_layers)
     if unpadded:
         leave_out_full_masks(trainer)
+    if padding_free:
+        join_samples(trainer)
     if fused_loss:
         fuse_loss(trainer)
     if cuda_graphs:

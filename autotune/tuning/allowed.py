@@ -78,9 +78,7 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
         why = row.obstacle(training) if row.option and row.obstacle else None
         if why is not None and row.option and row.name in request.settings():
             option = f"--{row.option.replace('_', '-')}"
-            raise InvalidRequestError(
-                f"{option} {getattr(request, row.option)}: {why}", f"leave {option} at auto or off"
-            )
+            raise InvalidRequestError(f"{option} {getattr(request, row.option)}: {why}", f"leave {option} out")
     asked = request.settings().get("checkpointed_layers", 0)
     if layers is not None and asked > layers:
         raise InvalidRequestError(

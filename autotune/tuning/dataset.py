@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autotune.core.dataset_spec import DataFacts, describe_lengths
+from autotune.core.dataset_spec import DataFacts, describe_lengths, describe_packing
 from autotune.core.errors import InvalidRequestError
 from autotune.execution import TrialServer
 from autotune.models.tasks import max_seq_len
@@ -41,7 +41,10 @@ def read_data(
         raise
     for server in others:
         server.read_data(folder)
-    if facts.lengths is not None:
+    if facts.packed is not None:
+        note(describe_lengths(facts.packed.lengths))
+        note(describe_packing(facts))
+    elif facts.lengths is not None:
         note(describe_lengths(facts.lengths))
     return request
 

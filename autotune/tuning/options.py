@@ -121,7 +121,7 @@ def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[st
         raise InvalidRequestError(f"{said} and --effective-batch both say what a step is", "give one of the two")
     if not workload.is_text:
         raise InvalidRequestError(f"{said}: samples of {workload.task} are not text", "give --effective-batch")
-    if workload.data is not None:
+    if workload.data is not None and not workload.data.packing:
         raise InvalidRequestError(
             f"{said}: samples of --dataset differ in length", "give --effective-batch, in samples"
         )
@@ -225,6 +225,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
         padding="max_length" if options["pad_to_max_length"] else "longest",
         pad_to_multiple_of=options["pad_to_multiple_of"],
         group_by_length=options["group_by_length"],
+        packing=options["packing"],
     )
 
 
@@ -239,11 +240,20 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
             "leave --padding out",
         )
     image_only, text_only = ("image_column",), ("text_column", "tokenizer", "pad_to_max_length", "pad_to_multiple_of",
-                                                "group_by_length")  # fmt: skip
+                                                "group_by_length", "packing")  # fmt: skip
     foreign = text_only if task == "image-classification" else image_only
     for option in foreign:
         if options.get(option):
             raise InvalidRequestError(f"{BY_NAME[option].parameter} does not apply to {task}", "leave it out")
+    if options["packing"]:
+        if task != "causal-lm":
+            raise InvalidRequestError(f"--packing: samples of {task} are not packed", "leave it out")
+        against = [name for name in ("pad_to_max_length", "pad_to_multiple_of", "group_by_length") if options[name]]
+        if against:
+            raise InvalidRequestError(
+                f"{BY_NAME[against[0]].parameter} does not go with --packing, which leaves nothing to pad",
+                "give one of the two",
+            )
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")

@@ -21,6 +21,7 @@ from autotune.core.options import (
     Option,
     SamplerName,
     SearchEffort,
+    SwitchChoice,
 )
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
@@ -80,6 +81,7 @@ class SearchRequest:
     partial_checkpointing: str = "auto"
     """``auto``, ``off`` or a number of layers."""
     unpadded: LeverChoice = "auto"
+    padding_free: SwitchChoice = "off"
     fused_loss: LeverChoice = "auto"
     liger: LeverChoice = "off"
     cpu_affinity: LeverChoice = "auto"
@@ -205,6 +207,8 @@ class SearchRequest:
         if self.objective == "max-batch":
             # Compiling does not change the largest batch that fits.
             chosen.pop("torch_compile", None)
+        if self.workload.data is not None and self.workload.data.packing:
+            chosen["padding_free"] = True
         if self.partial_checkpointing.isdigit():
             chosen["checkpointed_layers"] = int(self.partial_checkpointing)
         return chosen

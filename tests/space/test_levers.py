@@ -133,6 +133,18 @@ class TestObstacles:
         assert self.told("unpadded", with_lengths(5, 9, padding="max_length")) is not None
         assert self.told("unpadded", with_lengths(9, 9)) is None
 
+    def test_samples_are_joined_where_one_may_be_padded(self) -> None:
+        assert self.told("padding_free") == "no sample is padded"
+        assert self.told("padding_free", with_lengths(9, 9)) == "no sample is padded"
+        assert self.told("padding_free", with_lengths(5, 9)) is None
+        packed = with_lengths(9, 9)
+        assert packed.data is not None
+        packed = dataclasses.replace(packed, data=dataclasses.replace(packed.data, packing=True))
+        assert self.told("padding_free", packed) is None
+        assert "packed" in str(self.told("unpadded", packed))
+        unread = dataclasses.replace(packed, data=DataSpec("/data", "json", "0"))
+        assert self.told("padding_free", unread) is None
+
     def test_only_a_loss_over_a_vocabulary_is_fused(self) -> None:
         assert self.told("fused_loss", BERT_LARGE) is not None
 

@@ -52,6 +52,7 @@ class TestChecked:
         [
             ("fused_loss", "--fused-loss on: sequence-classification has no loss over a vocabulary"),
             ("unpadded", "--unpadded on: samples are padded"),
+            ("padding_free", "--padding-free on: samples of sequence-classification are not put in one row"),
         ],
     )
     def test_a_lever_that_the_training_cannot_have(self, lever: str, words: str) -> None:

@@ -289,3 +289,16 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     assert reading._is_at_hand("someone/model") is answers
     assert reading._is_at_hand(str(tmp_path))
     assert asked == [1]
+
+
+def test_packed_samples_are_read_and_trained_on_in_rows(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path
+) -> None:
+    data = spec(write_jsonl(tmp_path / "data.jsonl", samples(WORDS)), tokenizer, packing=True)
+    found = read("llama-tiny", data, seq_len=64)
+    tokens = sum(WORDS) + len(WORDS) * BESIDE_WORDS
+    packed, rows = found.facts.packed, found.facts
+    assert (packed.samples, packed.lengths.longest) == (len(WORDS), LONGEST)
+    assert rows.samples == -(-tokens // 64)
+    assert rows.lengths.mean * rows.samples == pytest.approx(tokens)
+    check_fed(found.trial(Candidate(Arm(padding_free=True), 4)).completed, 64)

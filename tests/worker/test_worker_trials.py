@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -210,6 +211,13 @@ def test_levers_that_are_applied_train_the_same_with_less_memory(trial_server: S
     some, all_layers = measured(**checkpointed, checkpointed_layers=4), measured(**checkpointed)
     for other in (fused, some, measured(unpadded=True)):
         assert other.train_loss == pytest.approx(stock.train_loss, rel=1e-5)
+    half = replace(workload, padding=0.5)
+    padded, joined = (
+        trial_server.trial(half, Candidate(Arm(padding_free=on), 16), effort).completed.measurement
+        for on in (False, True)
+    )
+    assert joined.train_loss == pytest.approx(padded.train_loss, rel=1e-5)
+    assert joined.peak_reserved_bytes < 0.9 * padded.peak_reserved_bytes
     assert fused.peak_reserved_bytes < 0.9 * stock.peak_reserved_bytes
     assert all_layers.peak_reserved_bytes < some.peak_reserved_bytes < stock.peak_reserved_bytes
 

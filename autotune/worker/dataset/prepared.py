@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from autotune.core.workload import Workload
+from autotune.training.rows import PackedRows
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
 from autotune.worker.private.transformers import OrderedTrainer
 
@@ -27,6 +28,8 @@ from autotune.worker.private.transformers import OrderedTrainer
 SAMPLES_FOLDER = "samples"
 LENGTHS_FILE = "lengths.npy"
 TARGET_LENGTHS_FILE = "target_lengths.npy"
+ROWS_FILE = "rows.npy"
+"""The row of each sample, where they are packed; lengths are then those of the rows."""
 TOKENIZER_FOLDER = "tokenizer"
 IMAGE = "image"
 """The column of undecoded images: a struct of ``bytes`` and ``path``."""
@@ -56,7 +59,12 @@ class PreparedDataset:
         # Imported here since it takes seconds, which nothing else in this module does.
         from datasets import load_from_disk
 
-        self.dataset = load_from_disk(str(self._folder / SAMPLES_FOLDER))
+        self.dataset: Any = load_from_disk(str(self._folder / SAMPLES_FOLDER))
+        if self._spec.packing:
+            of_sample = np.load(self._folder / ROWS_FILE)
+            by_row = np.argsort(of_sample, kind="stable")
+            ends = np.searchsorted(of_sample[by_row], np.arange(1, of_sample.max() + 1))
+            self.dataset = PackedRows(self.dataset, [row.tolist() for row in np.split(by_row, ends)])
         self._lengths = self._array(LENGTHS_FILE)
         self._targets = self._array(TARGET_LENGTHS_FILE)
         self.is_text = self._lengths is not None
@@ -97,7 +105,10 @@ class PreparedDataset:
         """
         datasets = {"train_dataset": self.dataset}
         if evaluated is not None:
-            datasets["eval_dataset"] = self.dataset.select(range(min(evaluated, len(self.dataset))))
+            some = range(min(evaluated, len(self.dataset)))
+            datasets["eval_dataset"] = self.dataset.select(some)
+        if self._spec.packing:
+            return {**datasets, "data_collator": PackedRows.collate}
         if self.is_text:
             tokenizer = AutoTokenizer.from_pretrained(str(self._folder / TOKENIZER_FOLDER))
             return {**datasets, "processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}

@@ -20,16 +20,18 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
 from autotune.core.dataset_folder import publish_data
-from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.messages import DataAnswer, Problem
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
+from autotune.training.rows import best_fit
 from autotune.worker.dataset.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
 from autotune.worker.dataset.loading import load
 from autotune.worker.dataset.prepared import (
     IMAGE,
     LENGTHS_FILE,
+    ROWS_FILE,
     SAMPLES_FOLDER,
     TARGET_LENGTHS_FILE,
     TOKENIZER_FOLDER,
@@ -133,10 +135,24 @@ class _Reading:
         targets = _token_counts(tokenized, "labels") if is_seq2seq else None
         tokenized.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
-        np.save(self._folder / LENGTHS_FILE, lengths)
         if targets is not None:
             np.save(self._folder / TARGET_LENGTHS_FILE, targets)
-        return DataFacts(len(lengths), num_labels, self._describe(lengths, raw, targets))
+        described = self._describe(lengths, raw, targets)
+        if not self._spec.packing:
+            np.save(self._folder / LENGTHS_FILE, lengths)
+            return DataFacts(len(lengths), num_labels, described)
+        rows = self._pack(lengths)
+        np.save(self._folder / LENGTHS_FILE, rows)
+        return DataFacts(len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described))
+
+    def _pack(self, lengths: Any) -> Any:
+        """Write down which row each sample is packed in; return an array (rows,) of their tokens."""
+        of_sample = np.empty(len(lengths), dtype=np.int64)
+        rows = best_fit(lengths.tolist(), self._workload.seq_len)
+        for number, row in enumerate(rows):
+            of_sample[row] = number
+        np.save(self._folder / ROWS_FILE, of_sample)
+        return np.array([int(lengths[row].sum()) for row in rows], dtype=np.int64)
 
     def _tokenizer(self) -> Any:
         name = self._spec.tokenizer

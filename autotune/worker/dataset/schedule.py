@@ -105,6 +105,8 @@ class BatchShape:
     """Whether measured steps with new padded lengths are run twice."""
     ranks: int = 1
     """Processes that train together; accelerate gives them the batches in turn."""
+    joins: bool = False
+    """Whether the samples of a micro-step come in one row, without padding."""
 
 
 def make_schedule(
@@ -125,7 +127,11 @@ def make_schedule(
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
     # Axes: step, micro-step, rank, sample.
     steps = epoch.reshape(-1, shape.micro_steps, shape.ranks, shape.batch)
-    padded = _padded(sizes[steps].max(axis=3), spec, seq_len, is_text=lengths is not None)
+    if shape.joins:
+        # As many tokens as a batch of samples of the mean length has.
+        padded = sizes[steps].mean(axis=3)
+    else:
+        padded = _padded(sizes[steps].max(axis=3), spec, seq_len, is_text=lengths is not None)
     # Inputs and targets are padded separately: both lengths in one number.
     shapes = padded
     if targets is not None:

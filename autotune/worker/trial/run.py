@@ -307,6 +307,7 @@ class Trial:
             # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
             rehearses=dataset.makes_new_shapes and self._device_kind == "cuda",
             ranks=self._ranks.count,
+            joins=candidate.arm.padding_free,
         )
         return dataset.schedule(shape, self._seed)
 

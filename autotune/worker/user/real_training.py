@@ -104,6 +104,7 @@ def _beside_arguments(training: RealTraining) -> dict[str, Any]:
     values = {
         "checkpointed_layers": arm.checkpointed_layers,
         "unpadded": arm.unpadded,
+        "padding_free": arm.padding_free,
         "fused_loss": arm.fused_loss,
         "cuda_graphs": arm.cuda_graphs,
     }

@@ -40,8 +40,11 @@ _MOST_WARMUP_STEPS = 5
 class _Watch(TrainerCallback):  # type: ignore[misc]
     """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
 
-    def __init__(self, meter: Meter, steps: int, evaluates: bool, wait_for_ranks: Callable[[], None]) -> None:
+    def __init__(self, meter: Meter, work: StockWork, wait_for_ranks: Callable[[], None]) -> None:
         self._meter = meter
+        data, steps, evaluates = work.workload.data, work.steps, work.evaluates
+        packs = data is not None and data.packing
+        self._rows = int(work.arguments["per_device_train_batch_size"]) if packs else None
         self._wait_for_ranks = wait_for_ranks
         self._steps = steps
         self._warmup = min(_MOST_WARMUP_STEPS, steps // 4)
@@ -66,7 +69,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
-        self._samples += shapes[0][0]
+        joined = inputs.get("cu_seq_lens_q")
+        self._samples += shapes[0][0] if joined is None else self._rows or len(joined) - 1
         self._new_shapes += lengths not in self._shapes
         self._shapes.add(lengths)
 
@@ -133,7 +137,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
-    watch = _Watch(meter, work.steps, work.evaluates, wait_for_ranks=lambda: PartialState().wait_for_everyone())
+    watch = _Watch(meter, work, wait_for_ranks=lambda: PartialState().wait_for_everyone())
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:

@@ -1,0 +1,301 @@
+"""Train a causal language model on rows of whole samples: without padding, and packed.
+
+Samples of different lengths are padded to the longest of a batch, and the padding is computed like any token. Here the
+samples of a batch come one after the other in a single row. Positions begin at 0 in each, and each attends to itself
+alone, so that the loss of every token is what it was. Whether that holds is tried on the model before it trains.
+"""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import AttentionInterface, Trainer
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from autotune.training.errors import SettingUnavailableError
+
+ATTENTION = "autotune_varlen"
+"""The attention of samples in one row, as transformers knows it."""
+
+_IGNORED = -100
+# Those that take the mask of several samples in a row from their positions, or their ends from ``cu_seq_lens``.
+_TELLING_APART = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Logits of a sample differ by this much of their largest value at most when another sample of the row changes. Kernels
+# give the same bits; LLM.int8 chooses its columns among all tokens. A choice.
+_APART = 1e-3
+# The same for a sample in a row of its own, where other kernels round in 16 bits. A choice.
+_ALIKE = 0.05
+
+
+def _each_by_itself(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return causal attention within samples; tensors are (1, heads, tokens, size)."""
+    parts = []
+    for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True):
+        tokens = q.shape[2]
+        mask = None
+        if window is not None and tokens > window:
+            ones = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+            mask = ones.tril().triu(1 - window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return the same from torch's kernel for samples of several lengths, which is for GPUs and 16 bits."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.10 has is_causal, later versions a window.
+    call: Any = varlen_attn
+    takes_window = "window_size" in inspect.signature(call).parameters
+    if window is not None and not takes_window:
+        raise SettingUnavailableError("this torch has no attention within a window for samples in one row")
+    causal = {"window_size": (window - 1 if window else -1, 0)} if takes_window else {"is_causal": True}
+    flat = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    found: torch.Tensor = call(*flat, ends, ends, longest, longest, scale=scale, **causal)
+    return found.transpose(0, 1)[None]
+
+
+def _has_kernel() -> bool:
+    try:
+        from torch.nn.attention import varlen  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def attend_within_samples(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend causally within each sample of one row, as an attention of transformers.
+
+    ``query``: (1, heads, tokens, size); ``key``, ``value``: (1, as many heads or fewer, tokens, size);
+    ``cu_seq_lens_q``: (samples + 1,), where each begins, and the end. Returns (1, tokens, heads, size). Raises
+    ``SettingUnavailableError`` for what it does not compute.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise SettingUnavailableError(
+            "this model was set to train on samples in one row; for anything else call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+    odd = [name for name in ("softcap", "position_bias", "s_aux") if kwargs.get(name) is not None]
+    if odd or not getattr(module, "is_causal", True):
+        raise SettingUnavailableError(
+            f"attention with {odd[0]} is not computed within samples" if odd else "attention is not causal"
+        )
+    groups = getattr(module, "num_key_value_groups", 1)
+    key, value = (repeat_kv(tensor, groups) if groups > 1 else tensor for tensor in (key, value))
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if device == "cuda" and is_half and not dropout and query.shape[-1] == value.shape[-1] and _has_kernel():
+        found = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, sliding_window, scaling)
+    else:
+        lengths = cu_seq_lens_q.diff().tolist()
+        found = _each_by_itself(query, key, value, lengths, sliding_window, dropout, scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attend_within_samples)
+
+
+class InOneRow:
+    """Makes batches as another collator does, with their samples one after the other in a single row."""
+
+    def __init__(self, collator: Callable[..., Any]) -> None:
+        self._collator = collator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return a batch of tensors (1, tokens), and where its samples begin.
+
+        ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), ``max_length_q`` and ``max_length_k`` the tokens of
+        the longest. A batch with ``position_ids`` has a sample begin wherever those are 0. Raises
+        ``SettingUnavailableError`` for a batch that is not of text with labels for its tokens.
+        """
+        batch = self._collator(*args, **kwargs)
+        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= set(batch):
+            raise SettingUnavailableError("a batch has no input_ids and labels; train without padding_free")
+        shape = batch["input_ids"].shape
+        odd = [name for name, value in batch.items() if getattr(value, "shape", None) != shape]
+        if odd or len(shape) != 2:
+            raise SettingUnavailableError(f"a batch has {(odd or ['input_ids'])[0]}, which has not one value a token")
+        tensors = dict(batch)
+        mask = tensors.pop("attention_mask", torch.ones(shape)).bool()
+        positions = tensors.setdefault("position_ids", mask.cumsum(1) - 1)
+        row = {name: value[mask][None] for name, value in tensors.items()}
+        # What a sample begins with follows from nothing before it.
+        row["labels"] = row["labels"].where(row["position_ids"] != 0, _IGNORED)
+        starts = (positions[mask] == 0).nonzero().flatten()
+        ends = torch.cat((starts, torch.tensor([int(mask.sum())]))).int()
+        longest = int(ends.diff().max())
+        return {**row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+class PackedRows(Dataset[dict[str, list[int]]]):
+    """Samples packed in rows of at most so many tokens, each whole; no copy is made of them."""
+
+    def __init__(self, samples: Any, rows: Sequence[Sequence[int]]) -> None:
+        self._samples = samples
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        """Return a row: tokens, labels, and positions, which begin at 0 in each sample."""
+        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for sample in map(self._samples.__getitem__, self.rows[index]):
+            tokens = sample["input_ids"]
+            row["input_ids"] += list(map(int, tokens))
+            row["labels"] += list(map(int, sample.get("labels", tokens)))
+            row["position_ids"] += range(len(tokens))
+        return row
+
+    def select(self, indices: Iterable[int]) -> PackedRows:
+        """Return some of the rows."""
+        return PackedRows(self._samples, [self.rows[index] for index in indices])
+
+    @staticmethod
+    def collate(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Return rows as one, with tensors (1, tokens)."""
+        return {name: torch.tensor([[value for row in rows for value in row[name]]]) for name in rows[0]}
+
+
+def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return rows of samples by their indices, so that few tokens of ``tokens`` are left free in each.
+
+    The longest sample comes first, and each goes where it leaves the least free (best fit decreasing). Raises
+    ``ValueError`` where a sample is longer than a row.
+    """
+    rows: list[list[int]] = []
+    # Sorted, and which rows have so many tokens left.
+    spaces: list[int] = []
+    with_space: dict[int, list[int]] = {}
+
+    def leave(row: int, space: int) -> None:
+        if space not in with_space:
+            bisect.insort(spaces, space)
+        with_space.setdefault(space, []).append(row)
+
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = int(lengths[index])
+        if length > tokens:
+            raise ValueError(f"a sample has {length} tokens, more than a row of {tokens}; truncate it first")
+        place = bisect.bisect_left(spaces, length)
+        if place == len(spaces):
+            rows.append([index])
+            leave(len(rows) - 1, tokens - length)
+            continue
+        space = spaces[place]
+        row = with_space[space].pop()
+        if not with_space[space]:
+            del with_space[space], spaces[place]
+        rows[row].append(index)
+        leave(row, space - length)
+    return rows
+
+
+def pack(samples: Any, tokens: int) -> PackedRows:
+    """Pack tokenized samples in rows of at most ``tokens`` tokens, as a dataset for a ``Trainer``.
+
+        rows = pack(dataset, 2048)
+        trainer = Trainer(…, train_dataset=rows, data_collator=rows.collate)
+        apply(trainer, padding_free=True)
+
+    ``samples`` is a sequence of ``input_ids`` and, where not every token counts, ``labels``. A batch then has so many
+    rows, not samples. Raises ``ValueError`` where a sample is longer than a row.
+    """
+    return PackedRows(samples, best_fit([len(sample["input_ids"]) for sample in samples], tokens))
+
+
+def join_samples(trainer: Trainer) -> None:
+    """Have a ``Trainer`` put the samples of each batch in one row, where each attends to itself alone.
+
+    Raises ``SettingUnavailableError`` for a model whose samples would mix.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name, config = type(base).__name__, base.config.get_text_config()
+    if getattr(config, "attention_chunk_size", None):
+        raise SettingUnavailableError(f"{name} attends within chunks, which would not begin with the samples")
+    attention = config._attn_implementation
+    if attention == "sdpa":
+        base.set_attn_implementation(ATTENTION)
+    elif attention not in _TELLING_APART:
+        raise SettingUnavailableError(
+            f"it is not known whether {attention} keeps the samples of a row apart; use sdpa, eager, flex_attention or "
+            "flash_attention_2"
+        )
+    try:
+        mixes = _mixes(trainer, base)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        base.set_attn_implementation(attention)
+        raise SettingUnavailableError(f"{name} does not take samples in one row: {error}") from error
+    if mixes:
+        base.set_attn_implementation(attention)
+        raise SettingUnavailableError(
+            f"{name} mixes the samples of a row with {attention} attention; train without padding_free and packing"
+        )
+    trainer.data_collator = InOneRow(trainer.data_collator)
+
+
+@torch.no_grad()
+def _mixes(trainer: Trainer, model: Any) -> bool:
+    """Return whether a sample's logits depend on the sample before it in the row, or where it stands there."""
+    words = model.get_input_embeddings().num_embeddings
+    first, changed, second = ([(7 * i + at) % words for i in range(count)] for at, count in ((1, 5), (3, 5), (2, 6)))
+    device = next(model.parameters()).device
+
+    def logits(*samples: list[int]) -> torch.Tensor:
+        rows = PackedRows([{"input_ids": tokens} for tokens in samples], [range(len(samples))])
+        batch = InOneRow(PackedRows.collate)([rows[0]])
+        moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        moved.pop("labels")
+        with trainer.compute_loss_context_manager():
+            found: torch.Tensor = model(**moved, use_cache=False).logits
+        return found[0, -len(second) :].float()
+
+    is_training = model.training
+    model.eval()
+    try:
+        one, other, alone = logits(first, second), logits(changed, second), logits(second)
+    finally:
+        model.train(is_training)
+    largest = one.abs().max()
+    return bool((one - other).abs().max() > _APART * largest or (one - alone).abs().max() > _ALIKE * largest)

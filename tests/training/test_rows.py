@@ -1,0 +1,135 @@
+"""Train on rows of whole samples: the same loss for every token as with padding, or a refusal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import VOCABULARY, language_model, train, trainer_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autotune.training import SettingUnavailableError, apply, pack
+from autotune.training.rows import InOneRow, best_fit
+
+LONGEST = 24
+
+
+def texts(count: int = 24) -> list[dict[str, Any]]:
+    """Return samples of 3 to 24 tokens, of whose labels the first third do not count, as of a prompt."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator).tolist()
+    ids = [torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    fills = {"input_ids": 0, "labels": -100}
+    batch = {
+        name: torch.tensor([sample[name] + [fill] * (longest - len(sample[name])) for sample in samples])
+        for name, fill in fills.items()
+    }
+    mask = [[1] * len(s["input_ids"]) + [0] * (longest - len(s["input_ids"])) for s in samples]
+    return batch | {"attention_mask": torch.tensor(mask)}
+
+
+def of_type(kind: str, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=sizes.get("attn_implementation", "sdpa"))
+
+
+def with_attention(name: str) -> Any:
+    model = language_model()
+    model.set_attn_implementation(name)
+    return model
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+MODELS = {
+    "llama, sdpa": lambda: with_attention("sdpa"),
+    "llama, eager": lambda: with_attention("eager"),
+    "gpt2": lambda: of_type(
+        "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
+    "a window of 8 tokens": lambda: of_type("mistral", **SMALL, num_key_value_heads=2, sliding_window=8),
+}
+
+
+def trainer_on(model: Any, data: Any, folder: Path, collate: Any, **settings: Any) -> Any:
+    trainer = trainer_of(model, data, folder, train_sampling_strategy="sequential", **settings)
+    trainer.data_collator = collate
+    return trainer
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": 3}
+    stock = train(trainer_on(build(), texts(), tmp_path, padded, **settings))
+    trainer = apply(trainer_on(build(), texts(), tmp_path, padded, **settings), padding_free=True)
+    seen: list[Any] = []
+    trainer.model.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
+    losses, weights = train(trainer)
+    assert losses == pytest.approx(stock[0], rel=1e-5)
+    assert torch.allclose(weights, stock[1], atol=2e-5)
+    # The work is done with less: no token is padding.
+    assert sum(given["input_ids"].numel() for given in seen) == sum(
+        len(sample["input_ids"]) for sample in texts()[: 12 * accumulation]
+    )
+
+
+def test_packed_rows_have_the_losses_of_their_samples(tmp_path: Path) -> None:
+    """All samples in one step, packed and padded."""
+    samples = texts()
+    rows = pack(samples, LONGEST)
+    assert sorted(index for row in rows.rows for index in row) == list(range(len(samples)))
+    assert all(len(row["input_ids"]) <= LONGEST for row in rows)
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    assert len(rows) <= -(-tokens // LONGEST) + 1
+    of_samples = train(
+        trainer_on(language_model(), samples, tmp_path, padded, max_steps=1, per_device_train_batch_size=len(samples))
+    )
+    packed = trainer_on(
+        language_model(), rows, tmp_path, rows.collate, max_steps=1, per_device_train_batch_size=len(rows)
+    )
+    losses, weights = train(apply(packed, padding_free=True))
+    assert losses == pytest.approx(of_samples[0], rel=1e-5)
+    assert torch.allclose(weights, of_samples[1], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: of_type("mamba", hidden_size=32, num_hidden_layers=2, attn_implementation="eager"), "Mamba"),
+        (lambda: of_type("bloom", hidden_size=32, n_layer=2, n_head=4, attn_implementation="eager"), "Bloom"),
+        (lambda: of_type("qwen3_next", **SMALL, num_key_value_heads=2, layer_types=["linear_attention"] * 2,
+                         linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
+                         linear_value_head_dim=8, num_experts=0), "Qwen3Next"),
+    ],
+    ids=["a state", "no positions", "linear attention"],
+)  # fmt: skip
+def test_a_model_that_mixes_samples_is_refused(build: Any, words: str, tmp_path: Path) -> None:
+    trainer = trainer_on(build(), texts(), tmp_path, padded)
+    with pytest.raises(SettingUnavailableError, match=words) as caught:
+        apply(trainer, padding_free=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_batches_of_something_else_are_refused() -> None:
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    for batch, words in (
+        ({"input_ids": tokens}, "no input_ids and labels"),
+        ({"input_ids": tokens, "labels": tokens, "pixel_values": torch.ones(2, 3, 4, 4)}, "a batch has pixel_values"),
+    ):
+        with pytest.raises(SettingUnavailableError, match=words):
+            InOneRow(lambda samples, batch=batch: batch)([])
+
+
+def test_samples_go_where_they_leave_the_least_free() -> None:
+    assert best_fit([5, 9, 1, 4, 6], 10) == [[1, 2], [4, 3], [0]]
+    with pytest.raises(ValueError, match=re.escape("a sample has 11 tokens, more than a row of 10")):
+        best_fit([3, 11], 10)
