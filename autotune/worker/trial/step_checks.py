@@ -173,7 +173,8 @@ class StepChecks:
         given, self._given = self._given, []
         if (found := self._problem(seen, micro_steps, given)) is not None:
             self.refuse(found)
-        self._is_filled = self._is_filled or any(call.rows >= (self._batch or 0) for call in seen.calls)
+        filled = (not call.is_packed and call.rows >= (self._batch or 0) for call in seen.calls)
+        self._is_filled = self._is_filled or any(filled)
         trained = frozenset(call.module_id for call in seen.calls)
         if not self._is_timed:
             self._usual = trained | (self._usual or frozenset())
