@@ -117,22 +117,30 @@ def linear_cross_entropy(
     by ``count``, by default the number of tokens that count. The result is float32. Gradients are computed with it, so
     that it can be differentiated once. ``piece`` computes some tokens' losses and gradients; it may be compiled.
     """
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     divisor = (labels != _IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _FusedLoss:
-    """Takes the place of a model's output layer and of its loss, while the model trains."""
+    """Takes the place of a model's output layer and of its loss, where nothing but the loss is asked for."""
 
     def __init__(self, layer: torch.nn.Linear, piece: _Piece) -> None:
         self._layer = layer
         self._piece = piece
         self._logits = layer.forward
+        self.is_evaluated_for_loss = False
+        """Whether an evaluation runs that asks for no logits."""
+
+    @property
+    def _is_for_loss(self) -> bool:
+        return self.is_evaluated_for_loss or (self._layer.training and torch.is_grad_enabled())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits; while training the hidden states, of which the loss is then computed."""
-        return hidden if self._layer.training and torch.is_grad_enabled() else self._logits(hidden)
+        """Return the logits; the hidden states where only the loss is asked for, which is then computed of them."""
+        return hidden if self._is_for_loss else self._logits(hidden)
 
     def loss(
         self,
@@ -145,7 +153,7 @@ class _FusedLoss:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return what ``ForCausalLMLoss`` returns."""
-        if logits.shape[-1] != self._layer.in_features or not (self._layer.training and torch.is_grad_enabled()):
+        if logits.shape[-1] != self._layer.in_features or not self._is_for_loss:
             stock: torch.Tensor = ForCausalLMLoss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
@@ -159,7 +167,8 @@ class _FusedLoss:
 
 
 def fuse_loss(trainer: Trainer) -> None:
-    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains.
+    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains,
+    nor in an evaluation without metrics, which would else need more memory than training.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, or one that
     changes its logits after that layer (a cap or a scale).
@@ -183,3 +192,13 @@ def fuse_loss(trainer: Trainer) -> None:
     fused = _FusedLoss(layer, piece)
     layer.forward = fused.logits  # type: ignore[method-assign, assignment]
     model.loss_function = fused.loss
+    step = trainer.prediction_step
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        fused.is_evaluated_for_loss = prediction_loss_only
+        try:
+            return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        finally:
+            fused.is_evaluated_for_loss = False
+
+    trainer.prediction_step = prediction_step  # type: ignore[method-assign, assignment]

@@ -20,6 +20,7 @@ from autotune.core.units import format_seconds
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
+from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of
 from autotune.space.space import Space
 
@@ -189,7 +190,12 @@ class Anytime:
             return
         for count in range(1, layers):
             fewer = replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
-            if memory.likely_fits(fewer) and not history.is_ruled_out(fewer):
+            fits = memory.likely_fits(fewer)
+            if fits is None:
+                # Compiled layers keep no more of their activations than others do.
+                more = self._more_bytes(memory, candidate, fewer)
+                fits = more is not None and self._leaves_room(history, root, more)
+            if fits and not history.is_ruled_out(fewer):
                 yield "checkpointed_layers", fewer, gain_of_fewer_layers(root.measurement, count, layers)
                 return
 
@@ -203,15 +209,25 @@ class Anytime:
 
     def _may_fit(self, history: History, root: Tried, other: Candidate) -> bool:
         """Return whether a batch beside a measured one is expected to fit: its peak in proportion, at most."""
-        measured = root.measurement
-        assert measured is not None
+        assert root.measurement is not None
         times = other.per_device_train_batch_size / root.candidate.per_device_train_batch_size
-        plain, larger = (replace(c, arm=self._space.plain(c.arm)) for c in (root.candidate, other))
-        peak = float(measured.judged_bytes(root.candidate.arm))
-        memory = history.memory
-        before, after = (memory.prediction(plain), memory.prediction(larger)) if memory is not None else (None, None)
-        more = after.peak_allocated_bytes - before.peak_allocated_bytes if before and after else peak * (times - 1)
-        return peak + more <= history.ceiling.line_bytes
+        more = self._more_bytes(history.memory, root.candidate, other) if history.memory is not None else None
+        proportional = root.measurement.judged_bytes(root.candidate.arm) * (times - 1)
+        return self._leaves_room(history, root, proportional if more is None else more)
+
+    def _more_bytes(self, memory: MemoryModel, candidate: Candidate, other: Candidate) -> int | None:
+        """Return how much more one candidate is predicted to need than another, both without their levers."""
+        plain = [
+            changed(self._space.plain(c.arm), checkpointed_layers=c.arm.checkpointed_layers) for c in (candidate, other)
+        ]
+        before, after = (
+            memory.prediction(replace(c, arm=arm)) for c, arm in zip((candidate, other), plain, strict=True)
+        )
+        return after.peak_allocated_bytes - before.peak_allocated_bytes if before and after else None
+
+    def _leaves_room(self, history: History, root: Tried, more_bytes: float) -> bool:
+        assert root.measurement is not None
+        return root.measurement.judged_bytes(root.candidate.arm) + more_bytes <= history.ceiling.line_bytes
 
     def _gain_of_batch(self, history: History, candidate: Candidate, other: Candidate) -> float:
         """Return what another batch may gain: as much as it did without levers, where both were measured."""

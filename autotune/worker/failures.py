@@ -118,10 +118,12 @@ def package_of(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``.
 
-    NCCL's errors say what went wrong in their last line, so the lines of such a message are joined.
+    NCCL's errors say what went wrong in their last line, so the lines of such a message are joined. A first line that
+    ends with a colon, as dynamo's "backend='inductor' raised:", is joined with the next.
     """
     lines = str(error).strip().splitlines() or [""]
-    said = " ".join(lines) if lines[0].startswith("NCCL error") else lines[0]
+    joined = len(lines) if lines[0].startswith("NCCL error") else 2 if lines[0].endswith(":") else 1
+    said = " ".join(lines[:joined])
     line = f"{type(error).__name__}: {said}".rstrip(": ")
     return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"
 

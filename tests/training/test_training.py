@@ -168,6 +168,19 @@ class TestFusedLoss:
         # Adam takes a step of full size also where a gradient is all rounding.
         assert torch.linalg.vector_norm(weights - stock[1]) <= 1e-3 * torch.linalg.vector_norm(stock[1])
 
+    def test_an_evaluation_without_metrics_computes_the_same_loss_without_logits(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stock = trainer_of(language_model(), samples(), tmp_path).evaluate(samples(count=8))
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path), fused_loss=True)
+        made: list[torch.Size] = []
+        layer: Any = trainer.model.get_output_embeddings()
+        forward = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda hidden: made.append((out := forward(hidden)).shape) or out)
+        assert trainer.evaluate(samples(count=8))["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-6)
+        assert made
+        assert all(shape[-1] == 32 for shape in made)
+
     def test_evaluation_still_has_logits(self, tmp_path: Path) -> None:
         trainer = apply(trainer_of(language_model(), samples(), tmp_path), fused_loss=True)
         predicted = trainer.predict(samples(count=4))

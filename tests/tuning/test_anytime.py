@@ -294,6 +294,18 @@ class TestMemory:
         # 40 - 30 · 14 / 24 GiB are 22.5, and the interval of recomputing arms reaches 2.2 % further.
         assert idea.candidate.arm.checkpointed_layers == 14
 
+    def test_of_compiled_layers_as_few_recompute_as_leave_room_above_what_was_measured(self) -> None:
+        compiled = replace(self.ALL, torch_compile=True, regional_compilation=True)
+        space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
+        root = Candidate(compiled, 64)
+        measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
+        history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24))
+        history.add(Tried("a", root, Completed(measured)))
+        idea = Anytime(space, 24).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        assert idea is not None
+        # The layers that keep their activations add 1.25 GiB each to 8 GiB.
+        assert idea.candidate.arm == replace(compiled, checkpointed_layers=12)
+
 
 def test_a_failure_is_blamed_on_what_was_new() -> None:
     graphed = Arm("bf16", cuda_graphs=True, unpadded=True)
