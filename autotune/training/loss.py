@@ -201,4 +201,4 @@ def fuse_loss(trainer: Trainer) -> None:
         finally:
             fused.is_evaluated_for_loss = False
 
-    trainer.prediction_step = prediction_step  # type: ignore[method-assign, assignment]
+    trainer.prediction_step = prediction_step
