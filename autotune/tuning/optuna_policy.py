@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
@@ -16,7 +18,7 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.space.space import Space
 from autotune.tuning.optuna_space import candidate_of, params_of
-from autotune.tuning.optuna_study import constrain, draft_trial, ignore_warnings, over_line_gib, state_and_value
+from autotune.tuning.optuna_study import CONSTRAINT, over_line_gib, state_and_value
 
 # After this many refused proposals in a row, a sampler is taken to have nothing new. A choice.
 _MOST_REFUSALS = 64
@@ -45,7 +47,7 @@ class OptunaPolicy:
         objective: Objective,
         skip: Skip,
     ) -> None:
-        ignore_warnings()
+        _ignore_warnings()
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._space, self._names, self._objective, self._skip = space, names, objective, skip
         self._proposals: dict[Candidate, optuna.Trial] = {}
@@ -83,7 +85,8 @@ class OptunaPolicy:
         for tried in history.tried[self._learned :]:
             proposal = self._proposals.pop(tried.candidate, None)
             if proposal is None:
-                proposal = draft_trial(self._study, params_of(tried.candidate, self._names), self._names)
+                self._study.enqueue_trial(params_of(tried.candidate, self._names))
+                proposal = self._study.ask(self._names)
             state, value = state_and_value(tried.candidate, tried.outcome, self._objective)
             excess = over_line_gib(tried.outcome, history.ceiling, tried.candidate.arm)
             self._tell(proposal, state, value, excess)
@@ -91,7 +94,7 @@ class OptunaPolicy:
 
     def _tell(self, proposal: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
         if excess is not None:
-            constrain(proposal, excess)
+            proposal.set_constraint(CONSTRAINT, excess)
         self._study.tell(proposal, value, state)
 
 
@@ -104,3 +107,15 @@ def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSamp
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
     return optuna.samplers.RandomSampler(seed=seed)
+
+
+def _ignore_warnings() -> None:
+    """Suppress two warnings of Optuna that the policy causes, from now on.
+
+    Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
+    """
+    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=r"autotune\.tuning\.optuna_policy\Z")
+    # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
+    # warning counts as one of Optuna's own module.
+    for module in (r"autotune\.tuning\.optuna_policy\Z", r"optuna\.trial\._trial\Z"):
+        warnings.filterwarnings("ignore", message="Fixed parameter", module=module)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
@@ -18,15 +17,13 @@ from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.store.engine import storage_errors
-from autotune.store.optuna_private import create_trial, id_of_study
+from autotune.store.optuna_private import METRIC_NAMES_KEY, create_trial, id_of_study
 from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, TrialRecord, new_id
 from autotune.store.repository import Store
 from autotune.tuning.optuna_space import params_of
 
 # The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
 CONSTRAINT = "memory_over_line_gib"
-# ``optuna_policy`` causes the same.
-_WARNED_MODULES = r"autotune\.tuning\.optuna_(study|policy)\Z"
 
 
 @dataclass(frozen=True)
@@ -38,22 +35,19 @@ class OptunaTrial:
     """Optuna's number of the trial within the study."""
     row_id: int
     """The key of the trial in Optuna's tables."""
-    draft: optuna.Trial
-    """The same trial in memory."""
 
 
 class OptunaStudy:
     """The trials of one study in Optuna's tables. The study is created if it does not exist.
 
-    Each trial is enqueued, asked for and told in a study in memory too. Optuna writes each parameter of a trial in its
-    own transaction when it is asked for a trial; here the trial is written as a whole.
+    Optuna writes each parameter of a trial in its own transaction when it is asked for one; here a trial is written as
+    a whole.
     """
 
     def __init__(
         self, name: str, store: Store, space: dict[str, BaseDistribution], objective: Objective, ceiling: Ceiling
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        ignore_warnings()
         self._space = space
         self._objective = objective
         self._ceiling = ceiling
@@ -61,15 +55,19 @@ class OptunaStudy:
         # Optuna's own tables know nothing of leases, so that is asked before each of its writes.
         self._check_lease = store.check_lease
         self._storage = store.optuna
-        # Every parameter is given, so that no sampler draws any.
-        sampler = optuna.samplers.RandomSampler()
-        self._drafts = optuna.create_study(direction="maximize", sampler=sampler)
         with storage_errors(self._label):
+            # Every parameter is given, so that no sampler draws any.
             self._study = optuna.create_study(
-                storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
+                storage=store.optuna,
+                study_name=name,
+                direction="maximize",
+                sampler=optuna.samplers.RandomSampler(),
+                load_if_exists=True,
             )
             if self._study.metric_names is None:
-                _name_objective(self._study, OBJECTIVE_NAMES[objective])
+                # ``Study.set_metric_names`` does the same, and warns that it is experimental.
+                study_id = id_of_study(self._study)
+                self._storage.set_study_system_attr(study_id, METRIC_NAMES_KEY, [OBJECTIVE_NAMES[objective]])
 
     @staticmethod
     def exists(name: str, store: Store) -> bool:
@@ -103,31 +101,38 @@ class OptunaStudy:
 
     def ask(self, candidate: Candidate, stage: Stage = "search") -> OptunaTrial:
         """Write a trial of a candidate that is about to run."""
-        return self._write(self._draft(params_of(candidate, self._space), stage))
+        return self._write(params_of(candidate, self._space), TrialState.RUNNING, {"stage": stage})
 
     def skip(self, params: Mapping[str, Any], why: str, excess: float | None) -> None:
         """Write a proposal of one of Optuna's samplers that is not run, as a trial that was pruned."""
-        draft = self._draft(params, "search")
-        draft.set_user_attr("skipped", why)
-        if excess is not None:
-            constrain(draft, excess)
-        self._drafts.tell(draft, state=TrialState.PRUNED)
-        self._write(draft)
+        self._write(params, TrialState.PRUNED, {"stage": "search", "skipped": why}, constraint_attributes(excess))
 
-    def _draft(self, params: Mapping[str, Any], stage: Stage) -> optuna.Trial:
-        draft = draft_trial(self._drafts, params, self._space)
-        draft.set_user_attr(TRIAL_ID_ATTRIBUTE, new_id())
-        draft.set_user_attr("stage", stage)
-        return draft
-
-    def _write(self, draft: optuna.Trial) -> OptunaTrial:
+    def _write(
+        self,
+        params: Mapping[str, Any],
+        state: TrialState,
+        attributes: Mapping[str, str],
+        system_attributes: Mapping[str, Any] | None = None,
+    ) -> OptunaTrial:
+        trial_id, moment = new_id(), datetime.now()
+        # Not by ``optuna.trial.create_trial``: the baseline's batch need not be one that samplers draw.
+        trial = FrozenTrial(
+            number=-1,
+            trial_id=-1,
+            state=state,
+            value=None,
+            datetime_start=moment,
+            datetime_complete=moment if state.is_finished() else None,
+            params=dict(params),
+            distributions=self._space,
+            user_attrs={TRIAL_ID_ATTRIBUTE: trial_id, **attributes},
+            system_attrs=dict(system_attributes or {}),
+            intermediate_values={},
+        )
         self._check_lease()
         with storage_errors(self._label):
-            row_id, number = create_trial(self._storage, id_of_study(self._study), self._frozen(draft))
-        return OptunaTrial(draft.user_attrs[TRIAL_ID_ATTRIBUTE], number, row_id, draft)
-
-    def _frozen(self, draft: optuna.Trial) -> FrozenTrial:
-        return self._drafts.get_trials(deepcopy=False)[draft.number]
+            row_id, number = create_trial(self._storage, id_of_study(self._study), trial)
+        return OptunaTrial(trial_id, number, row_id)
 
     def describe(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
         """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
@@ -135,29 +140,16 @@ class OptunaStudy:
         self._check_lease()
         with storage_errors(self._label):
             for name, value in _attributes(candidate, outcome).items():
-                trial.draft.set_user_attr(name, value)
                 self._storage.set_trial_user_attr(trial.row_id, name, value)
-            if excess is not None:
-                before = set(self._frozen(trial.draft).system_attrs)
-                constrain(trial.draft, excess)
-                # Optuna chooses the key.
-                after = self._frozen(trial.draft).system_attrs
-                for name in after.keys() - before:
-                    self._storage.set_trial_system_attr(trial.row_id, name, after[name])
+            for name, value in constraint_attributes(excess).items():
+                self._storage.set_trial_system_attr(trial.row_id, name, value)
 
     def tell(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
         """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
         state, value = state_and_value(candidate, outcome, self._objective)
         self._check_lease()
         with storage_errors(self._label):
-            self._drafts.tell(trial.draft, value, state)
             self._storage.set_trial_state_values(trial.row_id, state, None if value is None else [value])
-
-
-def draft_trial(study: optuna.Study, params: Mapping[str, Any], space: dict[str, BaseDistribution]) -> optuna.Trial:
-    """Have a study in memory propose ``params``, whatever its sampler."""
-    study.enqueue_trial(dict(params))
-    return study.ask(space)
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
@@ -170,25 +162,10 @@ def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective
     return TrialState.PRUNED if is_over else TrialState.FAIL, None
 
 
-def _name_objective(study: optuna.Study, name: str) -> None:
-    study.set_metric_names([name])
-
-
-def constrain(trial: optuna.Trial, excess: float) -> None:
-    """Set how far a trial is above what is feasible; see ``over_line_gib``."""
-    trial.set_constraint(CONSTRAINT, excess)
-
-
-def ignore_warnings() -> None:
-    """Suppress two warnings of Optuna that this package causes, from now on.
-
-    Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
-    """
-    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=_WARNED_MODULES)
-    # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
-    # warning counts as one of Optuna's own module.
-    for module in (_WARNED_MODULES, r"optuna\.trial\._trial\Z"):
-        warnings.filterwarnings("ignore", message="Fixed parameter", module=module)
+def constraint_attributes(excess: float | None) -> dict[str, Any]:
+    """Return how far a trial is above what is feasible, see ``over_line_gib``, under the name that Optuna chooses."""
+    constraints = {} if excess is None else {CONSTRAINT: excess}
+    return optuna.trial.create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
