@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import FilePath, print_table
+from autotune.cli.output import FilePath, print_json, print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
 
 if TYPE_CHECKING:
     from autotune.service.client import Client
     from autotune.store.queue import Role
-
-
-def _needs_extra(error: ImportError) -> InvalidRequestError:
-    return InvalidRequestError(f"a service needs a package that is not installed ({error.name})", how_to_add("serve"))
 
 
 @click.command(short_help="Run a service: searches for a team, over HTTP.")
@@ -71,7 +67,9 @@ def serve(
         from autotune.service.server import Settings, log_to_stderr
         from autotune.service.server import serve as run
     except ImportError as error:
-        raise _needs_extra(error) from error
+        raise InvalidRequestError(
+            f"a service needs a package that is not installed ({error.name})", how_to_add("serve")
+        ) from error
     log_to_stderr()
 
     def ready(url: str, token: str | None) -> None:
@@ -100,8 +98,6 @@ def serve(
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
     """List the searches of a service that wait or run, and its devices."""
-    from autotune.cli.output import print_json, print_table
-
     client = _client(server)
     query = {} if shows_all else {"state": ["queued", "running"]}
     searches = client.request("GET", "/v1/searches", query={**query, "limit": 1000})["searches"]

@@ -14,21 +14,12 @@ def _strategy(arm: Arm) -> str | None:
     return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
 
 
-def _strategy_in_precision(arm: Arm) -> str | None:
-    strategy = _strategy(arm)
-    return f"{arm.precision}, {strategy}" if strategy else None
-
-
-def _synced(arm: Arm) -> str | None:
-    return "that sync each batch" if arm.sync_each_batch else None
-
-
 # What arms may have in common, in the words for it.
 _IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
     lambda arm: arm.precision,
-    _synced,
+    lambda arm: "that sync each batch" if arm.sync_each_batch else None,
     _strategy,
-    _strategy_in_precision,
+    lambda arm: f"{arm.precision}, {_strategy(arm)}" if arm.strategy else None,
 )
 
 

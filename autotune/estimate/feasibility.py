@@ -77,11 +77,8 @@ class Judge:
 
     def is_doubtful(self, arm: Arm) -> bool:
         """Return whether an arm failed at several batches and completed at none."""
-        trials = [tried for tried in self._history.tried if tried.candidate.arm == arm]
-        if any(tried.measurement for tried in trials):
-            return False
-        failures = {t.candidate.per_device_train_batch_size for t in trials if failed_without_verdict(t)}
-        return len(failures) >= _DOUBTFUL_FROM
+        completed = any(t.measurement for t in self._history.tried if t.candidate.arm == arm)
+        return not completed and self._failures(arm) >= _DOUBTFUL_FROM
 
     def fits_at(self, multiple: int) -> bool:
         """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.
@@ -124,18 +121,21 @@ class Judge:
         """
         if any(self._space.contains(tried.candidate) for tried in self._history.believed()):
             return None
-        left = [c for multiple in self._space.batches.levels() for c in self._at(multiple) if self._is_untested(c)]
-        left.sort(key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing))
-        return next((c for c in left if not self.is_doubtful(c.arm) or self._has_tries_left(c.arm)), None)
+        left = [
+            candidate
+            for multiple in self._space.batches.levels()
+            for candidate in self._at(multiple)
+            if not (self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
+            and not self._history.outcomes_of(candidate)
+            and self._history.ruled_out_by(candidate) is None
+            and (not self.is_doubtful(candidate.arm) or self._failures(candidate.arm) < _DOUBTFUL_FROM + _LAST_TRIES)
+        ]
+        return min(left, key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing), default=None)
 
-    def _is_untested(self, candidate: Candidate) -> bool:
-        if self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate):
-            return False
-        return not self._history.outcomes_of(candidate) and self._history.ruled_out_by(candidate) is None
-
-    def _has_tries_left(self, arm: Arm) -> bool:
-        failed = [t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t)]
-        return len({t.candidate for t in failed}) < _DOUBTFUL_FROM + _LAST_TRIES
+    def _failures(self, arm: Arm) -> int:
+        """Return at how many batches an arm failed."""
+        tried = (t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t))
+        return len({t.candidate.per_device_train_batch_size for t in tried})
 
     def refusal(self, candidate: Candidate | None) -> Refusal | None:
         """Return why a candidate that an Optuna sampler proposed is not run; ``None`` where it may be run.

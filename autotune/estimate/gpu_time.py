@@ -8,7 +8,6 @@ are specified ones; the share of them that each class of operation reaches was f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune.core.device import Precision
@@ -234,7 +233,10 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
     """Return the seconds for which the GPU computes in a step of ``accumulation`` micro-steps at a per-device batch."""
     parts = {"forward": 0.0, "backward": 0.0, "recomputation": 0.0, "update": 0.0}
     by_kind: dict[str, float] = {}
-    for operation in _counted(operations):
+    for operation in operations.rows:
+        if operation.part == "update" and operation.kind == "fill":
+            # Of the first step of an optimizer, which creates its state.
+            continue
         seconds = operation.count * model.seconds(operation, batch)
         parts[operation.part] += seconds
         times = 1 if operation.part == "update" else accumulation
@@ -245,8 +247,3 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
     return GpuTime(
         parts["forward"], parts["backward"] + parts["recomputation"], adding, parts["update"] + clipping, by_kind
     )
-
-
-def _counted(operations: Operations) -> Iterator[Operation]:
-    """Return the optimizer's operations without those of its first step, which creates its state."""
-    return (row for row in operations.rows if not (row.part == "update" and row.kind == "fill"))

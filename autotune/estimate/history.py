@@ -95,13 +95,10 @@ class History:
         """Return the pooled speed of all processes of a candidate; ``None`` where none completed."""
         return self._summary().pool.speed(candidate)
 
-    def speed_as_chosen(self, candidate: Candidate) -> Speed | None:
-        """Return the speed to promise of a winner: corrected for its having been chosen among the others."""
-        return self._summary().pool.speed_as_chosen(candidate)
-
-    def known_deviations(self, candidate: Candidate) -> float:
-        """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
-        return self._summary().pool.degrees(candidate)
+    @property
+    def pool(self) -> Pool:
+        """The feasible trials, pooled by their candidates."""
+        return self._summary().pool
 
     def busy_share(self, candidate: Candidate) -> float | None:
         """Return the share of the candidate's step in which the GPU computes; ``None`` where it was not measured."""
@@ -110,10 +107,6 @@ class History:
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Return whether this candidate's step was measured to be host-bound."""
         return self._summary().pool.is_host_bound(candidate)
-
-    def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
-        """Return the expected relative speed-up of a candidate over another, with a slow-down counted as 0."""
-        return self._summary().pool.expected_gain(candidate, over)
 
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
         """Return every trial of exactly this candidate."""
@@ -204,7 +197,14 @@ class History:
         believed = self.believed(among)
         fastest = max(map(_speed, believed), default=0.0)
         near = [tried for tried in believed if _speed(tried) >= fastest * (1 - self.tolerance)]
-        return min(near, key=_comfort, default=None)
+        return min(
+            near,
+            key=lambda t: (
+                inconvenience(t.candidate.arm),
+                t.measurement.judged_bytes(t.candidate.arm) if t.measurement else 0,
+            ),
+            default=None,
+        )
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the feasible trial with the largest per-device batch, and the fastest of several."""
@@ -215,8 +215,3 @@ class History:
 
 def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
-
-
-def _comfort(tried: Tried) -> tuple[tuple[int, ...], int]:
-    arm = tried.candidate.arm
-    return inconvenience(arm), tried.measurement.judged_bytes(arm) if tried.measurement else 0

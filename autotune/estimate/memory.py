@@ -347,13 +347,13 @@ class MemoryModel:
     def checks(self) -> list[Check]:
         """Return every prediction that a trial confirmed or contradicted."""
         if self._checks is None:
-            self._checks = [*self._measured_checks(), *self._contradictions()]
+            measured = [
+                Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, measured_bytes)
+                for candidate, measured_bytes in self._measured.items()
+                if (predicted := self.prediction(candidate))
+            ]
+            self._checks = [*measured, *self._contradictions()]
         return self._checks
-
-    def _measured_checks(self) -> Iterator[Check]:
-        for candidate, measured in self._measured.items():
-            if predicted := self.prediction(candidate):
-                yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, measured)
 
     def _contradictions(self) -> Iterator[Check]:
         """Yield a check for each trial that ran out of memory although it was predicted to need far less."""
@@ -404,16 +404,12 @@ class MemoryModel:
         if peak is None:
             return False
         least_bytes = peak * (1 - _ALLOCATED_DOUBT)
-        once_bytes = math.ceil(least_bytes) + self._bucket_copy_bytes(candidate)
+        predicted = self.prediction(candidate)
+        once_bytes = math.ceil(least_bytes) + ((predicted.bucket_copy_bytes or 0) if predicted else 0)
         may_fit = self._ceiling.bounds.fits(math.ceil(least_bytes), once_bytes)
         if may_fit and not self._reserves_too_much(candidate):
             return False
         return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
-
-    def _bucket_copy_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes that one step of the candidate may allocate besides its peak."""
-        predicted = self.prediction(candidate)
-        return (predicted.bucket_copy_bytes or 0) if predicted else 0
 
     def _reserves_too_much(self, candidate: Candidate) -> bool:
         """Return whether the lower end of a rank's predicted reserved bytes exceeds the line."""

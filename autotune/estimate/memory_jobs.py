@@ -172,7 +172,8 @@ class Forecast:
 
     def is_settled(self, arm: Arm) -> bool:
         """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
-        self._collect()
+        self._take(0.0)
+        self._keep()
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 
     def _wait(self) -> None:
@@ -193,11 +194,6 @@ class Forecast:
         """Ask in order, as many questions as may be asked at once."""
         while self._waiting and len(self._asked) < self._parallel:
             self._ask(self._waiting.pop(0))
-
-    def _collect(self) -> None:
-        """File and store what has been answered by now."""
-        self._take(0.0)
-        self._keep()
 
     def _keep(self) -> None:
         """Store what was filed since the last time."""

@@ -184,15 +184,12 @@ class Speeds:
         shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less
         memory is spared.
         """
-        faster = self._never_slower(view.arm)
+        if view.arm not in self._twins:
+            self._twins[view.arm] = never_slower(view.arm, allows=lambda other: other in self._space.arms)
+        faster = self._twins[view.arm]
         return any(
             t.candidate.arm in faster and batch_of(t) >= batch and not _retried(t) for t in self._history.believed()
         )
-
-    def _never_slower(self, arm: Arm) -> frozenset[Arm]:
-        if arm not in self._twins:
-            self._twins[arm] = never_slower(arm, allows=lambda other: other in self._space.arms)
-        return self._twins[arm]
 
     def _faster_precision(self, arm: Arm) -> Arm | None:
         """Return the same arm in a precision that is never slower; ``None`` where there is none in the space."""
@@ -226,7 +223,11 @@ class Speeds:
         faster = self._faster_precision(arm)
         # Where the faster precision failed at some batch, this arm may still run at it.
         is_known = faster is not None and not self.view(faster).failed
-        if faster is not None and is_known and (self._history.feasible(faster) or self._has_no_chance(faster)):
+        if (
+            faster is not None
+            and is_known
+            and (self._history.feasible(faster) or self.left_out(faster) or self._is_beaten_throughout(faster))
+        ):
             return f"{arm.precision} is never faster than {faster.precision} and needs as much memory"
         if arm.precision == "tf32" and self._tf32_is_behind(arm):
             return f"tf32 takes at least {_TF32_TIMES} times the GPU time measured in bf16: too slow to reach the best"
@@ -302,10 +303,6 @@ class Speeds:
             bounds.append(bound / _RECOMPUTING_TIMES)
         known = [bound for bound in bounds if bound is not None]
         return bool(known) and min(known) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
-
-    def _has_no_chance(self, arm: Arm) -> bool:
-        """Return whether an arm that was not measured has no chance."""
-        return self.left_out(arm) is not None or self._is_beaten_throughout(arm)
 
     def _is_beaten_throughout(self, arm: Arm) -> bool:
         """Return whether at every batch that may fit, an arm that is never slower was measured there or above."""

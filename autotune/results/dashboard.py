@@ -174,21 +174,16 @@ def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def dashboard_app(store_location: str) -> WSGIApplication:
-    """Return the dashboard over the database at a path or URL, as a WSGI application that only reads.
-
-    The database stays open as long as the application exists. Raises ``StorageError`` where it cannot be opened.
-    """
-    return app_over(DashboardStorage(open_store(store_location, create=False)))
-
-
 def app_over(storage: DashboardStorage) -> WSGIApplication:
+    """Return the dashboard over a storage, as a WSGI application that only reads."""
     bottle_app: Any = optuna_dashboard.wsgi(storage)
     bottle_app.install(_drop_infeasible_best)
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        # Any port is allowed, since a tunnel may end at another one.
         host = str(environ.get("HTTP_HOST", ""))
-        if _host_name(host) not in _OWN_NAMES:
+        name, colon, port = host.rpartition(":")
+        if (name if colon and port.isdecimal() else host).lower() not in _OWN_NAMES:
             # Otherwise a page from elsewhere, whose name resolves to this machine, could read the studies (DNS
             # rebinding).
             return _refuse(start_response, "403 Forbidden", "This dashboard answers to localhost and 127.0.0.1 only.")
@@ -206,12 +201,6 @@ def app_over(storage: DashboardStorage) -> WSGIApplication:
         return answer
 
     return app
-
-
-def _host_name(host: str) -> str:
-    """Return ``localhost`` for ``localhost:8080``. Any port is allowed, since a tunnel may end at another one."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() else host).lower()
 
 
 def _refuse(start_response: StartResponse, status: str, sentence: str, *headers: tuple[str, str]) -> list[bytes]:
@@ -249,7 +238,7 @@ def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8
     """Yield a server that listens already; port 0 takes a free one (``server.server_port``).
 
     Raises ``InvalidRequestError`` for an address that other machines can reach or a port that is not free, and
-    ``StorageError`` as ``dashboard_app`` does.
+    ``StorageError`` where the database cannot be opened.
     """
     if host not in _OWN_ADDRESSES:
         raise InvalidRequestError(

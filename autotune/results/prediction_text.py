@@ -106,12 +106,14 @@ def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
     plain = next((other for other in arms if other.arm == replace(arm.arm, sync_each_batch=False)), None)
     if plain is None:
         return False
-    fitting = [{_shape(batch) for batch in each.fitting} for each in (arm, plain)]
+    fitting = [
+        {
+            (batch.candidate.per_device_train_batch_size, batch.candidate.gradient_accumulation_steps)
+            for batch in each.fitting
+        }
+        for each in (arm, plain)
+    ]
     return fitting[0] <= fitting[1]
-
-
-def _shape(batch: BatchView) -> tuple[int, int]:
-    return batch.candidate.per_device_train_batch_size, batch.candidate.gradient_accumulation_steps
 
 
 def _which_fit(arms: Sequence[ArmView]) -> str:

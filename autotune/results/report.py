@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.dataset_spec import DataFacts, Lengths
+from autotune.core.dataset_spec import DataFacts
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
@@ -109,8 +109,9 @@ class Report:
         """
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
-        if self.best is not None and trial.candidate == self.best.candidate and self._is_fastest_chosen:
-            as_chosen = self.history.speed_as_chosen(trial.candidate)
+        is_fastest_chosen = self.study.request.get("objective", "throughput") == "throughput"
+        if self.best is not None and trial.candidate == self.best.candidate and is_fastest_chosen:
+            as_chosen = self.history.pool.speed_as_chosen(trial.candidate)
             if as_chosen is not None:
                 return as_chosen
         alone = Tried(trial.id, trial.candidate, trial.outcome)
@@ -130,17 +131,13 @@ class Report:
             step_seconds=trial.candidate.samples_per_step / speed.samples_per_second,
         )
 
-    @property
-    def _is_fastest_chosen(self) -> bool:
-        return bool(self.study.request.get("objective", "throughput") == "throughput")
-
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
         """Return the mean tokens a second of a measurement, padding left out; ``None`` where samples are not text."""
         if measured is None or not self.is_text:
             return None
-        lengths = lengths_of(self.workload)
+        facts = data_facts(self.workload)
         real = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
-        return measured.samples_per_second * (lengths.mean if lengths else real)
+        return measured.samples_per_second * (facts.lengths.mean if facts and facts.lengths else real)
 
     def speedup(self) -> float | None:
         """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""
@@ -245,22 +242,12 @@ def _problem(report: Report) -> str | None:
         measured = measurement(trial)
         if min(trial.candidate.per_device_train_batch_size, trial.candidate.gradient_accumulation_steps) < 1:
             return f"trial {trial.number} has the batch {trial.candidate.describe()}"
-        if measured is not None and not _is_rate(measured.samples_per_second, measured.step_seconds):
+        if measured is not None and not 0 < min(measured.samples_per_second, measured.step_seconds) < math.inf:
             return f"trial {trial.number} is completed without a step time and a speed above zero"
     return None
-
-
-def _is_rate(*values: object) -> bool:
-    return all(isinstance(value, int | float) and 0 < value < math.inf for value in values)
 
 
 def data_facts(workload: Document) -> DataFacts | None:
     """Return the facts of the user's own dataset; ``None`` where there is none."""
     data = workload.get("data") or {}
     return decode(data["facts"], DataFacts) if data.get("facts") else None
-
-
-def lengths_of(workload: Document) -> Lengths | None:
-    """Return the token counts of the user's own dataset; ``None`` where it has none."""
-    facts = data_facts(workload)
-    return facts.lengths if facts else None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.stop import StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
-from autotune.space.levers import LEVERS, levers_of, without
+from autotune.space.levers import LEVERS, changed, levers_of, without
 from autotune.store.records import TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
@@ -92,17 +91,17 @@ def _disturbances(report: Report) -> list[str]:
         return []
     last = marked[-1].outcome
     why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
-    again = " and repeated where that could help" if any(_is_run_again(t.outcome) for t in marked) else ""
+    again = (
+        " and repeated where that could help"
+        if any(not isinstance(t.outcome, Completed) or t.outcome.run_again for t in marked)
+        else ""
+    )
     found = [
         f"{plural(len(marked), 'trial')} {'was' if len(marked) == 1 else 'were'} disturbed{again}; the last: {why}"
     ]
     if report.best in marked:
         found.append("the winner itself was disturbed while it was measured: it may be faster than reported")
     return found
-
-
-def _is_run_again(outcome: Outcome | None) -> bool:
-    return not isinstance(outcome, Completed) or outcome.run_again
 
 
 def compiled_notes(report: Report) -> list[str]:
@@ -127,7 +126,11 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
     """Say what compiling and pinning to one core gained, or that compiling was not tried though it may help."""
     found = []
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
-        gain = _gain_of(report, best.candidate, lever)
+        on, off = (
+            dataclasses.replace(best.candidate, arm=changed(best.candidate.arm, **{lever: is_on}))
+            for is_on in (True, False)
+        )
+        gain = _ratio(report, on, off)
         if gain is not None:
             found.append(f"{words}, the winner is {gain:.2f} × as fast as without")
     arm = best.candidate.arm
@@ -144,12 +147,6 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
     return found
 
 
-def _gain_of(report: Report, winner: Candidate, lever: str) -> float | None:
-    """Return the winner's speed with an option on over its speed with it off; ``None`` where either is missing."""
-    on, off = (dataclasses.replace(winner, arm=_with_lever(winner.arm, lever, is_on)) for is_on in (True, False))
-    return _ratio(report, on, off)
-
-
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
     """Return the speed of one candidate over that of another; ``None`` where either is missing."""
     speeds = []
@@ -160,11 +157,6 @@ def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | No
         # The last trial: a first rough measurement was repeated.
         speeds.append(measured[-1].samples_per_second)
     return speeds[0] / speeds[1]
-
-
-def _with_lever(arm: Arm, lever: str, is_on: bool) -> Arm:
-    changed: Any = {lever: is_on}
-    return dataclasses.replace(arm, **changed)
 
 
 def sharding_notes(winner: Candidate) -> list[str]:

@@ -198,15 +198,14 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
     return [f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
 
 
-def _was_interrupted(trial: TrialRecord) -> bool:
-    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
-
-
 def counts_line(report: Report) -> str:
     """Return how many trials were run, how they ended, how long it took and why the search ended."""
     study = report.study
     # A trial that was ended together with the search did not fail.
-    states = ["interrupted" if _was_interrupted(trial) else trial.state for trial in report.trials]
+    states = [
+        "interrupted" if isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted" else trial.state
+        for trial in report.trials
+    ]
     others = [
         f"{states.count(state)} {word}"
         for state, word in (

@@ -131,7 +131,9 @@ def storage_errors(label: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, (*_FOREIGN, *postgres.driver_errors(), *_of_optuna())):
+        optuna = sys.modules.get("optuna.exceptions")
+        of_optuna = (optuna.StorageInternalError,) if optuna is not None else ()
+        if isinstance(error, (*_FOREIGN, *postgres.driver_errors(), *of_optuna)):
             raise _translate(label, error) from error
         if isinstance(error, ValueError | LookupError) and _is_damage(error):
             raise damaged(label) from error
@@ -139,12 +141,6 @@ def storage_errors(label: str) -> Iterator[None]:
 
 
 _FOREIGN = (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError)
-
-
-def _of_optuna() -> tuple[type[Exception], ...]:
-    """Return the errors of Optuna's storage; none where Optuna is not imported."""
-    module = sys.modules.get("optuna.exceptions")
-    return (module.StorageInternalError,) if module is not None else ()
 
 
 def damaged(label: str) -> StorageError:

@@ -172,15 +172,11 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
         fields = line.split()
         if len(fields) < 3:
             continue
-        mount_point = _unescape(fields[1])
+        # Special characters are written as a backslash and three octal digits.
+        mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[1])
         below = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
         # Of two mounts at one place, the later hides the earlier.
         if below and len(mount_point) >= longest:
             longest, kind = len(mount_point), fields[2]
     is_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
     return is_fuse or kind in _NETWORK_FILE_SYSTEMS
-
-
-def _unescape(field: str) -> str:
-    """Replace escapes in /proc/mounts: special characters are written as a backslash and three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

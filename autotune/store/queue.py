@@ -185,10 +185,9 @@ class Queue:
         priority: int = 0,
         submitted_by: str = "",
         idempotency_key: str | None = None,
-        job_id: str | None = None,
     ) -> tuple[JobRecord, bool]:
         """Add a job; return it and whether it is new: one of the same ``idempotency_key`` is returned as it is."""
-        job_id = job_id or new_id()
+        job_id = new_id()
         values = {
             "id": job_id,
             "study": study,

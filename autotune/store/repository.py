@@ -186,7 +186,8 @@ class Store:
         """Return every study, the newest first."""
         with self._transaction() as connection:
             rows = connection.execute(_STUDIES_WITH_DOCUMENTS).all()
-            counts = _trial_counts(connection)
+            states = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
+            counts = {(study_id, state): count for study_id, state, count in connection.execute(states)}
             best_ids = select(StudyRow.best_trial_id).where(StudyRow.best_trial_id.is_not(None))
             best = {trial.id: trial for trial in _trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
         return [_study_summary(row, counts, best) for row in rows]
@@ -396,12 +397,6 @@ def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
             f"the database holds a trial that this autotune cannot read ({error})",
             "upgrade autotune, or choose another file with --storage",
         ) from error
-
-
-def _trial_counts(connection: Connection) -> dict[_CountKey, int]:
-    """Return how many trials each study has in each state."""
-    query = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
-    return {(study_id, state): count for study_id, state, count in connection.execute(query)}
 
 
 def _study_summary(

@@ -23,7 +23,7 @@ from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudy
 from autotune.core.outcome import outcome_from_document
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.leases import name_of_study
-from autotune.store.location import Location, resolve_location
+from autotune.store.location import resolve_location
 from autotune.store.opening import open_store
 from autotune.store.optuna_private import OPTUNA_TABLES
 from autotune.store.queue import ENDED
@@ -247,7 +247,9 @@ def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
         here = stack.enter_context(open_store(source, create=False))
         reading = stack.enter_context(_reading(here))
         wanted = _wanted(reading, here, names)
-        if _same(resolve_location(source), resolve_location(target)):
+        places = resolve_location(source), resolve_location(target)
+        # A server may have two names, which are not told.
+        if len({os.path.realpath(place.path) if place.path is not None else place.url for place in places}) == 1:
             raise InvalidRequestError(f"{here.label!r} is both FROM and TO", "name two different databases")
         # Opened late: what cannot be copied leaves no new file behind.
         there = stack.enter_context(open_store(target))
@@ -263,13 +265,6 @@ def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
                 _insert_missing(writing, _ANSWERS, _all(reading, _ANSWERS))
             jobs, left = _copy_jobs(reading, writing, names)
             return Copied(tuple(wanted), trials, jobs, left)
-
-
-def _same(one: Location, other: Location) -> bool:
-    """Return whether two locations are one database; a server may have two names, which are not told."""
-    if one.path is not None and other.path is not None:
-        return os.path.realpath(one.path) == os.path.realpath(other.path)
-    return one.url == other.url
 
 
 @contextlib.contextmanager

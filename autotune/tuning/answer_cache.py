@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -140,8 +140,8 @@ def code_digest(*patterns: str) -> str:
     return digest.hexdigest()
 
 
-class _Answers(Protocol):
-    """Stores answers."""
+class StoredAnswers(Protocol):
+    """Stores answers of trial processes."""
 
     def find(self, key: str, kind: type[T]) -> T | None:
         """Return the answer of this type that is stored under a key; ``None`` where there is none."""
@@ -156,26 +156,23 @@ class KeptPredictions:
     A database that cannot be read or written is no error: it is not used any more.
     """
 
-    def __init__(
-        self, answers: _Answers, workload: Workload, key: Callable[[PredictionWork, Workload], str] = prediction_key
-    ) -> None:
+    def __init__(self, answers: StoredAnswers, workload: Workload) -> None:
         self._answers = answers
         self._workload = workload
-        self._key = key
         self._is_usable = True
 
     def find(self, identity: PredictionWork) -> PredictionAnswer | None:
         """Return the stored prediction; ``None`` where there is none."""
         if self._is_usable:
             with self._giving_up():
-                return self._answers.find(self._key(identity, self._workload), PredictionAnswer)
+                return self._answers.find(prediction_key(identity, self._workload), PredictionAnswer)
         return None
 
     def keep(self, identity: PredictionWork, answer: PredictionAnswer) -> None:
         """Store a prediction."""
         if self._is_usable:
             with self._giving_up():
-                self._answers.keep(self._key(identity, self._workload), answer)
+                self._answers.keep(prediction_key(identity, self._workload), answer)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -216,11 +213,6 @@ class AnswersBeside:
             self._reading = self._reading or open_answers(self._storage, _LOCK_TIMEOUT_SECONDS)
             return self._reading.find(key, kind) if self._reading is not None else None
         return None
-
-    @staticmethod
-    def prepare_to_keep() -> None:
-        """Import what storing needs, while the process that answers still imports."""
-        import autotune.store.opening  # noqa: F401
 
     def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer where that is possible."""

@@ -182,15 +182,11 @@ def _hash(facts: Document) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def records_host(environment: Document) -> bool:
-    """Return whether an environment was recorded with the host's processor and all that came with it."""
-    return "host" in environment
-
-
 def comparable_environment(today: Document, recorded: Document) -> Document:
     """Select from today's environment what an earlier autotune recorded as well, or would have recorded."""
     told: dict[str, Any] = measured_environment(today)
     told = {key: value for key, value in told.items() if key in recorded or value is None}
-    if not records_host(recorded) and "variables" in told:
+    # The host was recorded from when on more of the variables were.
+    if "host" not in recorded and "variables" in told:
         told["variables"] = {name: told["variables"][name] for name in told["variables"] if name in _FIRST_VARIABLES}
     return told

@@ -142,13 +142,13 @@ class Search:
         spent_seconds = opened.study.seconds + self._clock() - self._started
         space, objective = self._prepared.space, request.objective
         names = distributions(space, self._prepared.baseline, request.sampler)
-        optuna_study = OptunaStudy(opened.study.name, self._store, names, objective, self._prepared.ceiling)
-        self._records = StudyRecorder(opened.study, self._store, optuna_study)
+        self._optuna = OptunaStudy(opened.study.name, self._store, names, objective, self._prepared.ceiling)
+        self._records = StudyRecorder(opened.study, self._store, self._optuna)
         is_optunas = request.sampler in OPTUNA_SAMPLERS
         if is_optunas:
             seed, is_parallel = request.seed + len(opened.trials), len(self._executor.slots) > 1
             sampler = make_sampler(request.sampler, seed, is_parallel=is_parallel)
-            policy: Policy = OptunaPolicy(sampler, space, names, objective, optuna_study.skip)
+            policy: Policy = OptunaPolicy(sampler, space, names, objective, self._optuna.skip)
         else:
             policy = make_policy(request.sampler, objective, space)
         self._plan = Plan(self._prepared, self._history, policy, self._clock, spent_seconds)
@@ -165,7 +165,7 @@ class Search:
             request.workload.source is not None and not self._prepared.model.dataloader_num_workers
         )
         self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=feeds_little, everything=is_optunas)
-        self._records.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
+        self._optuna.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
         """Correct predictions, and decide what is tried first, by trials on other machines of this kind."""
@@ -294,7 +294,7 @@ class Search:
     def _try(self, step: Step, placement: Placement) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
         candidate, stage, study = step.candidate, step.stage, self._records.study
-        trial = self._records.ask(candidate, stage)
+        trial = self._optuna.ask(candidate, stage)
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
@@ -315,7 +315,7 @@ class Search:
                 self._try(replace(step, stage="final"), placement)
             return
         with self._interruption.held():
-            self._records.start(record)
+            self._store.start_trial(record)
             now = self._clock()
             self._running[record.id] = _Running(trial, record, placement, now, now, Progress("start"))
         self._plan.begin(record)

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, options_of, request_fields
+from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of, request_fields
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
 from autotune.devices import Device, Precision, find_device, find_gpus
@@ -58,7 +58,8 @@ def build_request(
         options = {**options, "world_size": 1 + len(others)}
     defaults = {
         "optims": () if own else (DEFAULT_OPTIM,),
-        "expandable_segments": _as_in_environment(device),
+        # As the environment sets them for training.
+        "expandable_segments": "on" if device.kind == "cuda" and segments_expand(os.environ) else "off",
     }
     return SearchRequest(
         workload=workload,
@@ -82,11 +83,6 @@ def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
             f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
         )
     return find_gpus(gpus)
-
-
-def _as_in_environment(device: Device) -> LeverChoice:
-    """Return whether trials use expandable segments: as the environment sets them for training."""
-    return "on" if device.kind == "cuda" and segments_expand(os.environ) else "off"
 
 
 def build_workload(options: dict[str, Any]) -> Workload:

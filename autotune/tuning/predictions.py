@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def predictions(
     ):
         remembered = answers.find(key, Inspection)
         if remembered is None:
-            _begin(runner, answers)
+            _begin(runner)
         facts = remembered or runner.inspect()
         on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
         every = [prepare(request, on_gpu) for request in requests]
@@ -94,7 +95,7 @@ def predictions(
             runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
         )
         if not forecast.is_complete:
-            _begin(runner, answers)
+            _begin(runner)
         forecast.complete()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.
@@ -102,10 +103,10 @@ def predictions(
     return list(zip(every, forecast.models, strict=True))
 
 
-def _begin(runner: TrialServer, answers: AnswersBeside) -> None:
+def _begin(runner: TrialServer) -> None:
     """Start the process that predicts, and import what storing its answers needs while that imports torch."""
     runner.start()
-    answers.prepare_to_keep()
+    importlib.import_module("autotune.store.opening")
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:

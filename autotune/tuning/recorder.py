@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from autotune.core.candidate import Candidate
 from autotune.core.outcome import Outcome
 from autotune.core.stop import LeftOut, Stop, StopReason
-from autotune.store.records import Stage, StudyRecord, TrialRecord, now
+from autotune.store.records import StudyRecord, TrialRecord, now
 from autotune.store.repository import Store
 from autotune.tuning.optuna_study import OptunaStudy, OptunaTrial
 
@@ -21,18 +19,6 @@ class StudyRecorder:
         """The study as it was last written."""
         self._store = store
         self._optuna = optuna_study
-
-    def settle(self, trials: Mapping[str, TrialRecord]) -> None:
-        """Tell Optuna's study what a killed search did not; ``trials`` are those recorded, by id."""
-        self._optuna.settle(trials)
-
-    def ask(self, candidate: Candidate, stage: Stage) -> OptunaTrial:
-        """Return Optuna's trial for a candidate."""
-        return self._optuna.ask(candidate, stage)
-
-    def start(self, record: TrialRecord) -> None:
-        """Record a trial that is about to run."""
-        self._store.start_trial(record)
 
     def finish(self, trial: OptunaTrial, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
         """Record how a trial ended; return it with its end.

@@ -160,7 +160,7 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
     Compiled candidates are left out, since they would compile again.
     """
     gains = {
-        tried.candidate: history.expected_gain(tried.candidate, winner.candidate)
+        tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
         for tried in history.believed(among)
         if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
     }
@@ -176,7 +176,7 @@ def shows_deviation(history: History, winner: Tried, trial_seconds: float, spent
     candidate = winner.candidate
     if candidate.arm.torch_compile or history.attempts(candidate) >= _HOST_BOUND_PROCESSES:
         return False
-    is_known = history.known_deviations(candidate) >= _ENOUGH_DEVIATIONS
+    is_known = history.pool.degrees(candidate) >= _ENOUGH_DEVIATIONS
     return not is_known and trial_seconds <= _CHEAP_SHARE * spent_seconds
 
 

@@ -35,7 +35,6 @@ from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
-# A trial that takes longer is no candidate for the fastest, and may hang. A choice.
 DEFAULT_SEED = 42
 # Only the peak matters here, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
@@ -98,9 +97,9 @@ class SearchRequest:
     """``None`` means a limit that grows with the model and the batch."""
     measure_baseline: bool = True
     fresh: bool = False
+    """Measure everything again, instead of reusing trials of earlier studies."""
     unprotected: bool = False
     """Let the user's own code write to their files."""
-    """Measure everything again, instead of reusing trials of earlier studies."""
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed that is not worth a trial."""
     is_at_hand: bool = True

@@ -52,7 +52,7 @@ class Library:
 
     def _file(self, past: PastTrial, ceiling: Ceiling) -> None:
         trial = past.trial
-        if trial.outcome is None or _was_disturbed(trial.outcome):
+        if trial.outcome is None or bool(getattr(trial.outcome, "disturbed", False)):
             return
         past_ceiling, arm = Ceiling.from_document(past.ceiling), trial.candidate.arm
         if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
@@ -211,11 +211,6 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
     optimizer = measurement.optimizer_seconds or 0.0
     share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
-
-
-def _was_disturbed(outcome: Outcome) -> bool:
-    """Return whether the record says that the trial was disturbed."""
-    return bool(getattr(outcome, "disturbed", ()))
 
 
 def _trial_id(reused: Completed) -> str | None:

@@ -121,7 +121,9 @@ def run_search(
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in place.servers:
                 server.start(inspects=server is place.servers[0])
-            _import_for_search()
+            # While the trial servers import, too.
+            importlib.import_module("autotune.store.opening")
+            importlib.import_module("autotune.tuning.loop")
 
         def make_store() -> Store:
             made = _opened(stack, storage)
@@ -129,12 +131,6 @@ def run_search(
             return made
 
         return _prepare_and_search(request, place, store, make_store, observer, folder)
-
-
-def _import_for_search() -> None:
-    """Import what a search needs once the inspection has ended, while the trial server imports too."""
-    importlib.import_module("autotune.store.opening")
-    importlib.import_module("autotune.tuning.loop")
 
 
 @dataclass(frozen=True)
@@ -259,14 +255,14 @@ def _search(
     folder: Path,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
-    from autotune.tuning.answer_cache import KeptPredictions, prediction_key
+    from autotune.tuning.answer_cache import KeptPredictions
     from autotune.tuning.forecasting import forecast_of
     from autotune.tuning.loop import Search
 
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            kept = KeptPredictions(store.answers, prepared.request.workload, prediction_key)
+            kept = KeptPredictions(store.answers, prepared.request.workload)
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()

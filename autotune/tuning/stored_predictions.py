@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import Inspection
 from autotune.core.messages import Answer
-from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, PredictionWork
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
-from autotune.tuning.answer_cache import KeptPredictions, inspection_key
+from autotune.tuning.answer_cache import KeptPredictions, StoredAnswers, inspection_key
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import request_from_document
-
-T = TypeVar("T", Inspection, PredictionAnswer)
-
-
-class Answers(Protocol):
-    """Stores answers of trial processes."""
-
-    def find(self, key: str, kind: type[T]) -> T | None:
-        """Return the answer of this type that is stored under a key; ``None`` where there is none."""
-
-    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
-        """Store an answer."""
 
 
 class _Nobody:
@@ -45,7 +32,7 @@ class _Nobody:
         return {}
 
 
-def stored_prediction(report: Report, candidate: Candidate, answers: Answers) -> MemoryPrediction | None:
+def stored_prediction(report: Report, candidate: Candidate, answers: StoredAnswers) -> MemoryPrediction | None:
     """Return the prediction of a candidate's memory that the study's search used.
 
     ``None`` where none is stored: on a CPU, for the user's own code, and where other versions of torch, transformers or
@@ -55,7 +42,7 @@ def stored_prediction(report: Report, candidate: Candidate, answers: Answers) ->
     return model.prediction(candidate) if model is not None else None
 
 
-def stored_step(report: Report, candidate: Candidate, answers: Answers) -> StepTime | None:
+def stored_step(report: Report, candidate: Candidate, answers: StoredAnswers) -> StepTime | None:
     """Return the step of a candidate as it was predicted from the operations that the study's search traced.
 
     Nothing that was measured corrects it. ``None`` where no operations are stored, and for a GPU whose rates are not
@@ -69,7 +56,7 @@ def stored_step(report: Report, candidate: Candidate, answers: Answers) -> StepT
     return StepTimeModel(chip).predict(operations, candidate)
 
 
-def _stored_model(report: Report, answers: Answers) -> MemoryModel | None:
+def _stored_model(report: Report, answers: StoredAnswers) -> MemoryModel | None:
     try:
         workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)

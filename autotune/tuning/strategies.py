@@ -94,7 +94,9 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         # What the user's own code allocates is not predicted on several ranks, so that sharding it has to be asked for.
         and request.workload.source is None
         and request.workload.quantize is None
-        and _may_need_sharding(request, state_bytes)
+        # Gradients of adapters are few, so that DDP exchanges next to nothing. There sharding only saves memory, which
+        # is searched where the weights take more than half of it.
+        and (request.workload.peft is None or 2 * state_bytes > request.reachable_bytes)
         and any(map(shards_with, request.optims))
     )
     found: list[Strategy] = ["ddp"]
@@ -106,15 +108,6 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         if not may_offload(request, state_bytes):
             found = [strategy for strategy in found if not Arm(strategy=strategy).offloads_optimizer]
     return tuple(found)
-
-
-def _may_need_sharding(request: SearchRequest, state_bytes: int) -> bool:
-    """Return whether sharding may be worth its communication.
-
-    Gradients of adapters are few, so that DDP exchanges next to nothing. There sharding only saves memory, which is
-    searched where the weights take more than half of it.
-    """
-    return request.workload.peft is None or 2 * state_bytes > request.reachable_bytes
 
 
 def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, model: ModelFacts) -> Arm:

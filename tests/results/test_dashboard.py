@@ -26,7 +26,7 @@ from processes import receive
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.options import Objective
 from autotune.devices import Ceiling
-from autotune.results.dashboard import dashboard_app, dashboard_server, serve
+from autotune.results.dashboard import dashboard_server, serve
 from autotune.store.opening import open_store
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord
 from autotune.store.repository import Store
@@ -350,7 +350,7 @@ def test_a_silent_connection_holds_nobody_up_and_a_dropped_one_is_no_news(
 
 def test_a_missing_database_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="there is no database"):
-        dashboard_app(str(tmp_path / "missing.db"))
+        serve(str(tmp_path / "missing.db"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ from searching import search
 from autotune.cli.main import cli
 from autotune.core.errors import StorageError
 from autotune.core.owner import this_owner
-from autotune.results.dashboard import DashboardStorage, dashboard_app
+from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, storage_errors, transaction
 from autotune.store.leases import name_of_study
 from autotune.store.location import resolve_location, shown_location
@@ -207,12 +207,12 @@ def test_the_dashboard_reads_and_cannot_write(postgres_url: str) -> None:
         assert [study.study_name for study in storage.get_all_studies()] == ["a"]
         with pytest.raises(optuna.exceptions.StorageInternalError):
             storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "b")
+        environment: dict[str, object] = {"PATH_INFO": "/api/studies", "HTTP_HOST": "localhost"}
+        setup_testing_defaults(environment)
+        statuses: list[str] = []
+        shown = b"".join(app_over(storage)(environment, lambda status, *_: statuses.append(status)))  # type: ignore[arg-type]
         storage.engine.dispose()
         assert optuna.get_all_study_names(store.optuna) == ["a"]
-    environment: dict[str, object] = {"PATH_INFO": "/api/studies", "HTTP_HOST": "localhost"}
-    setup_testing_defaults(environment)
-    statuses: list[str] = []
-    shown = b"".join(dashboard_app(postgres_url)(environment, lambda status, *_: statuses.append(status)))  # type: ignore[arg-type]
     assert statuses == ["200 OK"]
     assert b'"a"' in shown
 
