@@ -72,11 +72,11 @@ class Trial:
 
     def __repr__(self) -> str:
         """Return the trial in one line, for notebooks."""
-        told = self.candidate.describe()
+        words = self.candidate.describe()
         if (measured := self.measurement) is not None:
-            told += f", {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
-            told += f", peak {format_bytes(measured.peak_reserved_bytes)}"
-        return f"trial {self.number}: {told}; {self.verdict}"
+            words += f", {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
+            words += f", peak {format_bytes(measured.peak_reserved_bytes)}"
+        return f"trial {self.number}: {words}; {self.verdict}"
 
 
 @dataclass(frozen=True, repr=False)

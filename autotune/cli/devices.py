@@ -17,17 +17,17 @@ def devices(as_json: bool) -> None:
     from autotune.devices.json_document import devices_document
     from autotune.space.features import OPTIONAL, how_to_install, version_of
 
-    found = list_devices()
+    listed = list_devices()
     problem = nvml_problem()
     packages = {package: version_of(package) for package in OPTIONAL}
     if as_json:
-        print_json(devices_document(found, problem, packages))
+        print_json(devices_document(listed, problem, packages))
         return
 
     def size(size_bytes: int | None) -> str:
         return "unknown" if size_bytes is None else format_bytes(size_bytes)
 
-    for device in found:
+    for device in listed:
         click.echo(f"{device.label}  {device.name}")
         if device.mig_uuids is not None:
             click.echo("  MIG         split into instances, which are devices of their own")
@@ -49,5 +49,5 @@ def devices(as_json: bool) -> None:
         click.echo(f"  {package:<12}  {version or f'not installed: {how_to_install(package)}'}")
     if problem:
         click.echo(f"NVML: {problem}", err=True)
-    elif len(found) == 1:
+    elif len(listed) == 1:
         click.echo("no GPU is visible to this process", err=True)

@@ -44,11 +44,11 @@ _COMMANDS = {
 
 def exit_codes() -> dict[int, str]:
     """Return every exit code of the command line with its meaning, in ascending order."""
-    found = {0: "All went well.", INTERRUPTED: "Ctrl-C ended the command; what was measured is recorded."}
+    meanings = {0: "All went well.", INTERRUPTED: "Ctrl-C ended the command; what was measured is recorded."}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, AutotuneError):
-            found[kind.exit_code] = (kind.__doc__ or "").partition("\n")[0]
-    return dict(sorted(found.items()))
+            meanings[kind.exit_code] = (kind.__doc__ or "").partition("\n")[0]
+    return dict(sorted(meanings.items()))
 
 
 class _LazyGroup(click.Group):

@@ -55,8 +55,8 @@ def resume(
         with open_store(storage, create=False) as store:
             options = asked if any(asked.values()) else recorded_options(store, study)
         limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
-        found = resume_on_cluster(executor, study, {**options, **limits}, storage, wait=wait)
-        print_searched(ctx, *found, storage, as_json=as_json)
+        ended = resume_on_cluster(executor, study, {**options, **limits}, storage, wait=wait)
+        print_searched(ctx, *ended, storage, as_json=as_json)
         return
     with open_store(storage, create=False) as store:
         devices = named_devices(asked) if gpus or parallel else ()

@@ -75,11 +75,11 @@ def serve(
     def ready(url: str, token: str | None) -> None:
         if token is not None:
             click.echo(f"{url}/#token={token}")
-            told = "keep the token: it is not shown again, and the database holds its digest alone"
+            advice = "keep the token: it is not shown again, and the database holds its digest alone"
         else:
             click.echo(url)
-            told = "the token was shown at the first start; autotune token add NAME makes another"
-        logging.getLogger("autotune.service").info(told)
+            advice = "the token was shown at the first start; autotune token add NAME makes another"
+        logging.getLogger("autotune.service").info(advice)
 
     run(
         Settings(
@@ -146,9 +146,9 @@ def cancel(search: str, server: str | None) -> None:
     """Cancel a search of a service, by its id or its study's name. What was measured stays."""
     from urllib.parse import quote
 
-    found = _client(server).request("DELETE", f"/v1/searches/{quote(search, safe='')}")
-    told = "is cancelled" if found["state"] in ("cancelled", "running") else f"has ended before: {found['state']}"
-    click.echo(f"the search {shlex.quote(found['study'])} {told}", err=True)
+    job = _client(server).request("DELETE", f"/v1/searches/{quote(search, safe='')}")
+    outcome = "is cancelled" if job["state"] in ("cancelled", "running") else f"has ended before: {job['state']}"
+    click.echo(f"the search {shlex.quote(job['study'])} {outcome}", err=True)
 
 
 def _client(server: str | None) -> Client:

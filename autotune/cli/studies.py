@@ -44,8 +44,8 @@ def studies(storage: str, as_json: bool) -> None:
     from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
-        found = store.studies()
-        speeds = {} if as_json else winners_speeds(store, found)
+        summaries = store.studies()
+        speeds = {} if as_json else winners_speeds(store, summaries)
     if as_json:
         print_json(
             [
@@ -62,12 +62,12 @@ def studies(storage: str, as_json: bool) -> None:
                     "started_at": summary.study.started_at.isoformat(),
                     "seconds": summary.study.seconds,
                 }
-                for summary in found
+                for summary in summaries
             ]
         )
         return
     rows = []
-    for summary in found:
+    for summary in summaries:
         speed = speeds.get(summary.study.id)
         rows.append(
             (

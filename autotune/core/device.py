@@ -28,14 +28,14 @@ _BF16_CAPABILITY = (8, 0)
 
 def precisions_of(capability: tuple[int, int]) -> tuple[Precision, ...]:
     """Return the precisions that a GPU of this compute capability computes natively."""
-    found: list[Precision] = ["fp32"]
+    precisions: list[Precision] = ["fp32"]
     if capability >= _TF32_CAPABILITY:
-        found.append("tf32")
+        precisions.append("tf32")
     if capability >= _FP16_CAPABILITY:
-        found.append("fp16")
+        precisions.append("fp16")
     if capability >= _BF16_CAPABILITY:
-        found.append("bf16")
-    return tuple(found)
+        precisions.append("bf16")
+    return tuple(precisions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ _ALIKE = {
 
 def merge_kinds(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return times by the kinds that the names of kernels tell apart, so that predicted and measured ones compare."""
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for kind, value in seconds.items():
         name = _ALIKE.get(kind, kind)
-        found[name] = found.get(name, 0.0) + value
-    return found
+        merged[name] = merged.get(name, 0.0) + value
+    return merged

@@ -40,13 +40,13 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 
 def masked_options(words: Sequence[str]) -> list[str]:
     """Return the options of a masked command line whose values were masked."""
-    found = []
+    options = []
     for before, word in zip(("", *words), words, strict=False):
         if word == MASK:
-            found.append(before)
+            options.append(before)
         elif MASK in word:
-            found.append(word.partition("=")[0])
-    return found
+            options.append(word.partition("=")[0])
+    return options
 
 
 def _mask(value: str) -> str:

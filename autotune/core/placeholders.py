@@ -129,7 +129,7 @@ class Placeholder:
 
 def placeholders_in(text: str) -> list[Placeholder]:
     """List the placeholders of a text."""
-    return [Placeholder(found[1], found[2]) for found in _PLACEHOLDER.finditer(text)]
+    return [Placeholder(match[1], match[2]) for match in _PLACEHOLDER.finditer(text)]
 
 
 def fill_text(text: str, values: Values) -> str:

@@ -140,7 +140,7 @@ def chosen(estimate: Estimate, others: Sequence[Estimate]) -> Estimate:
         return estimate
     every = [estimate, *near]
     most = _MOST_DEVIATION_ERRORS * max(each.error for each in every)
-    found = []
+    weighed = []
     for step in range(_DEVIATION_STEPS):
         deviation = most * (step + 0.5) / _DEVIATION_STEPS
         weights = [1 / (each.error**2 + deviation**2) for each in every]
@@ -149,13 +149,13 @@ def chosen(estimate: Estimate, others: Sequence[Estimate]) -> Estimate:
         squares = math.fsum(weight * (each.mean - centre) ** 2 for weight, each in zip(weights, every, strict=True))
         log_likelihood = 0.5 * (math.fsum(map(math.log, weights)) - math.log(total) - squares)
         drawn = error**2 * weights[0]
-        found.append((log_likelihood, mean + drawn * (centre - mean), (1 - drawn) * error**2 + drawn**2 / total))
-    likeliest = max(found)[0]
-    shares = [math.exp(each[0] - likeliest) for each in found]
+        weighed.append((log_likelihood, mean + drawn * (centre - mean), (1 - drawn) * error**2 + drawn**2 / total))
+    likeliest = max(weighed)[0]
+    shares = [math.exp(each[0] - likeliest) for each in weighed]
     total = math.fsum(shares)
-    corrected = math.fsum(share * each[1] for share, each in zip(shares, found, strict=True)) / total
+    corrected = math.fsum(share * each[1] for share, each in zip(shares, weighed, strict=True)) / total
     variance = math.fsum(
-        share * (each[2] + (each[1] - corrected) ** 2) for share, each in zip(shares, found, strict=True)
+        share * (each[2] + (each[1] - corrected) ** 2) for share, each in zip(shares, weighed, strict=True)
     )
     return Estimate(corrected, math.sqrt(variance / total), estimate.degrees)
 

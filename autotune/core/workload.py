@@ -120,9 +120,9 @@ class Workload:
     def bits_arguments(self) -> dict[str, Any]:
         """Return the arguments of transformers' ``BitsAndBytesConfig``; dtypes by name."""
         if self.quantize == "8bit":
-            found: dict[str, Any] = {"load_in_8bit": True}
+            arguments: dict[str, Any] = {"load_in_8bit": True}
         else:
-            found = {
+            arguments = {
                 "load_in_4bit": True,
                 "bnb_4bit_quant_type": "nf4",
                 "bnb_4bit_use_double_quant": True,
@@ -130,7 +130,7 @@ class Workload:
             }
         # Heads that are new, and trained in full beside the adapters.
         heads = {} if self.task not in _NEW_HEADS else {"llm_int8_skip_modules": list(_NEW_HEADS[self.task])}
-        return found | heads
+        return arguments | heads
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data, for the trial process."""

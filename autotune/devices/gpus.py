@@ -289,8 +289,8 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
         major, _, minor = str(figures["capability"]).partition(".")
         capability = int(major), int(minor or 0)
     except ValueError as error:
-        told = f"{where}: capability is {figures['capability']!r}, not a compute capability"
-        raise InvalidRequestError(told, _SPEC_EXAMPLE) from error
+        problem = f"{where}: capability is {figures['capability']!r}, not a compute capability"
+        raise InvalidRequestError(problem, _SPEC_EXAMPLE) from error
     tf32 = number("tf32_tflops") if figures.get("tf32_tflops") is not None else None
     has_nvlink = figures.get("nvlink_gigabytes_per_second") is not None
     return _chip(

@@ -105,11 +105,11 @@ class Lock:
 
     def wait(self, study: str, on_wait: Callable[[Holder], None]) -> None:
         """Wait for the lock and take it. ``on_wait`` is called once, with the holder, if it is not free."""
-        told = False
+        has_said_so = False
         while (holder := self.acquire(study)) is not None:
-            if not told:
+            if not has_said_so:
                 on_wait(holder)
-                told = True
+                has_said_so = True
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:

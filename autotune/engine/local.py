@@ -127,12 +127,12 @@ class ChildProcess:
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
             with contextlib.suppress(ValueError):
-                told = json.loads(line)
-                self.is_ready |= told["kind"] == "ready"
+                message = json.loads(line)
+                self.is_ready |= message["kind"] == "ready"
                 with self._guard:
                     run = self._run
-                if run is not None and run.work_id == told["work"]:
-                    run.add(told["kind"], told["document"])
+                if run is not None and run.work_id == message["work"]:
+                    run.add(message["kind"], message["document"])
         code = self._process.wait()
         why = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with the status {code}"
         with self._guard:

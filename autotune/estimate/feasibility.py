@@ -92,13 +92,13 @@ class Judge:
 
     def batches_in_reach(self) -> list[int]:
         """Return the batches to search now: those of each multiple, down to the first at which something may fit."""
-        found: list[int] = []
+        reachable: list[int] = []
         batches = self._space.batches
         for multiple in batches.levels():
-            found += batches.at_level(multiple)
+            reachable += batches.at_level(multiple)
             if self.fits_at(multiple) or self._may_fit_at(multiple):
                 break
-        return sorted(found)
+        return sorted(reachable)
 
     def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
         pending = self._history.pending

@@ -238,14 +238,14 @@ class Forecast:
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:
     """Every question once, in order: GPUs that differ in nothing that matters share theirs."""
-    found: dict[PredictionWork, _Inquiry] = {}
+    inquiries: dict[PredictionWork, _Inquiry] = {}
     for target, model in zip(targets, models, strict=True):
         for question in target.questions:
             work = question.work(target.chip, target.ceiling)
             identity = question.identity(target.chip, target.ceiling)
-            inquiry = found.setdefault(identity, _Inquiry(work, identity))
+            inquiry = inquiries.setdefault(identity, _Inquiry(work, identity))
             inquiry.askers.append((model, question))
-    return list(found.values())
+    return list(inquiries.values())
 
 
 def _predicted(answer: Answer) -> PredictionAnswer | None:

@@ -117,15 +117,15 @@ class Deviations(NamedTuple):
 
 def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
     """Return how the processes of candidates deviate, by kind; each sequence has the completed trials of one."""
-    found: dict[Kind, Deviations] = {}
+    by_kind: dict[Kind, Deviations] = {}
     for trials in repeated:
         logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
         if len(logs) > 1:
             share = _busy_share(trials)
             kind = _kind(trials[0].candidate, share)
-            squares, degrees = found.get(kind, Deviations())
-            found[kind] = Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
-    return found
+            squares, degrees = by_kind.get(kind, Deviations())
+            by_kind[kind] = Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
+    return by_kind
 
 
 class Pool:

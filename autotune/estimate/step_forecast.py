@@ -81,8 +81,8 @@ class StepForecast:
         of_arm = [ratio for other, ratio in alike if other == arm]
         of_precision = [ratio for other, ratio in alike if other.precision == arm.precision]
         every = [ratio for _, ratio in alike] if waits else []
-        found = of_arm or of_precision or every
-        if not found:
+        ratios = of_arm or of_precision or every
+        if not ratios:
             return None, 1.0
         if waits or arm.ranks > 1:
             # Of several ranks too few steps were recorded to know better.
@@ -91,7 +91,7 @@ class StepForecast:
             spread = _OF_OTHER_CHIPS
         else:
             spread = _OF_ARM if of_arm else _OF_PRECISION
-        return statistics.median(found), spread
+        return statistics.median(ratios), spread
 
     def samples_per_second(self, candidate: Candidate) -> float | None:
         """Return the predicted speed of a candidate."""

@@ -347,16 +347,16 @@ class Speeds:
 
     def left_out_arms(self) -> tuple[LeftOut, ...]:
         """Return the arms without a trial, grouped by the reason."""
-        found = self._arms_without_trial()
+        untried = self._arms_without_trial()
         others, named = list(self._space.arms), []
         # What cannot fit first: the other reasons are then given for what is left.
-        for why, arms in sorted(found.items(), key=lambda item: item[0] != _NOTHING_FITS):
+        for why, arms in sorted(untried.items(), key=lambda item: item[0] != _NOTHING_FITS):
             named.append(LeftOut(names_of_arms(arms, others, self._space.arms), why))
             others = [arm for arm in others if arm not in arms]
         return tuple(named)
 
     def _arms_without_trial(self) -> dict[str, list[Arm]]:
-        found: dict[str, list[Arm]] = {}
+        by_reason: dict[str, list[Arm]] = {}
         for arm in self._space.arms:
             view, in_reach = self.view(arm), self._judge.batches_in_reach()
             if any(self._judge.offloads_needlessly(self._space.candidate(arm, batch)) for batch in in_reach[:1]):
@@ -364,8 +364,8 @@ class Speeds:
             has_a_trial = any(view.was_chosen(tried) for tried in view.tried.values())
             # The arm may have no batch but the baseline's.
             if not has_a_trial and not (in_reach and view.tried.keys() >= set(in_reach)):
-                found.setdefault(self._why_untried(view), []).append(arm)
-        return found
+                by_reason.setdefault(self._why_untried(view), []).append(arm)
+        return by_reason
 
     def _why_untried(self, view: ArmView) -> str:
         why = self.left_out(view.arm)

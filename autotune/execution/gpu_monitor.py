@@ -76,13 +76,13 @@ class WatchedExecutor:
         for gpu in gpus.values():
             # Before memory is waited for on another one, which may take a minute.
             _check_is_there(gpu, device_condition(gpu.uuid))
-        found = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
+        ready = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
         trial_id = job.trial_id
 
         def own_pids() -> frozenset[int]:
             return self._executor.pids_of(trial_id)
 
-        watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in found if before is not None]
+        watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in ready if before is not None]
         self._watches[trial_id] = watches
         return self._executor.submit(job)
 
@@ -109,20 +109,20 @@ class WatchedExecutor:
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
         """Return the GPU as it is once a trial's memory is free, or when waiting is given up."""
         deadline = time.monotonic() + _RETURN_SECONDS
-        told = False
+        has_said_so = False
         while True:
             now = device_condition(gpu.uuid)
             _check_is_there(gpu, now)
             if now is None or not _is_short(now, needed_bytes):
                 return now
             if time.monotonic() >= deadline or self._is_ending():
-                if told or self._patience_seconds <= _RETURN_SECONDS:
+                if has_said_so or self._patience_seconds <= _RETURN_SECONDS:
                     self._patience_seconds = _RETURN_SECONDS
                     return now
                 missing = format_bytes(needed_bytes - (now.free_bytes or 0))
                 seconds = f"{self._patience_seconds:.0f} s"
                 self._note(f"waiting up to {seconds} for {missing} that other processes hold on {gpu.label}")
-                told = True
+                has_said_so = True
                 deadline = time.monotonic() + self._patience_seconds
             time.sleep(_INTERVAL_SECONDS)
 

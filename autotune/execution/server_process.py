@@ -109,13 +109,13 @@ class ServerProcess:
         self._tell_workload()
 
     def _tell_workload(self) -> None:
-        told: Document = {"workload": self.workload.document()}
+        message: Document = {"workload": self.workload.document()}
         if self._was_idle:
-            told["log_path"] = str(self.log_path.absolute())
+            message["log_path"] = str(self.log_path.absolute())
         try:
             # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
             # before it has read it is noticed by whoever waits for it.
-            self.send(told, time.monotonic() + _START_SECONDS)
+            self.send(message, time.monotonic() + _START_SECONDS)
         except BaseException:
             self.close()
             raise

@@ -175,13 +175,13 @@ class TrialServer:
         return Protection(self._protection, self._layer.output_dir)
 
     def _find_protection(self) -> ProtectionKind:
-        source, found = self.workload.source, find_protection()
+        source, protection = self.workload.source, find_protection()
         assert source is not None
-        why = found.why_not_better if found.kind == "none" else None
-        if found.kind == "landlock" and os.path.realpath(source.cwd).startswith("/dev/shm/"):
+        why = protection.why_not_better if protection.kind == "none" else None
+        if protection.kind == "landlock" and os.path.realpath(source.cwd).startswith("/dev/shm/"):
             why = f"Landlock does not protect {source.cwd}, which is shared memory"
         if why is None:
-            return found.kind
+            return protection.kind
         raise TrainingSourceError(
             f"nothing keeps {source.name} from your files here: {why}",
             "search as root or on Linux 5.13 or newer, outside of /dev/shm; with --unprotected it writes, renames and "
@@ -361,18 +361,20 @@ class TrialServer:
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_to_end(job)
         try:
-            told = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
+            answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:
             raise self._not_inspected(str(error), log_path) from error
         if self.workload.source is not None:
-            check_own_code(self.workload.source.name, answer, told.problem, log_path, timeout_seconds)
-        if told.inspection is not None and told.inspection.model is not None and self._protection is not None:
-            model = told.inspection.model
+            check_own_code(self.workload.source.name, answer, answered.problem, log_path, timeout_seconds)
+        if answered.inspection is not None and answered.inspection.model is not None and self._protection is not None:
+            model = answered.inspection.model
             interface = replace(model.interface, protection=self._protection)
-            told = replace(told, inspection=replace(told.inspection, model=replace(model, interface=interface)))
-        if told.inspection is None:
+            answered = replace(
+                answered, inspection=replace(answered.inspection, model=replace(model, interface=interface))
+            )
+        if answered.inspection is None:
             raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
-        return merged(told.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
+        return merged(answered.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
 
     def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(

@@ -122,8 +122,8 @@ def speed_chart(report: Report) -> SpeedChart:
         if measured is not None:
             points.append(_speed_point(report, trial, measured, arm))
         elif isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device":
-            told = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
-            over[trial.candidate] = OverPoint(arm, trial.candidate, told)
+            words = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
+            over[trial.candidate] = OverPoint(arm, trial.candidate, words)
     return SpeedChart(arms, tuple(points), tuple(over.values()), report.ceiling.cap_bytes, report.ceiling.line_bytes)
 
 
@@ -134,7 +134,7 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
     if mark is not None and (pooled := report.speed(trial)) is not None:
         # Of all its processes, as everywhere.
         speed, spread = pooled.samples_per_second, pooled.relative_half_width
-    told = (
+    words = (
         f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} samples/s, "
         f"peak {format_bytes(peak)}; {verdict(report, trial)}"
     )
@@ -146,7 +146,7 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
         spread,
         report.feasible(trial),
         mark,
-        told,
+        words,
     )
 
 

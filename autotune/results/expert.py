@@ -114,12 +114,12 @@ def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float:
 
 def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]) -> list[tuple[int, float]]:
     # A batch may be measured with more than one accumulation; the last of them counts.
-    found = {
+    points = {
         t.candidate.per_device_train_batch_size: value(t.measurement)
         for t in tried
         if t.candidate.arm == arm and t.measurement is not None
     }
-    return sorted(found.items())
+    return sorted(points.items())
 
 
 def _speed(tried: Tried) -> float:

@@ -445,11 +445,11 @@ def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``BitsAndBytesConfig`` that a recorded workload stands for; dtypes by name."""
     if not workload.get("quantize"):
         return {}
-    found = Workload.from_document(dict(workload)).bits_arguments()
+    arguments = Workload.from_document(dict(workload)).bits_arguments()
     if "lora_options" not in workload:
         # Of an earlier version, which did not quantize the scales.
-        found.pop("bnb_4bit_use_double_quant", None)
-    return found
+        arguments.pop("bnb_4bit_use_double_quant", None)
+    return arguments
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:

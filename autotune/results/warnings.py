@@ -22,54 +22,54 @@ _VERY_WIDE_SPREAD = 0.2
 
 def notes(report: Report) -> list[str]:
     """Return the notes on a study, most important first."""
-    found: list[str] = []
+    lines: list[str] = []
     request = report.study.request
     best, measured = report.best, measurement(report.best)
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
-        found.append(
+        lines.append(
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, not a multiple of 8: "
             + _why_no_multiple_of_8(report, best)
         )
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
-        found.append(
+        lines.append(
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps; the time of the others was added"
         )
     is_cut_short = report.study.stop_reason is not StopReason.NOTHING_LEFT
     if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
-        found.append("only one configuration was measured: give the search more --trials or --time-budget")
+        lines.append("only one configuration was measured: give the search more --trials or --time-budget")
     if best is not None and measured:
-        found += _wide_promise(report, best, measured)
+        lines += _wide_promise(report, best, measured)
     baseline = measurement(report.baseline)
     if baseline and best and best != report.baseline and baseline.relative_spread > _VERY_WIDE_SPREAD:
-        found.append(
+        lines.append(
             f"the baseline's step time is uncertain by ± {baseline.relative_spread:.0%}, and so is the speed-up over it"
         )
-    found += _failed_again(report)
+    lines += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
-        found += [*_ddp_notes(report, best), *_faster_ones(report, best)]
-    found += compiled_notes(report)
+        lines += [*_ddp_notes(report, best), *_faster_ones(report, best)]
+    lines += compiled_notes(report)
     if best is not None and measured:
-        found += _host_notes(report, best, measured)
-    found += sharding_notes(best.candidate) if best is not None else []
-    found += _own_batch_notes(report)
-    found += _objective_notes(report)
+        lines += _host_notes(report, best, measured)
+    lines += sharding_notes(best.candidate) if best is not None else []
+    lines += _own_batch_notes(report)
+    lines += _objective_notes(report)
     if measured and measured.saving_seconds:
-        found.append(
+        lines.append(
             f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
             "a step of your own run takes so much longer"
         )
-    found += _memory_unknown(report)
-    found += _reused(report)
+    lines += _memory_unknown(report)
+    lines += _reused(report)
     if request["world_size"] > request.get("ranks", 1):
-        found.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
-    found += _disturbances(report)
+        lines.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
+    lines += _disturbances(report)
     if report.study.state == "interrupted":
-        found.append(f"the search is interrupted: autotune resume {report.study.name} continues it")
+        lines.append(f"the search is interrupted: autotune resume {report.study.name} continues it")
     if report.study.state == "running":
         # A search that was killed could not record its end.
-        found.append(f"the search is running; if it was killed, autotune resume {report.study.name} continues it")
-    return found
+        lines.append(f"the search is running; if it was killed, autotune resume {report.study.name} continues it")
+    return lines
 
 
 def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
@@ -77,11 +77,11 @@ def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> l
     speed = report.speed(best)
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
         return []
-    told = f"the next run may differ from the winner's speed by {speed.relative_half_width:.0%}: "
+    differs = f"the next run may differ from the winner's speed by {speed.relative_half_width:.0%}: "
     if report.history.is_host_bound(best.candidate):
-        return [told + "the step is host-bound, and the host's speed differs from process to process"]
+        return [differs + "the step is host-bound, and the host's speed differs from process to process"]
     then = " when it was measured" if source_of(best.outcome) else ""
-    return [f"{told}the machine was noisy{then}; --fresh measures again"]
+    return [f"{differs}the machine was noisy{then}; --fresh measures again"]
 
 
 def _disturbances(report: Report) -> list[str]:
@@ -96,19 +96,19 @@ def _disturbances(report: Report) -> list[str]:
         if any(not isinstance(t.outcome, Completed) or t.outcome.run_again for t in marked)
         else ""
     )
-    found = [
+    lines = [
         f"{plural(len(marked), 'trial')} {'was' if len(marked) == 1 else 'were'} disturbed{again}; the last: {why}"
     ]
     if report.best in marked:
-        found.append("the winner itself was disturbed while it was measured: it may be faster than reported")
-    return found
+        lines.append("the winner itself was disturbed while it was measured: it may be faster than reported")
+    return lines
 
 
 def compiled_notes(report: Report) -> list[str]:
     """Say after how many steps the fastest compiled trial has made up for its compilation."""
-    found = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
-    compiled = [(m, t) for m, t in found if t.candidate.arm.torch_compile]
-    plain = [(m, t) for m, t in found if not t.candidate.arm.torch_compile]
+    feasible = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
+    compiled = [(m, t) for m, t in feasible if t.candidate.arm.torch_compile]
+    plain = [(m, t) for m, t in feasible if not t.candidate.arm.torch_compile]
     if not compiled or not plain:
         return []
     (fast, trial), (usual, other) = (max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (compiled, plain))
@@ -124,7 +124,7 @@ def compiled_notes(report: Report) -> list[str]:
 
 def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
     """Say what compiling and pinning to one core gained, or that compiling was not tried though it may help."""
-    found = []
+    lines = []
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
         on, off = (
             dataclasses.replace(best.candidate, arm=changed(best.candidate.arm, **{lever: is_on}))
@@ -132,19 +132,19 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
         )
         gain = _ratio(report, on, off)
         if gain is not None:
-            found.append(f"{words}, the winner is {gain:.2f} × as fast as without")
+            lines.append(f"{words}, the winner is {gain:.2f} × as fast as without")
     arm = best.candidate.arm
     levers = levers_of(arm, [row.name for row in LEVERS if row.prior is not None])
     if levers - {"torch_compile"}:
         plain = dataclasses.replace(best.candidate, arm=without(arm, levers))
         gain = _ratio(report, best.candidate, plain)
         if gain is not None:
-            found.append(f"with its levers the winner is {gain:.2f} × as fast as without ({plain.arm.describe()})")
+            lines.append(f"with its levers the winner is {gain:.2f} × as fast as without ({plain.arm.describe()})")
     request = report.study.request
     is_quick = request["objective"] == "throughput" and request.get("effort", "quick") == "quick"
     if is_quick and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
-        found.append("the winner is host-bound: --effort default measures what compiling and CUDA graphs gain")
-    return found
+        lines.append("the winner is host-bound: --effort default measures what compiling and CUDA graphs gain")
+    return lines
 
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
@@ -166,31 +166,31 @@ def sharding_notes(winner: Candidate) -> list[str]:
         return _zero_notes(arm)
     if not arm.is_sharded:
         return []
-    found = []
+    lines = []
     if arm.precision in ("bf16", "fp16"):
-        found.append(
+        lines.append(
             f"{arm.precision} under FSDP2 is not autocast: normalisation, softmax and the loss are computed in "
             f"{arm.precision}, too, and gradients are reduced in it; compare its losses with those of DDP"
         )
     if arm.gradient_checkpointing:
-        found.append(
+        lines.append(
             "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, gradients "
             "belong to another mask than the loss"
         )
-    return found
+    return lines
 
 
 def _zero_notes(arm: Arm) -> list[str]:
-    found = []
+    lines = []
     if arm.precision in ("bf16", "fp16"):
-        found.append(
+        lines.append(
             f"{arm.precision} under DeepSpeed is not autocast: the model itself is in {arm.precision}, with a float32 "
             "copy for the optimizer; normalisation, softmax and the loss are computed in it, too, and gradients are "
             "reduced and accumulated in it; compare its losses with those of DDP"
         )
     if arm.precision == "fp16":
-        found.append("DeepSpeed scales the fp16 loss by itself, from 65,536 on, and skips updates that overflow")
-    return found
+        lines.append("DeepSpeed scales the fp16 loss by itself, from 65,536 on, and skips updates that overflow")
+    return lines
 
 
 def _own_batch_notes(report: Report) -> list[str]:
@@ -230,12 +230,12 @@ def _reused(report: Report) -> list[str]:
         return []
     names = sorted({source.study for source in sources})
     where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-    found = [f"{plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures again"]
+    lines = [f"{plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures again"]
     for name, trial in (("winner", report.best), ("baseline", report.baseline)):
         source = source_of(trial.outcome) if trial else None
         if source is not None and source.derived:
-            found.append(f"the {name}'s speed is {source.describe()}, with another accumulation")
-    return found
+            lines.append(f"the {name}'s speed is {source.describe()}, with another accumulation")
+    return lines
 
 
 def _failed_again(report: Report) -> list[str]:

@@ -154,9 +154,9 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
             + "; the speed is that of an epoch's mean batch"
         )
     share = waits_for_data(measured)
-    told = f"{share:.1%} of a step is spent waiting for data"
+    waiting = f"{share:.1%} of a step is spent waiting for data"
     which = {"data": "the data loader", "gpu": "computing, not the data loader,"}.get(what_limits(measured).kind)
-    return [*lines, told if which is None else f"{which} is the bottleneck: {told}"]
+    return [*lines, waiting if which is None else f"{which} is the bottleneck: {waiting}"]
 
 
 def _first_epoch_lines(measured: Measurement) -> list[str]:
@@ -166,11 +166,11 @@ def _first_epoch_lines(measured: Measurement) -> list[str]:
         return []
     if count is None:
         # The lengths of an epoch are not known for the user's own code.
-        told = (
+        line = (
             f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not include: "
             "a first epoch with many shapes is slower"
         )
-        return [told] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
+        return [line] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
     if each * count < _NOTICEABLE_SECONDS:
         return []
     return [

@@ -110,10 +110,10 @@ class Client:
             raise ServiceError(f"{url[:200]!r} begins with neither http:// nor https://", "correct --server")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         in_url = parse_qs(parts.fragment).get("token", [""])[0]
-        told = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
-        if not re.fullmatch(r"[!-~]*", told):
+        token_text = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
+        if not re.fullmatch(r"[!-~]*", token_text):
             raise ServiceError("the token has characters that no token has", f"see --server and {TOKEN_VARIABLE}")
-        headers = {"Accept": "application/json", **({"Authorization": f"Bearer {told}"} if told else {})}
+        headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token_text}"} if token_text else {})}
         try:
             # Read once: a service goes on with the certificate that it started with when the file is renewed. What
             # the environment says of proxies is for the world outside.

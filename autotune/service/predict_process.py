@@ -38,11 +38,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     asked = json.load(sys.stdin)
     try:
-        told: dict[str, Any] = {"document": predicted(check_arguments(asked["options"]), asked["storage"])}
+        document: dict[str, Any] = {"document": predicted(check_arguments(asked["options"]), asked["storage"])}
     except AutotuneError as error:
-        told = {"problem": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}}
+        document = {"problem": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}}
     with answer:
-        json.dump(told, answer)
+        json.dump(document, answer)
 
 
 if __name__ == "__main__":

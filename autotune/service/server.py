@@ -232,8 +232,8 @@ def _engine(settings: Settings) -> Engine:
 def _reason(error: OSError) -> str:
     """Return what the system says of an error, without the address that ``create_server`` adds."""
     # A host that cannot be resolved has a number of its own.
-    told = str(error.strerror or error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-    return told.lower()
+    reason = str(error.strerror or error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    return reason.lower()
 
 
 @contextlib.contextmanager
@@ -267,7 +267,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        told = {
+        reason = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -275,8 +275,8 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            reason["exception"] = self.formatException(record.exc_info)
+        return json.dumps(reason)
 
 
 def log_to_stderr() -> None:

@@ -158,8 +158,8 @@ def _is_damage(error: Exception) -> bool:
 
 def _translate(label: str, error: BaseException) -> StorageError:
     for cause in _causes(error):
-        if (told := postgres.describe_error(cause)) is not None:
-            return StorageError(f"{label} {told[0]}", told[1])
+        if (meaning := postgres.describe_error(cause)) is not None:
+            return StorageError(f"{label} {meaning[0]}", meaning[1])
         if isinstance(cause, sqlite3.Error):
             name = getattr(cause, "sqlite_errorname", None) or ""
             for start, message, hint in _SQLITE_ERRORS:

@@ -54,11 +54,11 @@ def measured_trials(location: str, workload_fingerprint: str, lock_timeout_secon
                 rows = connection.execute(query).all()
         finally:
             engine.dispose()
-    found = []
+    trials = []
     for trial_id, candidate, outcome, environment in rows:
         with suppress(ValueError, KeyError, TypeError):
             read = outcome_from_document(outcome)
             if isinstance(read, Completed) and environment.get("device_kind") == "cuda":
                 name = str(environment["device_name"])
-                found.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), read))
-    return found
+                trials.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), read))
+    return trials

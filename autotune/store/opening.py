@@ -123,10 +123,10 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
     engine = build_engine(place, lock_timeout_seconds)
     optuna: RDBStorage | None = None
     try:
-        found = _inspect(engine, place, scripts)
-        if found.optuna and found.is_current:
+        tables = _inspect(engine, place, scripts)
+        if tables.optuna and tables.is_current:
             optuna = open_existing_optuna(place, lock_timeout_seconds)
-        elif place.path is None and not create and not found.autotune:
+        elif place.path is None and not create and not tables.autotune:
             raise StorageError(
                 f"there are no studies of autotune in {place.label}",
                 "run a search first, or name the database of one with --storage",
@@ -149,8 +149,8 @@ def _make_tables(engine: Engine, place: Location, lock_timeout_seconds: float, s
     """Make or upgrade what tables need it, one process at a time; return Optuna's storage."""
     with migration_lock(engine):
         # Another process may have done it while this one waited.
-        found = _inspect(engine, place, scripts)
-        optuna = open_existing_optuna(place, lock_timeout_seconds) if found.optuna else None
+        tables = _inspect(engine, place, scripts)
+        optuna = open_existing_optuna(place, lock_timeout_seconds) if tables.optuna else None
         try:
             upgrade_tables(place, lock_timeout_seconds, scripts)
             return optuna or create_optuna(place, lock_timeout_seconds)

@@ -268,8 +268,8 @@ class Queue:
         # State by state, in the order of their index; with IN all jobs of the states would be read and sorted.
         queries = [query.where(_JOB.c.state == state) for state in states] or [query]
         with self._transaction(is_single=len(queries) == 1) as connection:
-            found = [_job(row) for each in queries for row in connection.execute(each)]
-        return sorted(found, key=lambda job: -job.number)[:most]
+            jobs = [_job(row) for each in queries for row in connection.execute(each)]
+        return sorted(jobs, key=lambda job: -job.number)[:most]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
         """Return the queued jobs that start next, in the order of their turns."""
@@ -525,9 +525,9 @@ def _write_running(names: tuple[str, ...]) -> Update:
 
 
 def _job(row: Row[Any]) -> JobRecord:
-    found = row._mapping
-    needs = Needs(found["needs_kind"], found["needs_gpu"], found["needs_memory_bytes"], found["needs_count"])
-    return JobRecord(needs=needs, **{name: found[name] for name in _JOB_FIELDS if name != "needs"})
+    columns = row._mapping
+    needs = Needs(columns["needs_kind"], columns["needs_gpu"], columns["needs_memory_bytes"], columns["needs_count"])
+    return JobRecord(needs=needs, **{name: columns[name] for name in _JOB_FIELDS if name != "needs"})
 
 
 def _token(row: Any) -> TokenRecord:

@@ -236,8 +236,8 @@ class Store:
     def trial(self, trial_id: str) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
         with self._transaction() as connection:
-            found = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
-        return found[0] if found else None
+            trials = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
+        return trials[0] if trials else None
 
     def trials(self, study_id: str) -> list[TrialRecord]:
         """Return the study's trials in Optuna's order."""
@@ -252,14 +252,14 @@ class Store:
         """
         with_winner = select(StudyRow.id).where(StudyRow.best_trial_id.is_not(None))
         query = _TRIALS.where(TrialRow.study_id.in_(with_winner)).order_by(TrialRow.number, TrialRow.started_at)
-        found: dict[str, list[TrialRecord]] = {}
+        by_study: dict[str, list[TrialRecord]] = {}
         with self._transaction() as connection:
             rows = connection.execute(query).all()
         for row in rows:
             with suppress(ValueError, KeyError, TypeError):
                 trial = _trial_record(row)
-                found.setdefault(trial.study_id, []).append(trial)
-        return found
+                by_study.setdefault(trial.study_id, []).append(trial)
+        return by_study
 
     def repeated_trials(self, environment_ids: Collection[str]) -> list[TrialRecord]:
         """Return the completed trials of candidates of which some environment has several, for any workload.
@@ -276,11 +276,11 @@ class Store:
         query = _TRIALS.join(counted, counted.c.id == TrialRow.id).where(counted.c.several > 1)
         with self._transaction() as connection:
             rows = connection.execute(query.order_by(TrialRow.started_at)).all()
-        found = []
+        trials = []
         for row in rows:
             with suppress(ValueError, KeyError, TypeError):
-                found.append(_trial_record(row))
-        return found
+                trials.append(_trial_record(row))
+        return trials
 
     def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:
         """Return the trials of other studies with this study's environment and workload, the oldest first.
@@ -295,11 +295,11 @@ class Store:
         )
         with self._transaction() as connection:
             rows = connection.execute(query).all()
-        found = []
+        trials = []
         for *fields, name, ceiling in rows:
             with suppress(ValueError, KeyError, TypeError):
-                found.append(PastTrial(_trial_record(fields), name, ceiling))
-        return found
+                trials.append(PastTrial(_trial_record(fields), name, ceiling))
+        return trials
 
     # Within
 

@@ -72,8 +72,8 @@ def related_studies(store: Store, model: str) -> list[Document]:
     ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
         names = [name for name, workload in connection.execute(ended) if workload.get("model") == model]
-        found = [_read(connection, name) for name in names[:_MOST_RELATED]]
-    return [document for document in found if document is not None]
+        documents = [_read(connection, name) for name in names[:_MOST_RELATED]]
+    return [document for document in documents if document is not None]
 
 
 def _read(
@@ -166,15 +166,15 @@ def _as_row(table: Table, document: Document) -> Document:
     if unknown := document.keys() - set(table.c.keys()):
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
 
-    def value(name: str, told: Any) -> Any:
+    def value(name: str, given: Any) -> Any:
         kind = table.c[name].type
-        if told is None:
+        if given is None:
             return None
         if isinstance(kind, UtcDateTime | DateTime):
-            return datetime.fromisoformat(told)
-        return kind.enum_class[told] if isinstance(kind, Enum) and kind.enum_class is not None else told
+            return datetime.fromisoformat(given)
+        return kind.enum_class[given] if isinstance(kind, Enum) and kind.enum_class is not None else given
 
-    return {name: value(name, told) for name, told in document.items()}
+    return {name: value(name, given) for name, given in document.items()}
 
 
 # Optuna's tables
@@ -185,15 +185,15 @@ def _read_optuna(connection: Connection, name: str) -> dict[str, list[Document]]
     present = set(inspect(connection).get_table_names())
     studies = _rows(connection, OPTUNA_TABLES["studies"], "study_name", [name])
     trials = _rows(connection, OPTUNA_TABLES["trials"], "study_id", (row["study_id"] for row in studies))
-    found = {"studies": studies, "trials": trials}
+    tables = {"studies": studies, "trials": trials}
     for table in OPTUNA_TABLES.values():
-        if table.name not in found and table.name in present:
+        if table.name not in tables and table.name in present:
             of, column = (trials, "trial_id") if "trial_id" in table.c else (studies, "study_id")
-            found[table.name] = _rows(connection, table, column, (row[column] for row in of))
-    return {table: [_as_json(row) for row in rows] for table, rows in found.items()}
+            tables[table.name] = _rows(connection, table, column, (row[column] for row in of))
+    return {table: [_as_json(row) for row in rows] for table, rows in tables.items()}
 
 
-def _write_optuna(connection: Connection, name: str, told: dict[str, list[Document]]) -> None:
+def _write_optuna(connection: Connection, name: str, recorded: dict[str, list[Document]]) -> None:
     """Write Optuna's record of a study in place of what it has of it; a search fills up what is missing."""
     present = set(inspect(connection).get_table_names())
     written = {table.name: table for table in OPTUNA_TABLES.values() if table.name in present}
@@ -205,10 +205,10 @@ def _write_optuna(connection: Connection, name: str, told: dict[str, list[Docume
             ids = known[column][start : start + _CHUNK]
             connection.execute(delete(table).where(table.c[column].in_(ids)))
     new: dict[str, dict[int, int]] = {}
-    for place in sorted(told, key=lambda each: (each != "studies", each != "trials")):
+    for place in sorted(recorded, key=lambda each: (each != "studies", each != "trials")):
         table = written[place]
         (counter,) = table.primary_key
-        rows = [_as_row(table, row) for row in told[place]]
+        rows = [_as_row(table, row) for row in recorded[place]]
         old = [row.pop(counter.name) for row in rows]
         for row in rows:
             for column in new.keys() & row.keys():
@@ -331,11 +331,11 @@ def _all(connection: Connection, table: Table) -> _Rows:
 def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
     """Return the rows in which the column has one of the values, by the primary key."""
     every = list(dict.fromkeys(values))
-    found: _Rows = []
+    rows: _Rows = []
     for start in range(0, len(every), _CHUNK):
         query = select(table).where(table.c[column].in_(every[start : start + _CHUNK]))
-        found += [dict(row) for row in connection.execute(query.order_by(*table.primary_key)).mappings()]
-    return found
+        rows += [dict(row) for row in connection.execute(query.order_by(*table.primary_key)).mappings()]
+    return rows
 
 
 def _insert_missing(connection: Connection, table: Table, rows: _Rows) -> None:

@@ -70,5 +70,5 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
             named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
     # The labels in a model's config come from the dataset.
     own = {"data", "data_at", "source", *(["config"] if named else [])}
-    told = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
-    return named + differences(*told)
+    facts = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
+    return named + differences(*facts)

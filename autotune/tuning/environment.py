@@ -90,8 +90,8 @@ def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def library_versions() -> dict[str, str]:
     """Look up which of the libraries that a step may run are installed, and their versions; imports none of them."""
-    found = {package: version_of(package) for package in _LIBRARIES}
-    return {package: version for package, version in found.items() if version is not None}
+    versions = {package: version_of(package) for package in _LIBRARIES}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 def describe_environment(
@@ -184,9 +184,9 @@ def _hash(facts: Document) -> str:
 
 def comparable_environment(today: Document, recorded: Document) -> Document:
     """Select from today's environment what an earlier autotune recorded as well, or would have recorded."""
-    told: dict[str, Any] = measured_environment(today)
-    told = {key: value for key, value in told.items() if key in recorded or value is None}
+    facts: dict[str, Any] = measured_environment(today)
+    facts = {key: value for key, value in facts.items() if key in recorded or value is None}
     # The host was recorded from when on more of the variables were.
-    if "host" not in recorded and "variables" in told:
-        told["variables"] = {name: told["variables"][name] for name in told["variables"] if name in _FIRST_VARIABLES}
-    return told
+    if "host" not in recorded and "variables" in facts:
+        facts["variables"] = {name: facts["variables"][name] for name in facts["variables"] if name in _FIRST_VARIABLES}
+    return facts

@@ -360,8 +360,8 @@ class Search:
         """
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
-        if (told := self._plan.told_of_lever(ended)) is not None:
-            self._observer.note(told)
+        if (gain := self._plan.told_of_lever(ended)) is not None:
+            self._observer.note(gain)
             self._keep_best()
         source, outcome = self._request.workload.source, ended.outcome
         if source is None or ended.stage != "baseline" or not isinstance(outcome, Failed) or outcome.reason != "error":

@@ -111,8 +111,8 @@ class Narrator:
             f"trial {number}: {what} ({progress.describe(now - since)})"
             for number, (what, progress, since) in self._running.copy().items()
         ]
-        told = {"running": ", ".join(trials) or self._idle, "best": self._best}
-        return told if self._waits_for is None else {**told, "waits_for": self._waits_for}
+        words = {"running": ", ".join(trials) or self._idle, "best": self._best}
+        return words if self._waits_for is None else {**words, "waits_for": self._waits_for}
 
     def status_line(self) -> str:
         """Return the status in a line, with the seconds since the start."""

@@ -50,8 +50,8 @@ def models_of(
         only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
     asked = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
-    found = predictions(targets, asked, answers, counts)
-    return found[0][0], {kind: model for kind, (_, model) in zip(kinds, found, strict=True)}
+    models = predictions(targets, asked, answers, counts)
+    return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
 
 
 def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:

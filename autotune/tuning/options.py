@@ -185,10 +185,10 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
 
 def _weights(source: ModelSource) -> str:
     """Return where the model's weights are; raises an error where there are none to load."""
-    found = source.repository or source.path
-    if found is None:
+    place = source.repository or source.path
+    if place is None:
         raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
-    return found
+    return place
 
 
 def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:

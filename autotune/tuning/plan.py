@@ -56,8 +56,8 @@ class Company:
     def take(self, trial: TrialRecord) -> None:
         """Record what a trial measured, if this run of the search started it."""
         if trial.id in self._begun and isinstance(trial.outcome, Completed):
-            found = self._accompanied if trial.id in self._beside else self._alone
-            found.setdefault(trial.candidate, []).append(trial.outcome.measurement.samples_per_second)
+            speeds = self._accompanied if trial.id in self._beside else self._alone
+            speeds.setdefault(trial.candidate, []).append(trial.outcome.measurement.samples_per_second)
 
     @property
     def costs(self) -> bool:

@@ -178,7 +178,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
             )
         # Without rates: its speed is not known.
         return [(Chip(name="a GPU like the H200", memory_bytes=limit_bytes), limit_bytes)]
-    found = []
+    chips = []
     for name in names:
         chip = find_chip(name, known)
         assert chip.memory_bytes is not None
@@ -188,8 +188,8 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
                 f"of {chip.name}",
                 "leave it out, or lower it",
             )
-        found.append((chip, limit_bytes or chip.memory_bytes))
-    return found
+        chips.append((chip, limit_bytes or chip.memory_bytes))
+    return chips
 
 
 def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:

@@ -314,14 +314,14 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
     Works for other documents as well; differences in nested ones are named ``outer.inner``.
     """
-    found: list[str] = []
+    changes: list[str] = []
     for key in sorted({*recorded, *asked} - _MAY_DIFFER):
         before, now = recorded.get(key), asked.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
-            found += [f"{key}.{inner}" for inner in differences(before, now)]
+            changes += [f"{key}.{inner}" for inner in differences(before, now)]
         elif before != now:
-            found.append(f"{key}: {_shown(before)}, now {_shown(now)}")
-    return found
+            changes.append(f"{key}: {_shown(before)}, now {_shown(now)}")
+    return changes
 
 
 def _shown(value: Any) -> str:

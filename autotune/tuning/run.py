@@ -170,12 +170,12 @@ def _servers(
 
     The first may be the one that ``warm`` has.
     """
-    found = []
+    servers = []
     for number, placement in enumerate(request.slots):
         starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
         logs = folder if number == 0 else folder / f"server-{number}"
         on_start = functools.partial(note, starting)
-        found.append(
+        servers.append(
             TrialServer(
                 placement,
                 request.workload,
@@ -185,7 +185,7 @@ def _servers(
                 protection="none" if request.unprotected else None,
             )
         )
-    return found
+    return servers
 
 
 def _prepare_and_search(

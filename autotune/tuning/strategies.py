@@ -99,15 +99,15 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         and (request.workload.peft is None or 2 * state_bytes > request.reachable_bytes)
         and any(map(shards_with, request.optims))
     )
-    found: list[Strategy] = ["ddp"]
+    strategies: list[Strategy] = ["ddp"]
     if can_split:
         with_fsdp = bool(model.layer_classes) and not model.sharding_error
         # Adapters under DeepSpeed were not tried.
         with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
-        found += [s for s in STRATEGIES if (is_sharded(s) and with_fsdp) or (is_zero(s) and with_zero)]
+        strategies += [s for s in STRATEGIES if (is_sharded(s) and with_fsdp) or (is_zero(s) and with_zero)]
         if not may_offload(request, state_bytes):
-            found = [strategy for strategy in found if not Arm(strategy=strategy).offloads_optimizer]
-    return tuple(found)
+            strategies = [strategy for strategy in strategies if not Arm(strategy=strategy).offloads_optimizer]
+    return tuple(strategies)
 
 
 def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, model: ModelFacts) -> Arm:

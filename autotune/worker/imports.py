@@ -55,10 +55,10 @@ def _cuda_not_started() -> Iterator[None]:
 
     from autotune.worker.private.torch import cuda_answers
 
-    told = os.environ.get(CAPABILITY_VARIABLE)
+    capability_text = os.environ.get(CAPABILITY_VARIABLE)
     answers: dict[str, Any] = {}
-    if told:
-        major, minor = map(int, told.split("."))
+    if capability_text:
+        major, minor = map(int, capability_text.split("."))
         properties = _Properties(major, minor, torch.cuda.get_device_properties)
         answers = dict(zip(_ASKED, ((major, minor), properties, 0), strict=True))
     with cuda_answers(answers):

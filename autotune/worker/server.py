@@ -528,11 +528,11 @@ def main() -> None:
     control = LineReader(0)
     # Not needed where trials import by themselves. The line may have been read before this process started itself
     # again.
-    told = {} if COLD_VARIABLE in os.environ else _read_workload(control)
+    message = {} if COLD_VARIABLE in os.environ else _read_workload(control)
     # Nearly all that is imported lives to the end: collections took a quarter of the time of the imports.
     gc.disable()
     try:
-        threads = import_everything(told.get("workload"), is_plain=bool(told.get("is_plain")))
+        threads = import_everything(message.get("workload"), is_plain=bool(message.get("is_plain")))
     except CudaStartedError:
         print("an installed package starts CUDA when it is imported, so every trial imports by itself", flush=True)
         os.set_inheritable(report_fd, True)
