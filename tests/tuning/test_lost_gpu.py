@@ -118,7 +118,7 @@ def test_the_search_ends_with_a_line_that_names_the_gpu(told: dict[str, Any]) ->
     assert told["failed"] == [
         ["device_lost", "NVML says that cuda:1 is lost; rank 1: killed by SIGKILL"],
         # What was to repeat it.
-        ["interrupted", "the search was stopped during this trial"],
+        ["interrupted", "the search was stopped after 0 ms of this trial (starting its process)"],
     ]
 
 

@@ -22,7 +22,7 @@ from autotune.store.repository import Store
 from autotune.tuning.prepare import Prepared
 
 STUDY = "many"
-TRIALS = 45
+TRIALS = 25
 
 
 def many(trials: int) -> Prepared:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,6 @@ from autotune.tuning.reuse import Library, derive, holds_under
 
 BF16 = Arm("bf16")
 CAP_BYTES = 20 * GIB
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
 
 
 def measured(candidate: Candidate, gib: float = 10.0, allocated_gib: float | None = None, **changes: Any) -> Completed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from autotune.results.report import load_report
 from autotune.results.warnings import notes
 from autotune.store.repository import Store
 from autotune.tuning.prepare import prepare
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
-
 
 BASELINE = Candidate(Arm("fp32"), 8, 8)
 

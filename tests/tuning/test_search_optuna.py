@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,18 +32,13 @@ SAMPLE = ["tpe", pytest.param("random", marks=pytest.mark.whole)]
 Pair = tuple[TrialRecord, FrozenTrial]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path, optuna_tables=True) as opened:
-        yield opened
-
-
 def told(store: Store) -> dict[str, FrozenTrial]:
     """Optuna's trials by our id; those that were not run have none of ours."""
     study = optuna.load_study(study_name="bert", storage=store.optuna)
     return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in study.get_trials()}
 
 
+@pytest.mark.usefixtures("optuna_tables")
 def test_a_trial_is_written_at_once(store: Store) -> None:
     ready = prepared()
     space = distributions(ready.space, ready.baseline, "autotune")
@@ -62,6 +56,7 @@ def test_a_trial_is_written_at_once(store: Store) -> None:
     assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked.trial_id, "stage": "baseline"}
 
 
+@pytest.mark.usefixtures("optuna_tables")
 def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.WarningsRecorder) -> None:
     """A search changes for no moment what its process warns of: ``catch_warnings`` would do so for all threads."""
     seen: list[object] = []
@@ -230,7 +225,7 @@ class TestOptunasSamplers:
         assert run.best.candidate.per_device_train_batch_size == 2
         assert [note for note in run.observer.notes if "going down" in note] != []
 
-    @pytest.mark.parametrize("sampler", SAMPLE)
+    @pytest.mark.parametrize("sampler", ["random", pytest.param("tpe", marks=pytest.mark.whole)])
     def test_end_where_there_is_nothing_new_with_the_winner_measured_in_full(self, store: Store, sampler: str) -> None:
         run = search(
             store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), sampler=sampler, precisions=("bf16",),

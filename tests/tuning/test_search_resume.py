@@ -8,7 +8,6 @@ import select
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,6 @@ from autotune.store.records import TRIAL_ID_ATTRIBUTE
 from autotune.store.repository import Store
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.prepare import Prepared, prepare
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path, optuna_tables=True) as opened:
-        yield opened
 
 
 def optuna_trials(store: Store) -> list[optuna.trial.FrozenTrial]:
@@ -273,6 +266,7 @@ class _KilledError(BaseException):
     """Stands for SIGKILL: nothing after it is done."""
 
 
+@pytest.mark.usefixtures("optuna_tables")
 class TestKilled:
     """Ended between any two writes, a study can be continued and loses no finished trial."""
 
@@ -411,6 +405,7 @@ def test_a_locked_database_is_an_error_and_the_rest_is_kept(tmp_path: Path) -> N
         assert search(store, ComputedRunner(lambda _: GIB)).study.state == "finished"
 
 
+@pytest.mark.usefixtures("optuna_tables")
 def test_a_lock_that_optuna_alone_meets_is_the_same_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(*_: Any) -> None:
         raise optuna.exceptions.StorageInternalError("locked") from sqlite3.OperationalError("database is locked")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from bench import _Silent
 from recorded import EFFECTIVE_64, RecordedRunner
 from replay import RecordedPredictions, landscapes, predictions_path, prepared_for
 from reported import completed
-from searching import RecordingObserver, interrupt_after, new_store, prepared, search
+from searching import RecordingObserver, interrupt_after, prepared, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
@@ -24,12 +23,6 @@ from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Company, Plan
 from autotune.tuning.policy import make_policy
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
 
 
 def best_speed(runner: RecordedRunner) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 from recorded import EFFECTIVE_64, RecordedRunner
-from searching import RecordingObserver, new_store, search
+from searching import RecordingObserver, search
 from tiny import tiny_workload
 
 from autotune.core.candidate import Candidate
@@ -55,13 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path, optuna_tables=True) as opened:
-        yield opened
-
-
-@pytest.fixture
-def hold(store: Store, tmp_path: Path) -> Iterator[Hold]:
+def hold(store: Store, optuna_tables: None, tmp_path: Path) -> Iterator[Hold]:
     """Starts a process of a host that holds the lease of the study ``ours`` until its input ends."""
     started: list[subprocess.Popen[str]] = []
 
@@ -141,6 +135,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(store: Store, monkeypatch: pyt
         assert wait_until(is_renewed)
 
 
+@pytest.mark.usefixtures("optuna_tables")
 def test_a_search_that_lost_its_lease_stops_and_writes_nothing_more(store: Store) -> None:
     """As after a long pause of its process: another host has taken the study over, and runs a trial of its own."""
     taken: list[str] = []

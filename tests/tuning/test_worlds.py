@@ -54,11 +54,12 @@ def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest
 
 
 def test_with_two_trials_at_a_time_searches_end_and_answer_too() -> None:
-    found = Summary([play(draw(seed), slots=2) for seed in range(60)]).document()
+    found = Summary([play(draw(seed), slots=2) for seed in range(30)]).document()
     assert found["endless"] == 0
-    assert found["possible"] > 40
+    assert found["possible"] > 20
     assert found["unanswered"] == 0
-    assert found["regret_within_5_percent_and_noise"] >= 0.98
+    # All but one of them.
+    assert found["regret_within_5_percent_and_noise"] >= 0.96
 
 
 class _Trials(SimulatedRunner):
