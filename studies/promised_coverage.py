@@ -6,7 +6,8 @@ A search measures equally fast candidates, each in a process of its own, measure
 plan asks for, and promises the interval of the winner's next run. Coverage is how often one more process lies inside.
 The deviation between processes is the same for all candidates of a machine, and none of the machine's own affair is
 told to the search: it knows its prior, what it measures, and how the processes of candidates deviated that earlier
-searches on the machine measured twice (``KNOWN`` of them, or none on a machine that is new).
+searches on the machine measured twice (``KNOWN`` of them, or none on a machine that is new). Trials are cheap, so that
+a search on a new machine measures its winner again, or too dear for that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
-from autotune.tuning.remeasure import finals
+from autotune.tuning.remeasure import finals, shows_deviation
 
 SPREADS = (0.003, 0.007, 0.012, 0.025, 0.05)
 """Relative standard deviations between processes."""
@@ -35,6 +36,8 @@ EQUAL = (1, 2, 3, 6)
 """Numbers of candidates that are equally fast."""
 KNOWN = 24
 """Candidates that earlier searches on the machine measured in two processes."""
+_CHEAP = 0.02
+"""Share of a search's time that one of its cheap trials takes."""
 _STEPS = 6
 _STEP_NOISE = 0.003
 _BUSY_SHARE = 0.95
@@ -47,6 +50,8 @@ class Cell:
     spread: float
     equal: int
     known: int
+    cheap: bool
+    """Whether a trial takes little of a search, so that the winner is measured again to see how processes deviate."""
     runs: int
     inside: float
     """Share of next processes inside the promised interval."""
@@ -86,7 +91,7 @@ class _Machine:
         return Tried(str(self._number), candidate, Completed(measured))
 
 
-def cell(spread: float, equal: int, known: int, runs: int, seed: int = 0) -> Cell:
+def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: int = 0) -> Cell:
     """Search so many times, each time on a new machine."""
     rng = random.Random(f"{seed} {spread} {equal} {known}")
     inside = below = 0
@@ -99,7 +104,7 @@ def cell(spread: float, equal: int, known: int, runs: int, seed: int = 0) -> Cel
         history = History(Ceiling(None, 20 * GIB, 0), before=before)
         for candidate in candidates:
             history.add(machine.measure(candidate))
-        while owed := finals(history, candidates):
+        while owed := _owed(history, candidates, _CHEAP if cheap else math.inf):
             history.add(machine.measure(owed[0]))
         winner = history.fastest()
         assert winner is not None, "every candidate completed"
@@ -112,22 +117,34 @@ def cell(spread: float, equal: int, known: int, runs: int, seed: int = 0) -> Cel
         below += beyond > width
         widths += width
         processes += len(history.tried)
-    return Cell(spread, equal, known, runs, inside / runs, below / runs, widths / runs, processes / runs)
+    return Cell(spread, equal, known, cheap, runs, inside / runs, below / runs, widths / runs, processes / runs)
+
+
+def _owed(history: History, candidates: Sequence[Candidate], trial_share: float) -> list[Candidate]:
+    """Return what the search would measure again; a trial takes this share of the time that was spent."""
+    winner, owed = history.winner(candidates), finals(history, candidates)
+    if not owed and winner is not None and shows_deviation(history, winner, trial_share, 1.0):
+        return [winner.candidate]
+    return owed
 
 
 def table(cells: Sequence[Cell]) -> str:
     """Show coverage and, behind it, the share that was slower than promised."""
     lines = []
-    for known in sorted({each.known for each in cells}, reverse=True):
+    for known, cheap in dict.fromkeys((each.known, each.cheap) for each in cells):
         told = f"{known} candidates measured twice before" if known else "a machine that is new"
-        equals = sorted({each.equal for each in cells})
-        lines.append(f"{told:<40}" + "".join(f"{f'{n} equal':>18}" for n in equals) + f"{'±, 1 equal':>13}")
-        for spread in sorted({each.spread for each in cells}):
-            row = {each.equal: each for each in cells if each.spread == spread and each.known == known}
+        told += "" if cheap else ", trials dear"
+        kind = [each for each in cells if (each.known, each.cheap) == (known, cheap)]
+        equals = sorted({each.equal for each in kind})
+        lines.append(
+            f"{told:<40}" + "".join(f"{f'{n} equal':>18}" for n in equals) + f"{'±, 1 equal':>13}{'processes':>11}"
+        )
+        for spread in sorted({each.spread for each in kind}):
+            row = {each.equal: each for each in kind if each.spread == spread}
             lines.append(
                 f"  processes deviate by {spread:.1%}".ljust(40)
                 + "".join(f"{f'{row[n].inside:.1%} ({row[n].below:.1%})':>18}" for n in equals)
-                + f"{row[equals[0]].half_width:>13.1%}"
+                + f"{row[equals[0]].half_width:>13.1%}{row[equals[0]].processes:>11.1f}"
             )
     return "\n".join(lines)
 
@@ -138,7 +155,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--json", type=Path, metavar="FILE", help="the figures are written here")
     options = parser.parse_args()
-    asked = [(spread, equal, known) for known in (KNOWN, 0) for spread in SPREADS for equal in EQUAL]
+    machines = ((KNOWN, True), (0, True), (0, False))
+    asked = [(spread, equal, *kind) for kind in machines for spread in SPREADS for equal in EQUAL]
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(cell, *zip(*asked, strict=True), [options.runs] * len(asked)))
     print(table(found))

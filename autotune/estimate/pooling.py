@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autotune.core.candidate import Candidate
-from autotune.core.measured_steps import mean_step
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.measured_steps import mean_step, without_delay
 from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
 from autotune.core.statistics import (
     Estimate,
@@ -34,18 +34,28 @@ from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
 # Prior of the relative deviation between the mean step times of processes, with its degrees of freedom. Measured on
 # H200 machines on 22 November 2026. GPU-bound steps: 0.7 % with five degrees. Half the degrees, at a deviation that
-# gives the same interval where nothing else is known, let what a machine shows count sooner. Host-bound steps: the
-# deviation over the share of the step in which the GPU is idle was 0.09 to 0.25 in six cases of 4 or 5 processes
-# (bert-base at 128 tokens, Qwen2.5-0.5B), root mean square 0.18. With all threads pinned to one core it was 0.05 to
-# 0.39 in five cases, root mean square 0.28: most processes are then faster and alike, and one of four was as slow as
-# without pinning.
+# gives the same interval where nothing else is known, let what a machine shows count sooner; after two deviations of
+# the machine's own next to nothing is left of it (``_YIELDS``). Host-bound steps: the deviation over the share of the
+# step in which the GPU is idle was 0.09 to 0.25 in six cases of 4 or 5 processes (bert-base at 128 tokens,
+# Qwen2.5-0.5B), root mean square 0.18. With all threads pinned to one core it was 0.05 to 0.39 in five cases, root mean
+# square 0.28: most processes are then faster and alike, and one of four was as slow as without pinning. Where CUDA
+# graphs are replayed, the host launches few kernels: 3.4 % over all of four deviations of bert-base at 128 tokens
+# (2,132, 2,225, 2,068 and 2,122 samples/s; 1,456 and 1,546), 2.9 % without what their steps explain, and the GPU was
+# idle in 0.32 of a step beyond what counts as GPU-bound (23 November 2026).
 _GPU_BOUND = Variance(0.005, 2.5)
 _HOST_DEVIATION_PER_IDLE_SHARE = 0.18
 _PINNED_DEVIATION_PER_IDLE_SHARE = 0.28
+_GRAPHS_DEVIATION_PER_IDLE_SHARE = 0.09
 _HOST_DEGREES = 3.0
+_GRAPHS_DEGREES = 4.0
 # Where the busy share is not known (a CPU, code that cannot be profiled): an assumption between the two, 1.5 % with
 # four degrees, likewise.
 _UNKNOWN = Variance(0.0117, 2.5)
+# The prior's degrees are divided by this power of one more than the deviations that the machine has shown. Machines
+# differ from each other by more than any prior with a fixed weight allows for: with it, promises hold in 93 to 98 % of
+# simulated cases from the third process on, without it in 88 % where processes deviate by 5 %
+# (``studies/promised_coverage.py``). Not for host-bound steps, whose prior is wide as it is.
+_YIELDS = 3
 # Relative standard error of a single measured step: between 0.5 % (GPU-bound) and 5 % (host-bound).
 _ONE_STEP_ERROR = 0.02
 
@@ -66,7 +76,7 @@ class Tried:
         return self.outcome.measurement if isinstance(self.outcome, Completed) else None
 
 
-def usual_variance(busy_share: float | None, *, pinned: bool) -> Variance:
+def usual_variance(arm: Arm, busy_share: float | None) -> Variance:
     """Return the prior of the relative variance between processes, for a step of this kind.
 
     ``busy_share`` is the share of a step in which the GPU computes; ``None`` where it was not measured.
@@ -74,9 +84,19 @@ def usual_variance(busy_share: float | None, *, pinned: bool) -> Variance:
     if busy_share is None:
         return _UNKNOWN
     idle = max(0.0, HOST_BOUND - busy_share)
-    slope = _PINNED_DEVIATION_PER_IDLE_SHARE if pinned else _HOST_DEVIATION_PER_IDLE_SHARE
-    degrees = _HOST_DEGREES if idle else _GPU_BOUND.degrees
+    if not idle:
+        return _GPU_BOUND
+    slope, degrees = _HOST_DEVIATION_PER_IDLE_SHARE, _HOST_DEGREES
+    if replays_graphs(arm):
+        slope, degrees = _GRAPHS_DEVIATION_PER_IDLE_SHARE, _GRAPHS_DEGREES
+    elif arm.cpu_affinity:
+        slope = _PINNED_DEVIATION_PER_IDLE_SHARE
     return Variance(math.hypot(_GPU_BOUND.deviation, slope * idle), degrees)
+
+
+def replays_graphs(arm: Arm) -> bool:
+    """Return whether an arm's kernels are replayed as CUDA graphs, rather than launched one by one by the host."""
+    return arm.cuda_graphs or arm.torch_compile_mode == "reduce-overhead"
 
 
 @dataclass(frozen=True)
@@ -106,10 +126,12 @@ class Kind(NamedTuple):
 
     pinned: bool
     host_bound: bool | None
+    graphs: bool = False
+    """Whether they are host-bound although they replay CUDA graphs."""
 
 
 class Deviations(NamedTuple):
-    """Deviations of processes from the means of their candidates."""
+    """Deviations of processes from the means of their candidates, without what the steps within them explain."""
 
     sum_of_squares: float = 0.0
     degrees: float = 0.0
@@ -117,15 +139,23 @@ class Deviations(NamedTuple):
 
 def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
     """Return how the processes of candidates deviate, by kind; each sequence has the completed trials of one."""
-    by_kind: dict[Kind, Deviations] = {}
+    by_kind: dict[Kind, list[tuple[float, float, int]]] = {}
     for trials in repeated:
-        logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
-        if len(logs) > 1:
-            share = _busy_share(trials)
-            kind = _kind(trials[0].candidate, share)
-            squares, degrees = by_kind.get(kind, Deviations())
-            by_kind[kind] = Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
-    return by_kind
+        processes = list({process_of(t.trial_id, t.outcome): t for t in trials}.values())
+        degrees = len(processes) - 1
+        if degrees > 0:
+            squares = squares_about_mean([_log_sample_seconds(tried) for tried in processes])[1]
+            # The means of a few steps differ even where processes do not.
+            within = math.fsum(_variance_of_steps(tried) for tried in processes) * degrees / len(processes)
+            kind = _kind(trials[0].candidate, _busy_share(trials))
+            by_kind.setdefault(kind, []).append((squares, within, degrees))
+    return {kind: _between(parts) for kind, parts in by_kind.items()}
+
+
+def _between(parts: Iterable[tuple[float, float, int]]) -> Deviations:
+    """Add up deviations, less what steps explain of them, but no more than half of them: few are not exact."""
+    squares, within, degrees = map(math.fsum, zip(*parts, strict=True))
+    return Deviations(max(squares - within, squares / 2), degrees)
 
 
 class Pool:
@@ -221,8 +251,11 @@ class Pool:
 
     def _variance(self, candidate: Candidate) -> Variance:
         """Return the prior of such a candidate, updated with what repeated candidates of its kind showed."""
-        usual = usual_variance(self.busy_share(candidate), pinned=candidate.arm.cpu_affinity)
-        shown = self._shown(_kind(candidate, self.busy_share(candidate)))
+        usual = usual_variance(candidate.arm, self.busy_share(candidate))
+        kind = _kind(candidate, self.busy_share(candidate))
+        shown = self._shown(kind)
+        if not kind.host_bound:
+            usual = replace(usual, degrees=usual.degrees / (1 + shown.degrees) ** _YIELDS)
         return usual.updated(shown.sum_of_squares, shown.degrees)
 
     def _shown(self, kind: Kind) -> Deviations:
@@ -234,7 +267,8 @@ class Pool:
 
 
 def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
-    return Kind(candidate.arm.cpu_affinity, None if busy_share is None else busy_share < HOST_BOUND)
+    host_bound = None if busy_share is None else busy_share < HOST_BOUND
+    return Kind(candidate.arm.cpu_affinity, host_bound, host_bound is True and replays_graphs(candidate.arm))
 
 
 def _counting(trials: Sequence[Tried]) -> list[Tried]:
@@ -257,6 +291,21 @@ def _most(trials: Iterable[Tried], name: str) -> int | None:
 def _log_sample_seconds(tried: Tried) -> float:
     assert tried.measurement is not None
     return math.log(tried.measurement.step_seconds / tried.candidate.samples_per_step)
+
+
+def _variance_of_steps(tried: Tried) -> float:
+    """Return the variance of the mean step of one process, from its steps alone, relative to that mean squared.
+
+    0 where they do not tell: of one step, and of batches whose lengths differ.
+    """
+    measured = tried.measurement
+    if measured is None or measured.epoch_lengths is not None:
+        return 0.0
+    steps = without_delay(measured.step_seconds_each)
+    if len(steps) < 2:
+        return 0.0
+    mean, squares = squares_about_mean(steps)
+    return squares / (len(steps) - 1) / len(steps) / mean**2
 
 
 def _within_error(tried: Tried) -> float:

@@ -55,6 +55,10 @@ _HOST_BOUND_PROCESSES = 2
 _ENOUGH_DEVIATIONS = 12
 # Until then one more process of the winner is measured where that takes no longer than this share of the search.
 _CHEAP_SHARE = 0.05
+# From so many deviations on, a promise rests on this machine rather than on those where the prior was measured. A
+# process that is missing for that may take a larger share of the search.
+_FEW_DEVIATIONS = 2
+_FEW_SHARE = 0.1
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 
@@ -171,13 +175,16 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 def shows_deviation(history: History, winner: Tried, trial_seconds: float, spent_seconds: float) -> bool:
     """Return whether one more process of the winner is cheap, and tells how processes deviate on this machine.
 
-    That makes the promises of this search and of all later ones on the machine more certain.
+    That makes the promises of this search and of all later ones on the machine more certain. The first search on a
+    machine measures its winner in three processes, later ones in two until enough is known.
     """
-    candidate = winner.candidate
-    if candidate.arm.torch_compile or history.attempts(candidate) >= _HOST_BOUND_PROCESSES:
+    candidate, known = winner.candidate, history.pool.degrees(winner.candidate)
+    if candidate.arm.torch_compile:
         return False
-    is_known = history.pool.degrees(candidate) >= _ENOUGH_DEVIATIONS
-    return not is_known and trial_seconds <= _CHEAP_SHARE * spent_seconds
+    if known < _FEW_DEVIATIONS:
+        return history.attempts(candidate) < _MOST_PROCESSES and trial_seconds <= _FEW_SHARE * spent_seconds
+    is_new = history.attempts(candidate) < _HOST_BOUND_PROCESSES and known < _ENOUGH_DEVIATIONS
+    return is_new and trial_seconds <= _CHEAP_SHARE * spent_seconds
 
 
 def needs_another(history: History, winner: Tried) -> bool:
