@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import warm
 from tiny import tiny_workload
 
@@ -22,6 +23,8 @@ from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Device
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.from_meta import fill, on_meta
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -63,3 +66,39 @@ def test_a_trial_shards_each_layer_and_measures_both_ranks(cpu: Device, tmp_path
         assert (measured["ranks"], measured["micro_steps_run"]) == (2, 3)
         # 2 samples × 4 micro-steps × 2 ranks.
         assert measured["samples_per_second"] == pytest.approx(16 / measured["step_seconds"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("saved", [False, True], ids=["random", "from files"])
+def test_a_model_that_is_sharded_before_it_has_weights_has_those_of_the_whole(
+    tmp_path: Path, *, tied: bool, saved: bool
+) -> None:
+    workload = tiny_workload("llama-tiny", config={"tie_word_embeddings": tied})
+    torch.manual_seed(7)
+    whole = on_meta(workload, "sdpa")
+    fill(whole, torch.device("cpu"))
+    if saved:
+        torch.manual_seed(8)
+        whole = build_model(workload, "sdpa", torch.device("cpu"))
+        whole.save_pretrained(tmp_path / "saved")
+        workload = dataclasses.replace(workload, weights=str(tmp_path / "saved"))
+    words = [
+        sys.executable,
+        str(PROGRAM.with_name("shard_from_meta.py")),
+        json.dumps(workload.document()),
+        str(tmp_path),
+    ]
+    done = warm.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, gathered = whole.state_dict(), torch.load(tmp_path / "weights.pt")
+    assert set(gathered) == set(expected)
+    assert all(torch.equal(gathered[name], expected[name]) for name in expected)
+    tokens = torch.arange(8)[None]
+    loss = whole(input_ids=tokens, labels=tokens).loss.item()
+    count = sum(p.numel() for p in whole.parameters())
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["loss"] == pytest.approx(loss, rel=1e-5)
+        assert told["mine"] == pytest.approx(count / 2, rel=0.05)
+        # One weight at a time, never several of them together.
+        assert told["largest"] == max(p.numel() for p in whole.parameters())

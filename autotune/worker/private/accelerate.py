@@ -56,6 +56,18 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
     return fsdp2_prepare_model(stand_in, model)
 
 
+def shard_for(accelerator: Any, model: Any) -> None:
+    """Shard a model in place, with checkpointing, as ``accelerator.prepare`` would; that then leaves it as it is."""
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    if plugin.activation_checkpointing:
+        fsdp2_apply_ac(accelerator, model)
+        plugin.activation_checkpointing = False
+    fsdp2_prepare_model(accelerator, model)
+
+
 def compute_on_cpu() -> None:
     """Make accelerate, and what asks it for the device, use the CPU in the rest of this process."""
     import torch

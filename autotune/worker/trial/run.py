@@ -31,6 +31,7 @@ from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype, linear_weights
+from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
@@ -205,8 +206,11 @@ class Trial:
         # Once transformers knows of ZeRO-3, it shards a model while it builds it.
         arguments = make_arguments() if arm.zero_stage == 3 else None
         workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
-        model = build_model(workload, arm.attn_implementation, meter.device)
-        self._host_bytes = most_host_bytes()
+        is_on_meta = begins_on_meta(workload, shards=arm.is_sharded, compiles=arm.torch_compile)
+        if is_on_meta:
+            model = on_meta(workload, arm.attn_implementation)
+        else:
+            model = build_model(workload, arm.attn_implementation, meter.device)
         self._linear_weights = linear_weights(model)
         meter.reset_peaks()
         self._phases.enter("trainer")
@@ -233,6 +237,9 @@ class Trial:
             samples = self._candidate.per_device_train_batch_size * micro_steps
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
+        if is_on_meta:
+            shard_from_meta(trainer, workload)
+        self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
         if arm.cuda_graphs:
             assert self._checks is not None

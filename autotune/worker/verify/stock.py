@@ -25,6 +25,7 @@ from autotune.worker.failures import classify
 from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, in_deepspeeds_dtype
+from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
@@ -175,7 +176,11 @@ def build_trainer(
     built = workload
     if "deepspeed" in work.arguments:
         built = in_deepspeeds_dtype(workload, "bf16" if made.bf16 else "fp16" if made.fp16 else "fp32")
-    model = build_model(built, work.attn_implementation, meter.device)
+    is_on_meta = begins_on_meta(built, shards=bool(made.fsdp), compiles=made.torch_compile)
+    if is_on_meta:
+        model = on_meta(built, work.attn_implementation)
+    else:
+        model = build_model(built, work.attn_implementation, meter.device)
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
     if made.world_size != work.devices.ranks:
@@ -189,7 +194,10 @@ def build_trainer(
             "train_dataset": synthetic_dataset(workload, model, per_step * work.steps, work.seed),
             "eval_dataset": synthetic_dataset(workload, model, evaluated, work.seed),
         }
-    return apply(Trainer(model=model, args=made, callbacks=callbacks, **ingredients), **work.applied)
+    trainer = Trainer(model=model, args=made, callbacks=callbacks, **ingredients)
+    if is_on_meta:
+        shard_from_meta(trainer, built)
+    return apply(trainer, **work.applied)
 
 
 def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
