@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
-from autotune.core.messages import Progress
 from autotune.core.option_kinds import refuse
 from autotune.core.options import (
     BY_NAME,
@@ -29,12 +28,11 @@ from autotune.core.options import (
     SwitchChoice,
     check_arguments,
 )
-from autotune.core.outcome import Completed, Measurement
+from autotune.core.outcome import Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
-from autotune.estimate.history import History
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
@@ -43,11 +41,11 @@ from autotune.results.study_view import study_view, trial_view
 from autotune.results.text import summary_lines
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
-from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.tuning.exclusive import waits_with
 from autotune.tuning.loop import Observer
+from autotune.tuning.narrator import Narrator
 from autotune.tuning.options import open_search
-from autotune.tuning.prepare import Prepared
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.target import check_can_be_verified, placement_of, target_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
@@ -168,43 +166,6 @@ class Result:
 
     # A notebook shows this for the last line of a cell.
     __repr__ = __str__
-
-
-class _Lines:
-    """Prints a line on stderr for each trial, in plain text for notebooks."""
-
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
-
-    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        print(f"study {study.name} on {prepared.request.placement.label}", file=sys.stderr)
-
-    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        pass
-
-    def progress(self, number: int, progress: Progress) -> None:
-        pass
-
-    def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        outcome = trial.outcome
-        if isinstance(outcome, Completed):
-            what = f"{format_rate(outcome.measurement.samples_per_second)} samples/s"
-        else:
-            what = getattr(outcome, "message", "")
-        print(f"{trial.number:>2} {trial.candidate.describe()}: {' '.join(what.split())[:100]}", file=sys.stderr)
-
-
-class _Silence(_Lines):
-    """Prints nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        pass
-
-    def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        pass
 
 
 class SearchOptions(TypedDict, total=False):
@@ -362,7 +323,7 @@ def _absolute(storage: str) -> str:
 
 def _observer(progress: Any) -> Observer:
     if isinstance(progress, bool):
-        return _Lines() if progress else _Silence()
+        return Narrator(lambda text, style: print(text, file=sys.stderr) if progress else None)
     if not isinstance(progress, Observer):
         raise refuse("progress", progress, "True, False or an observer", "give True or False")
     return progress

@@ -74,7 +74,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     ended = run_python(SCRIPT, tmp_path_factory.mktemp("api"), cold=request.param)
     assert ended.returncode == 0, ended.stderr
     document: dict[str, Any] = json.loads(ended.stdout)
-    assert "study mine on cpu" in ended.stderr
+    assert "study   mine\n" in ended.stderr
     return document
 
 

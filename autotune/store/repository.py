@@ -253,12 +253,8 @@ class Store:
         with_winner = select(StudyRow.id).where(StudyRow.best_trial_id.is_not(None))
         query = _TRIALS.where(TrialRow.study_id.in_(with_winner)).order_by(TrialRow.number, TrialRow.started_at)
         by_study: dict[str, list[TrialRecord]] = {}
-        with self._transaction() as connection:
-            rows = connection.execute(query).all()
-        for row in rows:
-            with suppress(ValueError, KeyError, TypeError):
-                trial = _trial_record(row)
-                by_study.setdefault(trial.study_id, []).append(trial)
+        for trial, *_ in self._readable(query):
+            by_study.setdefault(trial.study_id, []).append(trial)
         return by_study
 
     def repeated_trials(self, environment_ids: Collection[str]) -> list[TrialRecord]:
@@ -274,13 +270,7 @@ class Store:
             .subquery()
         )
         query = _TRIALS.join(counted, counted.c.id == TrialRow.id).where(counted.c.several > 1)
-        with self._transaction() as connection:
-            rows = connection.execute(query.order_by(TrialRow.started_at)).all()
-        trials = []
-        for row in rows:
-            with suppress(ValueError, KeyError, TypeError):
-                trials.append(_trial_record(row))
-        return trials
+        return [trial for trial, *_ in self._readable(query.order_by(TrialRow.started_at))]
 
     def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:
         """Return the trials of other studies with this study's environment and workload, the oldest first.
@@ -293,13 +283,7 @@ class Store:
         query = _PAST_TRIALS.where(
             ~here if elsewhere else here & (TrialRow.study_id != study.id), TrialRow.workload_id == study.workload_id
         )
-        with self._transaction() as connection:
-            rows = connection.execute(query).all()
-        trials = []
-        for *fields, name, ceiling in rows:
-            with suppress(ValueError, KeyError, TypeError):
-                trials.append(PastTrial(_trial_record(fields), name, ceiling))
-        return trials
+        return [PastTrial(*found) for found in self._readable(query)]
 
     # Within
 
@@ -315,6 +299,15 @@ class Store:
         opened = transaction(self._engine, writes=writes, is_single=is_single)
         with storage_errors(self.label), opened as connection:
             yield connection
+
+    def _readable(self, query: Select[Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield each trial that this autotune can read, with what else the query selects."""
+        with self._transaction() as connection:
+            rows = connection.execute(query).all()
+        for row in rows:
+            with suppress(ValueError, KeyError, TypeError):
+                fields, others = row[: len(_TRIAL_FIELDS)], row[len(_TRIAL_FIELDS) :]
+                yield _trial_record(fields), *others
 
     def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
         row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}

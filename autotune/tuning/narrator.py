@@ -42,7 +42,7 @@ class Narrator:
         """Print a note between the lines."""
         if self._prepared is None:
             self._idle = text
-        self._print(text, style="dim")
+        self._say(text, "dim")
 
     def waits(self, text: str | None) -> None:
         """Print and show what the search waits for before it begins; ``None`` once that is over."""
@@ -54,7 +54,7 @@ class Narrator:
         """Print what is searched, and on what."""
         self._prepared = prepared
         for line in _head_lines(prepared, study):
-            self._print(line)
+            self._say(line, None)
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """Show the running trial; before the first one, print the head of the table."""
@@ -72,7 +72,7 @@ class Narrator:
         # A trial that is taken from an earlier search did not begin.
         self._begin_table()
         best = self._winner(history, self._prepared)
-        self._print(self._row(trial, history, self._prepared, best))
+        self._say(self._row(trial, history, self._prepared, best), None)
         self._running.pop(trial.number, None)
         self._idle = "choosing the next trial"
         if best is not None and best.measurement is not None:
@@ -126,14 +126,11 @@ class Narrator:
             number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
             speed="samples/s", peak="peak", took="took", verdict="× baseline",
         )  # fmt: skip
-        self._print(head.rstrip(), style="bold")
+        self._say(head.rstrip(), "bold")
 
     @staticmethod
     def _arm_width(prepared: Prepared) -> int:
         return max(len(arm.describe()) for arm in (*prepared.space.arms, prepared.baseline.arm))
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._say(text, style)
 
 
 def status_line(status: Document, seconds: float) -> str:
