@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
+import sqlite3
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,15 +165,15 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     assert "was made with other settings (source.argv: " in other.stderr
 
 
-def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched) -> None:
-    (searched.folder / "run.py").write_text((OWN_CODE / "classify_texts.py").read_text())
-    asked = ("--study", "gone", "--effective-batch", "16", "--trials", "2")
-    ran = searched.search(*asked, "--", "run.py", *OWN_SETTINGS, "--output_dir", "out")
-    assert ran.code == 0, ran.stderr
-    (searched.folder / "run.py").unlink()
-    resumed = run_process("resume", "gone", folder=searched.folder)
-    assert resumed.code == 2
-    assert resumed.stderr.splitlines()[-2].endswith("run.py is gone")
+def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched, tmp_path: Path) -> None:
+    """As if it had been searched from a folder that is not there any more."""
+    storage = shutil.copy(searched.folder / "studies" / "autotune.db", tmp_path / "copy.db")
+    with closing(sqlite3.connect(storage)) as connection, connection:
+        moved = "UPDATE autotune_workloads SET document = replace(document, ?, ?)"
+        connection.execute(moved, (str(OWN_CODE), str(tmp_path / "nowhere")))
+    resumed = run_process("resume", "mine", "--storage", str(storage), folder=tmp_path)
+    assert resumed.code == 2, resumed.stderr
+    assert resumed.stderr.splitlines()[-2].endswith("nowhere/classify_texts.py is gone")
     assert resumed.stderr.splitlines()[-1] == "  put it back, or search anew under another --study"
 
 
@@ -247,6 +250,7 @@ def test_a_script_that_never_trains_is_one_clear_error(tmp_path: Path, text: str
     assert list((tmp_path / "studies").iterdir()) == [tmp_path / "studies" / "logs"]
 
 
+@pytest.mark.whole
 def test_data_for_less_than_a_step_is_told_before_any_trial(searched: Searched) -> None:
     words = ("--study", "toomany", "--effective-batch", "4096", "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
     ran = searched.search(*words)

@@ -117,6 +117,7 @@ def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_serv
     )  # fmt: skip
     assert model.config["model_type"] == "bert"
     assert model.own == OwnSettings("adafactor", 4, 4, "bf16", False, "sdpa")
+    assert model.samples == 200
     assert files(folder) == {"train.csv"}
 
 
