@@ -1,7 +1,8 @@
 """Measure a service in every way there is, and print one table of the figures beside the aims.
 
 ``python tests/service/figures.py`` runs, one after another: the start of a search on a warm device, the load on both
-databases, faults on both, and the tests with the mark ``service``.
+databases, connections that ask for nothing, kills during 2,000 searches, faults on both databases, and the tests with
+the mark ``service``; with ``--part`` some of them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import chaos
+import crowd
 import faults
 import first_trial
 import load
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("first trial", "load", "crowd", "chaos", "faults", "tests")
 WARM_SECONDS = 1.0
 """From the start of a search to its first trial, at most, on a device that is warm."""
 Row = tuple[str, str, str, str]
@@ -52,6 +57,30 @@ def rows_of_load(databases: list[str]) -> list[Row]:
     return found
 
 
+def rows_of_crowd() -> list[Row]:
+    """Crowd a service with half-sent requests, and measure how others are answered."""
+    told = crowd.measure()
+    aimed = [
+        (name, str(told[name]), f"at most {aim:g}", verdict(told[name] <= aim)) for name, aim in crowd.AIMS.items()
+    ]
+    held = "half-sent requests, and files that the service may open"
+    return [(held, f"{told['half-sent requests']}, {told['files that the service may open']}", "", ""), *aimed]
+
+
+def rows_of_chaos() -> list[Row]:
+    """Kill a service and its searches, and count what was lost."""
+    told = chaos.measure(None)
+    return [
+        (
+            f"kills: {name}",
+            str(value),
+            "0" if name in chaos.BAD else "",
+            verdict(value == 0) if name in chaos.BAD else "",
+        )
+        for name, value in told.items()
+    ]
+
+
 def rows_of_faults(database: str, count: int, seed: int) -> list[Row]:
     """Disturb a service, and count what was lost."""
     measure = faults.measure if database == "sqlite" else faults.measure_on_a_server
@@ -76,19 +105,23 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100, help="On SQLite; a third as many on PostgreSQL.")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
+    parser.add_argument("--part", action="append", choices=PARTS, help="What to measure [default: everything].")
     given = parser.parse_args()
     databases = given.database or ["sqlite", "postgresql"]
-    began = time.monotonic()
-    rows = [
-        *rows_of_first_trials(),
-        *rows_of_load(databases),
-        *(
+    measures: dict[str, Callable[[], list[Row]]] = {
+        "first trial": rows_of_first_trials,
+        "load": lambda: rows_of_load(databases),
+        "crowd": rows_of_crowd,
+        "chaos": rows_of_chaos,
+        "faults": lambda: [
             row
             for name in databases
             for row in rows_of_faults(name, given.faults if name == "sqlite" else given.faults // 3, given.seed)
-        ),
-        row_of_tests(),
-    ]
+        ],
+        "tests": lambda: [row_of_tests()],
+    }
+    began = time.monotonic()
+    rows = [row for part in given.part or PARTS for row in measures[part]()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
