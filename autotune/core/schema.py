@@ -8,7 +8,7 @@ msgspec checks and converts standard dataclasses, needs no other package and is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
@@ -82,10 +82,15 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def json_schema(*kinds: Any) -> dict[str, Any]:
-    """Return the JSON Schema of the documents of a type, or of any of several types."""
+def json_schemas(kinds: Iterable[Any], ref_template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each of several types, and those of the types that they name, by their names."""
     import msgspec
 
-    found, components = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    return msgspec.json.schema_components(kinds, ref_template=ref_template)
+
+
+def json_schema(*kinds: Any) -> dict[str, Any]:
+    """Return the JSON Schema of the documents of a type, or of any of several types."""
+    found, components = json_schemas(kinds, "#/$defs/{name}")
     made = found[0] if len(found) == 1 else {"anyOf": list(found)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "$defs": components}

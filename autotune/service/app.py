@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Collection
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceErro
 from autotune.service.access import Access
 from autotune.service.feeds import Feeds
 from autotune.service.guard import Guard
+from autotune.service.openapi import describe_api
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
 from autotune.service.routes import devices, health, predictions, verifications
@@ -75,8 +77,16 @@ def make_app(
         await run_in_threadpool(searches.runner.close)
 
     app = FastAPI(
-        title="autotune", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+        title="autotune",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # Names of a generated client: searches_submit.
+        generate_unique_id_function=lambda route: "_".join([*map(str, route.tags), route.name]),
     )
+    app.openapi = functools.cache(lambda: describe_api(app))  # type: ignore[method-assign]
     app.state.searches = searches
     app.state.predictions = Predictions(predict, searches.data_folders)
     app.state.health = health.Health(searches)

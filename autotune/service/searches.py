@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autotune import __version__
 from autotune.core.candidate import Document
@@ -18,6 +18,7 @@ from autotune.results.json_document import trial_document
 from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
 from autotune.service.change_events import ChangeEvents
+from autotune.service.documents import FailureDocument, PlaceDocument, SearchDocument, StatusDocument
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     Submission,
@@ -218,8 +219,8 @@ class Searches:
         report = self.report(job)
         return [trial_document(trial_view(report, trial)) for trial in report.trials]
 
-    def describe_all(self, jobs: Sequence[JobRecord]) -> list[Document]:
-        """Return jobs as the API shows them; ``waits_for`` says why one does not run yet."""
+    def describe_all(self, jobs: Sequence[JobRecord]) -> list[SearchDocument]:
+        """Return jobs as the API shows them."""
         queued = [job for job in jobs if job.state == "queued"]
         hosts = self.runner.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
@@ -234,11 +235,11 @@ class Searches:
             for job in jobs
         ]
 
-    def describe(self, job: JobRecord) -> Document:
+    def describe(self, job: JobRecord) -> SearchDocument:
         """Return a job as the API shows it."""
         return self.describe_all([job])[0]
 
-    def _describe(self, job: JobRecord, told: str | None) -> Document:
+    def _describe(self, job: JobRecord, told: str | None) -> SearchDocument:
         path = f"/v1/searches/{job.id}"
         return {
             "id": job.id,
@@ -255,10 +256,10 @@ class Searches:
             "priority": job.priority,
             "waits_for": told,
             "cancel_asked": job.is_cancel_asked,
-            "device": job.device,
+            "device": cast(PlaceDocument | None, job.device),
             "attempts": job.attempts,
-            "status": job.status,
-            "problem": job.problem,
+            "status": cast(StatusDocument | None, job.status),
+            "problem": cast(FailureDocument | None, job.problem),
             "submitted_by": job.submitted_by,
             "submitted_at": job.submitted_at.isoformat(),
             "started_at": job.started_at.isoformat() if job.started_at else None,

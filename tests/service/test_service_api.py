@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import wait_until
@@ -17,9 +19,19 @@ from starlette.testclient import TestClient
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError
 from autotune.core.options import OPTIONS
+from autotune.core.schema import decode
 from autotune.devices import Device
 from autotune.engine.work import search_request
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
+from autotune.results.json_document import StudyDocument
+from autotune.service.documents import (
+    DevicesDocument,
+    HealthDocument,
+    ProblemDocument,
+    SearchDocument,
+    SearchesDocument,
+)
+from autotune.service.openapi import TrialsDocument, VerifyingDocument
 from autotune.service.requests import OPTION_NAMES
 from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction
@@ -364,10 +376,46 @@ def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_
     assert of_search - set(OPTION_NAMES) == left_out
 
 
-def test_the_api_is_as_it_is_written_down(writer: TestClient) -> None:
-    """After a change that is meant, write the file anew: python tests/service/write_openapi.py."""
-    snapshot = json.loads((Path(__file__).parent / "openapi.json").read_text())
-    assert writer.get("/openapi.json").json() == snapshot
+def test_the_description_of_the_api_is_complete(writer: TestClient) -> None:
+    described = writer.get("/openapi.json").json()
+    schemas, ids = described["components"]["schemas"], []
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            ids.append(operation["operationId"])
+            responses = operation["responses"]
+            assert operation.get("security", described["security"]) == ([] if path == "/healthz" else [{"token": []}])
+            assert ("401" in responses) == (path != "/healthz")
+            assert ("404" in responses) == ("{" in path)
+            assert ("422" in responses) >= (method == "post")
+            assert {code for code in responses if code.startswith("2")}, (method, path)
+    assert len(ids) == len(set(ids)) == 16
+    assert "HTTPValidationError" not in schemas
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described))) == set(schemas)
+    assert described["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    options = described["paths"]["/v1/searches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(options["properties"]) == {*OPTION_NAMES, "priority", "needs"}
+    assert options["properties"]["effective_batch"]["type"] == "integer"
+
+
+def test_what_is_answered_is_what_is_described(writer: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
+    """Of each kind of document, with every field of its type and no other."""
+    asked = {"model": "bert-large-uncased", "effective_batch": 64}
+    job = writer.post("/v1/searches", json=asked).json()
+    run_recorded(searches, on_gpu)
+    waiting = writer.post("/v1/verify", json={"study": job["study"]}).json()
+    path = f"/v1/searches/{job['id']}"
+    kinds: dict[str, Any] = {
+        path: SearchDocument, "/v1/searches": SearchesDocument, f"{path}/trials": TrialsDocument,
+        f"{path}/report": StudyDocument, f"/v1/verify/{waiting['id']}": VerifyingDocument,
+        "/healthz": HealthDocument, "/v1/devices": DevicesDocument,
+    }  # fmt: skip
+    for place, kind in kinds.items():
+        assert decode(writer.get(place).json(), kind), place
+    assert set(writer.get(path).json()) == set(SearchDocument.__annotations__)
+    refused = writer.get("/v1/searches/none")
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert set(refused.json()) == set(ProblemDocument.__annotations__)
+    assert decode(refused.json(), ProblemDocument)
 
 
 def test_only_what_is_accepted_waits_for_the_disk(

@@ -8,12 +8,13 @@ from fastapi import APIRouter, Body, Request
 
 from autotune.core.candidate import Document
 from autotune.service.access import Reader
+from autotune.service.openapi import prediction_body
 from autotune.service.predictions import Predictions
 
 router = APIRouter(tags=["predict"])
 
 
-@router.post("/v1/predict")
+@router.post("/v1/predict", openapi_extra=prediction_body())
 def predict(
     document: Annotated[
         dict[str, Any], Body(examples=[{"model": "bert-large-uncased", "effective_batch": 64, "gpu": ["rtx-3090"]}])

@@ -11,15 +11,15 @@ from starlette.concurrency import run_in_threadpool
 
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, UnknownStudyError
-from autotune.core.options import BY_NAME
 from autotune.results.export import Format, LaunchFormat, beside_lines, make_export, render, render_launch
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
+from autotune.service.documents import SearchDocument, SearchesDocument
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.requests import OPTION_NAMES
+from autotune.service.openapi import search_body
 from autotune.service.searches import Searches
 from autotune.store.queue import JOB_STATES, JobState
 
@@ -28,47 +28,23 @@ _MOST_LOG_BYTES = 64 * 1024
 router = APIRouter(tags=["searches"])
 
 
-def _submission_schema() -> Document:
-    """Return the JSON schema of a submission, made from the table of options."""
-    properties: Document = {}
-    for name in OPTION_NAMES:
-        option = BY_NAME[name]
-        told: Document = {"description": option.help}
-        if option.kind.choices and option.kind.name == "choice":
-            told["enum"] = list(option.kind.choices)
-        properties[name] = told
-    properties["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any]"
-    properties["priority"] = {"type": "integer", "minimum": 0, "maximum": 10, "default": 0}
-    properties["needs"] = {
-        "type": "object",
-        "properties": {
-            "gpu": {"type": "string", "description": "A part of the GPU's name."},
-            "memory_bytes": {"type": "integer"},
-            "count": {"type": "integer"},
-        },
-        "additionalProperties": False,
-    }
-    return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
-
-
 @router.post(
     "/v1/searches",
     status_code=202,
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _submission_schema()}}}
-    },
+    response_model=None,
+    openapi_extra=search_body(),
 )
 async def submit(
     request: Request, response: Response, token: Submitter, searches: Known,
     idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
-) -> Document:  # fmt: skip
+) -> SearchDocument:  # fmt: skip
     """Queue a search. 202 with its Location; 200 where the same request was answered or submitted before."""
     try:
         document = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("the body is not JSON", "send the options of a search as a JSON object") from error
 
-    def queue() -> tuple[Document, bool]:
+    def queue() -> tuple[SearchDocument, bool]:
         job, is_new = searches.submit(document, by=token, idempotency_key=idempotency_key)
         return searches.describe(job), is_new
 
@@ -78,27 +54,27 @@ async def submit(
     return told
 
 
-@router.get("/v1/searches")
+@router.get("/v1/searches", response_model=None)
 def list_searches(
     token: Reader, searches: Known,
     state: Annotated[list[JobState] | None, Query(description="One or more of " + ", ".join(JOB_STATES))] = None,
     study: str | None = None,
     before: Annotated[int | None, Query(ge=0, lt=2**31, description="Only searches with a smaller number.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> Document:  # fmt: skip
+) -> SearchesDocument:  # fmt: skip
     """List searches, the newest first."""
     jobs = searches.store.queue.jobs(states=state or (), study=study, before=before, most=limit)
     return {"searches": searches.describe_all(jobs)}
 
 
-@router.get("/v1/searches/{search}")
-def show(search: str, token: Reader, searches: Known) -> Document:
+@router.get("/v1/searches/{search}", response_model=None)
+def show(search: str, token: Reader, searches: Known) -> SearchDocument:
     """Show a search, by its id or by the name of its study."""
     return searches.describe(searches.job(search))
 
 
-@router.delete("/v1/searches/{search}", status_code=202)
-def cancel(search: str, token: Writer, searches: Known) -> Document:
+@router.delete("/v1/searches/{search}", status_code=202, response_model=None)
+def cancel(search: str, token: Writer, searches: Known) -> SearchDocument:
     """Cancel a search: at once where it waits, else soon. What was measured stays."""
     return searches.describe(searches.cancel(searches.job(search), token))
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Header, Response
 from autotune.core.candidate import Document
 from autotune.core.errors import UnknownStudyError
 from autotune.service.access import Known, Reader, Submitter
+from autotune.service.openapi import verification_body
 from autotune.service.searches import Searches
 from autotune.service.verifications import VERIFIES
 from autotune.store.queue import JobRecord
@@ -16,7 +17,7 @@ from autotune.store.queue import JobRecord
 router = APIRouter(tags=["verify"])
 
 
-@router.post("/v1/verify", status_code=202)
+@router.post("/v1/verify", status_code=202, openapi_extra=verification_body())
 def submit(
     document: Annotated[dict[str, Any], Body(examples=[{"study": "bert-large-uncased-64", "steps": 100}])],
     response: Response, token: Submitter, searches: Known,

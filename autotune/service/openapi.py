@@ -1,0 +1,181 @@
+"""Describe the API as OpenAPI: what each request takes and answers, who may send it, and what a refusal looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, TypedDict
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from autotune.core.candidate import Document
+from autotune.core.option_kinds import Kind
+from autotune.core.options import BY_NAME
+from autotune.core.schema import json_schemas
+from autotune.results.json_document import StudyDocument, trial_type
+from autotune.results.predicted import PredictionDocument
+from autotune.service.documents import (
+    DevicesDocument,
+    FailureDocument,
+    HealthDocument,
+    ProblemDocument,
+    SearchDocument,
+    SearchesDocument,
+)
+from autotune.service.predictions import PREDICTED_NAMES
+from autotune.service.problems import MEDIA_TYPE
+from autotune.service.requests import OPTION_NAMES
+from autotune.verify.json_document import VerificationDocument
+
+
+class TrialsDocument(TypedDict):
+    """The trials of a search."""
+
+    trials: list[trial_type()]  # type: ignore[valid-type]
+
+
+class VerifyingDocument(SearchDocument):
+    """A verification as a search of the queue, with what it has shown once it has ended."""
+
+    verification: VerificationDocument | None
+    lines: list[str] | None
+    missed: FailureDocument | None
+
+
+def _json(kind: Any) -> dict[str, Any]:
+    return {"application/json": kind}
+
+
+_EVENTS = "text/event-stream"
+_Answer = dict[int, dict[str, Any]]
+_ANSWERS: dict[tuple[str, str], _Answer] = {
+    ("get", "/healthz"): {200: _json(HealthDocument)},
+    ("get", "/metrics"): {200: {"text/plain": str}},
+    ("post", "/v1/searches"): {202: _json(SearchDocument), 200: _json(SearchDocument)},
+    ("get", "/v1/searches"): {200: _json(SearchesDocument)},
+    ("get", "/v1/searches/{search}"): {200: _json(SearchDocument)},
+    ("delete", "/v1/searches/{search}"): {202: _json(SearchDocument)},
+    ("get", "/v1/searches/{search}/trials"): {200: _json(TrialsDocument)},
+    ("get", "/v1/searches/{search}/trials/{number}/log"): {200: {"text/plain": str}},
+    ("get", "/v1/searches/{search}/report"): {
+        200: {"application/json": StudyDocument, "text/plain": str, "text/html": str}
+    },
+    ("get", "/v1/searches/{search}/export"): {200: {"text/plain": str}},
+    ("get", "/v1/searches/{search}/events"): {200: {_EVENTS: str}},
+    ("post", "/v1/predict"): {200: _json(PredictionDocument)},
+    ("post", "/v1/verify"): {202: _json(VerifyingDocument), 200: _json(VerifyingDocument)},
+    ("get", "/v1/verify/{verification}"): {200: _json(VerifyingDocument)},
+    ("get", "/v1/devices"): {200: _json(DevicesDocument)},
+    ("get", "/v1/events"): {200: {_EVENTS: str}},
+}
+_NEEDS_NO_TOKEN = ("/healthz",)
+_NEEDS: Document = {
+    "type": "object",
+    "properties": {
+        "gpu": {"type": "string", "description": "A part of the GPU's name."},
+        "memory_bytes": {"type": "integer"},
+        "count": {"type": "integer", "minimum": 1},
+    },
+    "additionalProperties": False,
+}
+_PRIORITY: Document = {"type": "integer", "minimum": 0, "maximum": 10, "default": 0}
+
+
+def describe_api(app: FastAPI) -> Document:
+    """Return the description of the API of an application.
+
+    Every path that FastAPI describes must have its answers in the table above: ``KeyError`` otherwise.
+    """
+    described = get_openapi(
+        title="autotune", version=app.version, description="Searches for training configurations.", routes=app.routes
+    )
+    kinds = list(dict.fromkeys(kind for answer in _ANSWERS.values() for media in answer.values()
+                               for kind in media.values()))  # fmt: skip
+    found, schemas = json_schemas([*kinds, ProblemDocument], "#/components/schemas/{name}")
+    schema_of = dict(zip(kinds, found, strict=False))
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            operation["responses"] = {
+                str(code): {
+                    "description": HTTPStatus(code).phrase,
+                    "content": {media: {"schema": schema_of[kind]} for media, kind in content.items()},
+                }
+                for code, content in _ANSWERS[method, path].items()
+            } | {str(code): {"$ref": "#/components/responses/Problem"} for code in _refusals(method, path)}
+            if path in _NEEDS_NO_TOKEN:
+                operation["security"] = []
+    described["components"] = {
+        "schemas": schemas,
+        "responses": {"Problem": {"description": "A refusal.", "content": {MEDIA_TYPE: {"schema": found[-1]}}}},
+        "securitySchemes": {
+            "token": {"type": "http", "scheme": "bearer", "description": "From autotune serve or autotune token add."}
+        },
+    }
+    described["security"] = [{"token": []}]
+    _complete_arrays(described)
+    return described
+
+
+def _complete_arrays(schema: Any) -> None:
+    """Give arrays of anything the ``items`` that generators of clients want."""
+    if isinstance(schema, dict) and schema.get("type") == "array":
+        schema.setdefault("items", {})
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _complete_arrays(each)
+
+
+def _refusals(method: str, path: str) -> list[int | str]:
+    """Return with which codes a request may be refused; ``default`` stands for those that any request may get."""
+    codes: list[int | str] = [] if path in _NEEDS_NO_TOKEN else [401]
+    codes += [403] if method != "get" else []
+    codes += [404] if "{" in path else []
+    codes += [422] if method == "post" or "{" in path else []
+    codes += [429] if method == "post" or path.endswith("/events") else []
+    return [*codes, 503, "default"]
+
+
+def search_body() -> Document:
+    """Return how a search is asked for."""
+    body = _options_schema(OPTION_NAMES)
+    body["properties"]["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any]"
+    body["properties"] |= {"priority": _PRIORITY, "needs": _NEEDS}
+    return _json_body({**body, "description": "The options of a search: model or code, and what else is to be set."})
+
+
+def prediction_body() -> Document:
+    """Return how a prediction is asked for."""
+    return _json_body({**_options_schema(PREDICTED_NAMES), "required": ["model"]})
+
+
+def verification_body() -> Document:
+    """Return how a verification is asked for."""
+    body = _options_schema(("steps", "again"))
+    body["properties"] |= {"study": {"type": "string"}, "priority": _PRIORITY}
+    return _json_body({**body, "required": ["study"]})
+
+
+def _json_body(schema: Document) -> Document:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _options_schema(names: Sequence[str]) -> Document:
+    options = (BY_NAME[name] for name in names)
+    properties = {option.name: {**_values(option.kind), "description": option.help} for option in options}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _values(kind: Kind) -> Document:
+    """Return the schema of an option's values: where text of the command line is read as well, it may be sent."""
+    word: Document = {"type": "string", **({"enum": list(kind.choices)} if kind.choices else {})}
+    listed = {"anyOf": [{"type": "array", "items": word}, {"type": "string"}]}
+    known: dict[str, Document] = {
+        "flag": {"type": "boolean"},
+        "n": {"type": "integer", "minimum": kind.least},
+        "choice": word,
+        "list": listed,
+        "list|auto": listed,
+        "n,…": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]},
+    }
+    numbers = {"anyOf": [{"type": "number"}, {"type": "string"}]}
+    return known.get(kind.name) or (numbers if kind.json in (int, float) or "size" in kind.name else word)
