@@ -71,7 +71,7 @@ def test_what_writes_in_place_of_a_logger_is_left_out() -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks", reason="make test-clients")
     pytest.importorskip("jsonargparse", reason="make test-clients")
     cli = importlib.import_module("lightning.pytorch.cli")
-    from autotune.worker.user.lightning_trial import kept
+    from autotune.worker.user.frameworks.lightning import kept
 
     own = callbacks.LambdaCallback()
     given = [cli.SaveConfigCallback(None, None), callbacks.ModelCheckpoint(), own]

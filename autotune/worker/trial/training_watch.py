@@ -25,6 +25,7 @@ from torch.nn.modules import module as modules
 
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
+from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.updates import Update, parameters_of, part_of, update_of
 
 # Of a model's output these are hooked at most, and of its input looked at. A choice.
@@ -42,8 +43,6 @@ _FRAMEWORKS = (
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of tensors; the length of a list of tensors comes before theirs."""
-ShapesByPlace = dict[str, tuple[int, ...]]
-"""The shapes of the tensors that a model is called with, by where they stand: ``0``, ``1.input_ids``."""
 
 # What torch tells
 
@@ -79,28 +78,6 @@ class Seen:
     """Calls and backward passes that ended with out of memory, whoever caught that."""
     is_elsewhere: bool = False
     """Whether a backward pass ran in another thread than the one that asks."""
-
-
-class Listener:
-    """What is told of a training as it goes on; it does nothing with it."""
-
-    def call_begins(self, *, trains: bool) -> None:
-        """Take in a call of an outermost module with parameters; one that ``trains`` computes gradients."""
-
-    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Take in the end of such a call, and the shapes that went in."""
-
-    def backward_begins(self, tensors: Any) -> None:
-        """Take in the start of a backward pass, with what it begins from."""
-
-    def backward_ends(self) -> None:
-        """Take in the end of a backward pass."""
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Take in the start of an optimizer's step."""
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """Take in the end of an optimizer's step."""
 
 
 class TrainingWatch:
@@ -144,13 +121,14 @@ class TrainingWatch:
         self._is_elsewhere = False
         self._found_inf.clear()
 
-    def install(self) -> None:
-        """Watch from now on."""
+    def install(self, *, calls: bool = True) -> None:
+        """Watch from now on: calls of modules and what is in them, if asked for; backward passes and updates."""
         # It would fire for a compiled module and what is in it; it is off there.
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-        self._turn_on()
+        if calls:
+            self._turn_on()
+            self._wrap_compile()
         self._wrap_backward()
-        self._wrap_compile()
         self._wrap_autocast()
         # torch.optim deletes the name of this module of its own.
         optimizers: Any = sys.modules["torch.optim.optimizer"]

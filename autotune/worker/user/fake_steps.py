@@ -7,7 +7,6 @@ the process's first backward pass, since threads of the autograd engine do not s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -28,7 +27,7 @@ from autotune.worker.failures import first_line
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.scaling import telling_batch
 from autotune.worker.fake.step import Training, install_cuda_semantics, numbers_of, trace_training, with_autocast
-from autotune.worker.private.accelerate import as_it_was_made, compute_on_cpu
+from autotune.worker.private.accelerate import compute_on_cpu
 from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
 from autotune.worker.private.transformers import prepares_inputs_itself
 from autotune.worker.process import in_forks
@@ -174,82 +173,6 @@ class TrainerStep(OwnStep):
     def loss(self, batch: Any) -> Any:
         """Return the loss as the Trainer computes it."""
         return self._trainer.compute_loss(self.model, dict(batch))
-
-
-class AccelerateStep(OwnStep):
-    """A step of a loop with an ``Accelerator`` that calls its model with a batch, and takes the loss of its outputs.
-
-    The loop holds the outputs of one pass until it has those of the next.
-    """
-
-    def __init__(self, accelerator: Any, model: Any, optimizer: Any, loader: Any, arguments: set[str] | None) -> None:
-        super().__init__(as_it_was_made(accelerator, model), of_loader(loader))
-        self._optimizer = optimizer
-        batch = self.shapes.at(1)
-        if arguments is None or not isinstance(batch, Mapping) or arguments != set(batch):
-            raise NotTraceableError("its loop calls the model with something else than a batch")
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the script's own."""
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise NotTraceableError("its optimizer is none of torch's")
-        return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
-
-    def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Make it ready, and keep the outputs of a pass from here on."""
-        optimizer = super().begin(batch_size)
-        with torch.no_grad():
-            self._held = self.model(**self.batch(batch_size))
-        return optimizer
-
-    def loss(self, batch: Any) -> Any:
-        """Return the loss of the model's outputs."""
-        outputs = self.model(**batch)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        if loss is None:
-            raise NotTraceableError("its loop computes the loss itself")
-        return loss
-
-
-class LightningStep(OwnStep):
-    """A step of a Lightning module that is optimized automatically.
-
-    Lightning frees the gradients of a step after the forward pass of the next.
-    """
-
-    keeps_gradients = True
-
-    def __init__(self, trainer: Any, module: Any) -> None:
-        super().__init__(module, of_loader(trainer.train_dataloader))
-        if not module.automatic_optimization or len(trainer.optimizers) != 1:
-            raise NotTraceableError("it steps its optimizers itself")
-        self._optimizer = trainer.optimizers[0]
-        self._precision = "fp32"
-        self.max_grad_norm = float(trainer.gradient_clip_val or 0.0)
-
-    def set_precision(self, precision: str) -> None:
-        """Lightning puts the autocast around ``training_step``, and leaves its outputs as they are."""
-        self._precision = precision
-        vars(self.model)["_device"] = torch.device("cpu")
-        for name in ("log", "log_dict"):
-            setattr(self.model, name, lambda *_, **__: None)
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the module's own."""
-        return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
-
-    def loss(self, batch: Any) -> Any:
-        """Return the loss of ``training_step``."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
-        with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
-            # Called by position, with the batch alone where that is all it takes.
-            step = self.model.training_step
-            more = () if step.__code__.co_argcount <= 2 else (0,)
-            returned = step(batch, *more)
-        loss = returned["loss"] if isinstance(returned, Mapping) else returned
-        if not isinstance(loss, torch.Tensor):
-            raise NotTraceableError("its training_step returns no loss")
-        return loss
 
 
 def add_memory(work: InspectionWork, model: ModelFacts, make: Callable[[], OwnStep]) -> ModelFacts:

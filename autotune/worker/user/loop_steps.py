@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from autotune.core.outcome import Measurement
+from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.measure import MeasureCallback, _Step
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.training_watch import Listener
 from autotune.worker.user.code import UserCodeError
 
 # So many steps that cannot be counted, one after the other, mean that none will come that can.

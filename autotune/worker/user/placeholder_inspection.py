@@ -28,7 +28,8 @@ from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
-from autotune.worker.trial.training_watch import Listener, ShapesByPlace, TrainingWatch
+from autotune.worker.trial.listener import Listener, ShapesByPlace
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of

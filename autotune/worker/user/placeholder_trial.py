@@ -18,7 +18,7 @@ from autotune.core.code_interface import HowItSteps
 from autotune.core.messages import Progress
 from autotune.core.placeholders import Values, placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
-from autotune.worker.trial.training_watch import Listener, ShapesByPlace
+from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loop_steps import MeasuredSteps

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import runpy
@@ -21,8 +20,8 @@ from typing import Any
 from autotune.core.loop import LoopConfig
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
-from autotune.space import precision_names
-from autotune.worker.user.checkpointing import enable_checkpointing
+from autotune.worker.user.adapter import Changes
+from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.on_import import on_import
 
 
@@ -37,7 +36,7 @@ def main() -> None:
     sys.argv = [source.file, *source.argv]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
-    _PREPARE[source.framework](training)
+    _PREPARE.get(source.framework, _prepare_script)(training)
     if source.kind == "build":
         _apply(training, _function(training)(dict(training.arguments))).train()
     elif source.kind == "loop":
@@ -147,108 +146,16 @@ def _prepare_loader(training: RealTraining, batch: int | None) -> None:
     on_import("torch.utils.data", change)
 
 
-def _takes(training: RealTraining, what: str) -> bool:
-    return what in training.source.interface.searched
-
-
-def _set_products(training: RealTraining) -> None:
-    """Have products of float32 matrices computed as measured."""
-    precision = training.candidate.arm.precision
-    if _takes(training, "precision") and precision in ("fp32", "tf32"):
-        sys.modules["torch"].set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-
-
-def _batch(training: RealTraining) -> int | None:
-    return training.candidate.per_device_train_batch_size if _takes(training, "batch") else None
-
-
-def _prepare_loop(training: RealTraining) -> None:
-    _prepare_loader(training, None)
-
-
-def _prepare_accelerate(training: RealTraining) -> None:
-    _prepare_loader(training, _batch(training))
-    accumulation = training.candidate.gradient_accumulation_steps
-    if training.source.interface.accumulates_by == "option":
-        from autotune.worker.user.script_options import set_options
-
-        set_options({"gradient_accumulation_steps": accumulation})
-    on_import("accelerate.accelerator", functools.partial(_set_accelerator, training))
-
-
-def _set_accelerator(training: RealTraining, module: ModuleType) -> None:
-    kind: Any = module.Accelerator
-    make, prepare = kind.__init__, kind.prepare
-    signature = inspect.signature(make)
-    arm = training.candidate.arm
-
-    @functools.wraps(make)
-    def __init__(accelerator: Any, *words: Any, **options: Any) -> None:  # noqa: N807
-        given = signature.bind(accelerator, *words, **options)
-        wanted: dict[str, Any] = {}
-        if _takes(training, "precision"):
-            wanted["mixed_precision"] = precision_names.ACCELERATE[arm.precision]
-        if _takes(training, "accumulation"):
-            wanted["gradient_accumulation_steps"] = training.candidate.gradient_accumulation_steps
-        plugin = given.arguments.get("gradient_accumulation_plugin")
-        if plugin is not None and "gradient_accumulation_steps" in wanted:
-            plugin.num_steps = wanted.pop("gradient_accumulation_steps")
-        for name, value in wanted.items():
-            if (said := given.arguments.get(name)) not in (None, value):
-                _say(f"the script says {name}={said!r}; {value!r} is set")
-        given.arguments.update(wanted)
-        make(*given.args, **given.kwargs)
-
-    @functools.wraps(prepare)
-    def prepared(accelerator: Any, *things: Any, **options: Any) -> Any:
-        _set_products(training)
-        if arm.gradient_checkpointing and _takes(training, "checkpointing"):
-            for thing in things:
-                if hasattr(thing, "forward"):
-                    enable_checkpointing(thing)
-        return prepare(accelerator, *things, **options)
-
-    kind.__init__, kind.prepare = __init__, prepared
-
-
-def _prepare_lightning(training: RealTraining) -> None:
-    _prepare_loader(training, _batch(training))
-    for name in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"):
-        on_import(name, functools.partial(_set_lightning, training))
-
-
-def _set_lightning(training: RealTraining, module: ModuleType) -> None:
-    kind: Any = module.Trainer
-    make, fit = kind.__init__, kind.fit
-    arm = training.candidate.arm
-    wanted: dict[str, Any] = {}
-    if _takes(training, "precision"):
-        wanted["precision"] = precision_names.LIGHTNING[arm.precision]
-    if _takes(training, "accumulation"):
-        wanted["accumulate_grad_batches"] = training.candidate.gradient_accumulation_steps
-
-    @functools.wraps(make)
-    def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
-        for name, value in wanted.items():
-            if (said := options.get(name)) not in (None, value):
-                _say(f"the script says {name}={said!r}; {value!r} is set")
-        make(trainer, *words, **{**options, **wanted})
-
-    @functools.wraps(fit)
-    def fitted(trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
-        _set_products(training)
-        if arm.gradient_checkpointing and _takes(training, "checkpointing"):
-            enable_checkpointing(model)
-        return fit(trainer, model, *words, **options)
-
-    kind.__init__, kind.fit = __init__, fitted
+def _prepare_script(training: RealTraining) -> None:
+    source, candidate, takes = training.source, training.candidate, training.source.interface.searched
+    _prepare_loader(training, candidate.per_device_train_batch_size if "batch" in takes else None)
+    changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
+    ADAPTERS[source.framework].overlay(changes)
 
 
 _PREPARE: dict[str, Callable[[RealTraining], None]] = {
     "trainer": _prepare_trainer,
-    "loop": _prepare_loop,
-    "accelerate": _prepare_accelerate,
-    "lightning": _prepare_lightning,
+    "loop": lambda training: _prepare_loader(training, None),
     "placeholders": lambda training: None,
 }
 

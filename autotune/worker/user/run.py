@@ -13,8 +13,6 @@ from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user import (
-    accelerate_trial,
-    lightning_trial,
     loop_trial,
     placeholder_inspection,
     placeholder_trial,
@@ -22,12 +20,11 @@ from autotune.worker.user import (
     trainer_trial,
 )
 from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.script_trial import ScriptTrial
 
 _TRIALS: dict[str, type[OwnTrial]] = {
     "trainer": trainer_trial.TrainerTrial,
     "loop": loop_trial.LoopTrial,
-    "accelerate": accelerate_trial.AccelerateTrial,
-    "lightning": lightning_trial.LightningTrial,
     "placeholders": placeholder_trial.PlaceholderTrial,
 }
 
@@ -58,7 +55,7 @@ def run_own(
         leave(0)
 
     if isinstance(work, TrialWork):
-        kind = _TRIALS[source.framework]
+        kind = _TRIALS.get(source.framework, ScriptTrial)
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":

@@ -27,12 +27,13 @@ from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user.accelerate_inspection import AccelerateInspection
+from autotune.worker.user.adapter import Inspecting
 from autotune.worker.user.code import UserCodeError, enter
 from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
+from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
-from autotune.worker.user.lightning_inspection import LightningInspection
+from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.trainer_code import build_trainer, checkpoints, ignored_message, intercept, run_source
@@ -236,18 +237,13 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
-        others = AccelerateInspection(self._work, self._source, self._finish_with_model)
-        guard = Guard(self._source, self._refuse, is_known=others.is_at_work)
+        at_work: list[Callable[[], bool]] = []
+        guard = Guard(self._source, self._refuse, is_known=lambda: any(is_at_work() for is_at_work in at_work))
         guard.install(self._scratch.stop_file)
         if self._source.kind == "script":
-            others.install()
-            LightningInspection(
-                self._work,
-                self._source,
-                self._output_dir,
-                self._finish_with_model,
-                on_cpu=self._is_on_cpu,
-            ).install()
+            inspecting = Inspecting(self._work, self._source, self._output_dir, self._finish_with_model)
+            LoaderOverlay().install()
+            at_work += [adapter.inspect(inspecting) for adapter in ADAPTERS.values()]
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:

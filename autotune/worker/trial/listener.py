@@ -1,0 +1,30 @@
+"""Define what is told of a training as it goes on, without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ShapesByPlace = dict[str, tuple[int, ...]]
+"""The shapes of the tensors that a model is called with, by where they stand: ``0``, ``1.input_ids``."""
+
+
+class Listener:
+    """What is told of a training as it goes on; it does nothing with it."""
+
+    def call_begins(self, *, trains: bool) -> None:
+        """Take in a call of an outermost module with parameters; one that ``trains`` computes gradients."""
+
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Take in the end of such a call, and the shapes that went in."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Take in the start of a backward pass, with what it begins from."""
+
+    def backward_ends(self) -> None:
+        """Take in the end of a backward pass."""
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Take in the start of an optimizer's step."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Take in the end of an optimizer's step."""

@@ -1,0 +1,115 @@
+"""Define what the module of a framework has, and what it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from autotune.core.candidate import Candidate, Precision
+from autotune.core.code_interface import CodeInterface
+from autotune.core.inspection import ModelFacts
+from autotune.core.jobs import InspectionWork
+from autotune.core.training_source import TrainingSource
+from autotune.worker.user.checkpointing import enable_checkpointing
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is put over a script's own settings; ``None`` leaves its own."""
+
+    interface: CodeInterface = field(default_factory=CodeInterface)
+    precision: Precision | None = None
+    accumulation: int | None = None
+    checkpointing: bool = False
+    say: Say = lambda _: None
+    """Told what the script had said instead."""
+
+    @classmethod
+    def of(
+        cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, say: Say
+    ) -> Changes:
+        """Return a candidate's settings, as far as the script ``takes`` them."""
+        return cls(
+            source.interface,
+            candidate.arm.precision if "precision" in takes else None,
+            accumulation if "accumulation" in takes else None,
+            candidate.arm.gradient_checkpointing and "checkpointing" in takes,
+            say,
+        )
+
+    def over(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments with those that are ``wanted`` in place of what the script gave for them."""
+        for name, value in wanted.items():
+            if (said := given.get(name)) not in (None, value):
+                self.say(f"the script says {name}={said!r}; {value!r} is set")
+        return {**given, **wanted}
+
+    def apply_to(self, model: Any) -> None:
+        """Have a model recompute activations, and float32 matrices be multiplied, as is wanted."""
+        if self.precision in ("fp32", "tf32"):
+            sys.modules["torch"].set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        if self.checkpointing:
+            enable_checkpointing(model)
+
+
+@dataclass(frozen=True)
+class Inspecting:
+    """A script that runs up to its training, to be looked at."""
+
+    work: InspectionWork
+    source: TrainingSource
+    output_dir: str
+    finish: Callable[[ModelFacts], NoReturn]
+    """Ends the process with what the script trains with."""
+
+
+class Steps(Protocol):
+    """What is told where the batches and steps of a training begin and end: ``LoopSteps``."""
+
+    def begin(self) -> None: ...
+    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None: ...
+    def backward_within_step_ends(self) -> None: ...
+    def micro_step_ends(self) -> None: ...
+    def data_is_over(self) -> None: ...
+
+
+class Measured(Protocol):
+    """A trial, as an adapter needs it."""
+
+    output_dir: str
+    is_on_cpu: bool
+
+    def begins(self) -> None:
+        """Measure from now on."""
+        ...
+
+    def steps(self, *, rehearses: bool) -> Steps:
+        """Return what is to be told of the batches and steps, after ``begins``."""
+        ...
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches of a loader, and measure from the first one on."""
+        ...
+
+
+class Adapter(Protocol):
+    """What the module of a framework has."""
+
+    HINT: str
+    """What to do with a script that ended before enough of its steps were measured."""
+
+    def overlay(self, changes: Changes) -> None:
+        """Have the framework train with other settings, in this process from now on."""
+        ...
+
+    def measure(self, changes: Changes, trial: Measured) -> None:
+        """Do that, and tell the trial of the steps."""
+        ...
+
+    def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
+        """Look at what the script trains with, from now on; return what tells whether it has begun to."""
+        ...

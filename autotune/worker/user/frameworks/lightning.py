@@ -1,0 +1,268 @@
+"""Scripts that train with Lightning's ``Trainer`` (``lightning``, ``pytorch_lightning``).
+
+Precision and accumulation are put over the arguments of the ``Trainer``. A callback, the last one, tells where the
+training, its batches and its steps begin and end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from autotune.core.candidate import Precision
+from autotune.core.code_interface import CodeInterface
+from autotune.space import precision_names
+from autotune.worker.user.adapter import Changes, Inspecting, Measured, Steps
+from autotune.worker.user.on_import import on_import
+from autotune.worker.user.script_options import watch_options
+
+if TYPE_CHECKING:
+    from autotune.worker.user.fake_steps import OwnStep
+
+HINT = "have it train for more steps or on more data"
+_TRAINERS = {
+    "lightning.pytorch.trainer.trainer": "lightning.pytorch",
+    "pytorch_lightning.trainer.trainer": "pytorch_lightning",
+}
+# Callbacks of Lightning's that write, stop the training, wait for a validation that is not run, or decide the batch.
+_LEFT_OUT = (
+    "Checkpoint", "EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "ProgressBar", "Timer",
+    "BatchSizeFinder", "LearningRateFinder", "OnExceptionCheckpoint", "ThroughputMonitor",
+    "GradientAccumulationScheduler",
+)  # fmt: skip
+# More than any trial trains for; schedules are made of it, so that it is no infinity.
+_MANY_EPOCHS = 1_000_000
+_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+# Those with a dot are LightningCLI's.
+_OPTIONS = {
+    "batch": ("--batch_size", "--batch-size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
+    "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
+    "precision": ("--precision", "--trainer.precision"),
+    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
+}
+
+
+def overlay(changes: Changes) -> None:
+    """Have every ``Trainer`` made with other settings."""
+    LightningOverlay(changes).install()
+
+
+def measure(changes: Changes, trial: Measured) -> None:
+    """Do that in a trial, and tell it of the steps."""
+    steps = trial.steps(rehearses=False)
+    quiet = _quiet(trial.output_dir, on_cpu=trial.is_on_cpu)
+    LightningOverlay(changes, quiet, lambda *_: trial.begins(), steps).install()
+
+
+def inspect(inspecting: Inspecting) -> Callable[[], bool]:
+    """Look at what the script trains with when its ``Trainer`` begins to, before any step."""
+
+    options = watch_options()
+
+    def on_start(trainer: Any, module: Any) -> None:
+        from autotune.worker.user.fake_steps import add_memory
+        from autotune.worker.user.inspection import facts_of_script
+
+        precision, is_automatic = _NAMES.get(str(trainer.precision)), module.automatic_optimization
+        facts = facts_of_script(
+            CodeInterface("lightning", flags=options.flags(_OPTIONS)),
+            module,
+            trainer.train_dataloader,
+            accumulation=trainer.accumulate_grad_batches if is_automatic else 1,
+            # Weights of 16 bits are computed in without an autocast.
+            precision=precision or "fp32",
+            takes_accumulation=is_automatic,
+            takes_precision=precision is not None,
+        )
+        inspecting.finish(add_memory(inspecting.work, facts, lambda: _traced_step(trainer, module)))
+
+    quiet = _quiet(inspecting.output_dir, on_cpu=inspecting.work.devices.kind == "cpu")
+    LightningOverlay(Changes(), quiet, on_start).install()
+    return lambda: False
+
+
+def _quiet(output_dir: str, *, on_cpu: bool) -> dict[str, Any]:
+    """Return arguments with which a ``Trainer`` trains on without end, and does nothing else."""
+    return {
+        "default_root_dir": output_dir,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "fast_dev_run": False,
+        "profiler": None,
+        "barebones": False,
+        "max_epochs": _MANY_EPOCHS,
+        "max_steps": -1,
+        "max_time": None,
+        "devices": 1,
+        "num_nodes": 1,
+        **({"accelerator": "cpu"} if on_cpu else {}),
+    }
+
+
+class LightningOverlay:
+    """What is put over every Lightning ``Trainer`` that is made in this process."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        quiet: dict[str, Any] | None = None,
+        on_start: Callable[[Any, Any], None] = lambda *_: None,
+        steps: Steps | None = None,
+    ) -> None:
+        self._changes = changes
+        self._quiet = quiet
+        """What it is given beside, in a training that is only looked at; ``None`` in one that is for real."""
+        self._on_start = on_start
+        self._steps = steps
+
+    def install(self) -> None:
+        """Wrap the class wherever it is imported from, once it is."""
+        for name, package in _TRAINERS.items():
+            on_import(name, functools.partial(self._wrap, package))
+
+    def _wrap(self, package: str, module: ModuleType) -> None:
+        kind: Any = module.Trainer
+        make, fit, changes = kind.__init__, kind.fit, self._changes
+        wanted: dict[str, Any] = {}
+        if changes.precision is not None:
+            wanted["precision"] = precision_names.LIGHTNING[changes.precision]
+        if changes.accumulation is not None:
+            wanted["accumulate_grad_batches"] = changes.accumulation
+
+        @functools.wraps(make)
+        def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+            options = changes.over(options, wanted)
+            make(trainer, *words, **(options if self._quiet is None else self._quieted(package, options)))
+
+        @functools.wraps(fit)
+        def fitted(trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
+            changes.apply_to(model)
+            return fit(trainer, model, *words, **options)
+
+        kind.__init__, kind.fit = __init__, fitted
+        if self._quiet is None:
+            return
+
+        def nothing(*_: Any, **__: Any) -> list[Any]:
+            return []
+
+        for name in ("validate", "test", "predict", "save_checkpoint"):
+            setattr(kind, name, nothing)
+
+    def _quieted(self, package: str, options: dict[str, Any]) -> dict[str, Any]:
+        given = options.get("callbacks") or []
+        callbacks = [*given] if isinstance(given, list | tuple) else [given]
+        logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
+        callbacks = [*kept(package, callbacks), self._callback(package)]
+        return {**options, **(self._quiet or {}), "logger": logger, "callbacks": callbacks}
+
+    def _callback(self, package: str) -> Any:
+        base: Any = importlib.import_module(f"{package}.callbacks").Callback
+        from autotune.worker.user.loop_steps import batch_samples
+
+        overlay = self
+
+        class Tells(base):  # type: ignore[misc]
+            """Tells where the training, its batches and its steps begin and end."""
+
+            _asked = 0.0
+
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                for config in trainer.lr_scheduler_configs:
+                    # Metrics of a validation that is not run are missing.
+                    config.strict = False
+                overlay._on_start(trainer, pl_module)
+                if overlay._steps is not None:
+                    overlay._steps.begin()
+                self._asked = time.perf_counter()
+
+            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                if overlay._steps is not None:
+                    overlay._steps.micro_step_begins(time.perf_counter() - self._asked, batch_samples(batch))
+
+            def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+                if overlay._steps is not None:
+                    # The optimizer's step contains the forward and the backward pass.
+                    overlay._steps.backward_within_step_ends()
+
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                if overlay._steps is not None:
+                    overlay._steps.micro_step_ends()
+                self._asked = time.perf_counter()
+
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                if overlay._steps is not None:
+                    overlay._steps.data_is_over()
+
+        return Tells()
+
+
+def kept(package: str, callbacks: list[Any]) -> list[Any]:
+    """Return the callbacks that a trial runs with: the user's own, and those of Lightning's that only compute."""
+    known = importlib.import_module(f"{package}.callbacks")
+    left_out = tuple(getattr(known, name) for name in _LEFT_OUT if hasattr(known, name))
+    # LightningCLI adds one that writes the configuration into the logger's folder.
+    saves_config = getattr(sys.modules.get(f"{package}.cli"), "SaveConfigCallback", None)
+    left_out += () if saves_config is None else (saves_config,)
+    return [callback for callback in callbacks if not isinstance(callback, left_out)]
+
+
+def _traced_step(trainer: Any, module: Any) -> OwnStep:
+    """Return a step of a module that is optimized automatically."""
+    import torch
+
+    from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
+    from autotune.worker.user.fake_steps import OwnStep
+
+    class LightningStep(OwnStep):
+        """A step of a Lightning module that is optimized automatically.
+
+        Lightning frees the gradients of a step after the forward pass of the next.
+        """
+
+        keeps_gradients = True
+
+        def __init__(self) -> None:
+            super().__init__(module, of_loader(trainer.train_dataloader))
+            if not module.automatic_optimization or len(trainer.optimizers) != 1:
+                raise NotTraceableError("it steps its optimizers itself")
+            self._optimizer = trainer.optimizers[0]
+            self._precision = "fp32"
+            self.max_grad_norm = float(trainer.gradient_clip_val or 0.0)
+
+        def set_precision(self, precision: str) -> None:
+            """Lightning puts the autocast around ``training_step``, and leaves its outputs as they are."""
+            self._precision = precision
+            vars(self.model)["_device"] = torch.device("cpu")
+            for name in ("log", "log_dict"):
+                setattr(self.model, name, lambda *_, **__: None)
+
+        def optimizer(self) -> torch.optim.Optimizer:
+            """Return the module's own."""
+            return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
+
+        def loss(self, batch: Any) -> Any:
+            """Return the loss of ``training_step``."""
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
+            with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+                # Called by position, with the batch alone where that is all it takes.
+                step = self.model.training_step
+                more = () if step.__code__.co_argcount <= 2 else (0,)
+                returned = step(batch, *more)
+            loss = returned["loss"] if isinstance(returned, Mapping) else returned
+            if not isinstance(loss, torch.Tensor):
+                raise NotTraceableError("its training_step returns no loss")
+            return loss
+
+    return LightningStep()
