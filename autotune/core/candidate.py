@@ -27,7 +27,9 @@ DeepSpeed's ZeRO, in which each keeps a part of the optimizer state, of the grad
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "fsdp", "zero1", "zero2", "zero3", "zero2-offload")
 """In the order in which they are tried: the one with the least communication first, and DeepSpeed's after torch's."""
 
-_ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
+FSDP: frozenset[Strategy] = frozenset(("fsdp", "fsdp-keep"))
+ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
+"""The stage of DeepSpeed's ZeRO, of the strategies that are DeepSpeed's."""
 
 Document = dict[str, Any]
 
@@ -111,7 +113,7 @@ class Arm:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 has each rank keep only a part of the model."""
-        return self.strategy in ("fsdp", "fsdp-keep")
+        return self.strategy in FSDP
 
     @property
     def rebuilds_buckets(self) -> bool:
@@ -128,7 +130,7 @@ class Arm:
     @property
     def zero_stage(self) -> int | None:
         """The stage of DeepSpeed's ZeRO; ``None`` without DeepSpeed."""
-        return _ZERO_STAGES.get(self.strategy) if self.strategy else None
+        return ZERO_STAGES.get(self.strategy) if self.strategy else None
 
     @property
     def offloads_optimizer(self) -> bool:

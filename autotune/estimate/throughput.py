@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from autotune.core.candidate import Arm
 from autotune.core.outcome import Measurement
-from autotune.core.statistics import quantile
 from autotune.core.stop import LeftOut
 from autotune.core.units import format_rate
 from autotune.estimate.arm_names import names_of_arms
@@ -199,8 +198,6 @@ class Speeds:
     def can_gain(self, view: ArmView) -> bool:
         """Return whether a batch above the arm's largest can beat all others by more than the tolerance."""
         top, peak = max(view.feasible), view.fastest()
-        if top > peak and self._is_slower(view, top, peak):
-            return False
         wanted = max(speed_of(view.feasible[peak]), self.best()) * (1 + self._history.tolerance)
         cost = view.seconds_a_sample(top)
         if cost is not None:
@@ -209,25 +206,12 @@ class Speeds:
         bound = view.gpu_bound()
         return bound > wanted if bound is not None else not self.is_hopeless(view, peak)
 
-    def _is_slower(self, view: ArmView, batch: int, than: int) -> bool:
-        """Return whether one batch is slower than another by more than the error of their measurements."""
-        one, other = (self._history.speed(view.feasible[b].candidate) for b in (batch, than))
-        if one is None or other is None:
-            return False
-        error = math.hypot(one.log_sample_seconds.error, other.log_sample_seconds.error)
-        degrees = min(one.log_sample_seconds.degrees, other.log_sample_seconds.degrees)
-        return one.log_sample_seconds.mean - other.log_sample_seconds.mean > quantile(degrees, _CONFIDENCE) * error
-
     def left_out(self, arm: Arm) -> str | None:
         """Return why an arm has no chance, given similar arms that were measured; ``None`` where it has one."""
         faster = self._faster_precision(arm)
         # Where the faster precision failed at some batch, this arm may still run at it.
         is_known = faster is not None and not self.view(faster).failed
-        if (
-            faster is not None
-            and is_known
-            and (self._history.feasible(faster) or self.left_out(faster) or self._is_beaten_throughout(faster))
-        ):
+        if faster is not None and is_known and (self._history.feasible(faster) or self.left_out(faster)):
             return f"{arm.precision} is never faster than {faster.precision} and needs as much memory"
         if arm.precision == "tf32" and self._tf32_is_behind(arm):
             return f"tf32 takes at least {_TF32_TIMES} times the GPU time measured in bf16: too slow to reach the best"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.core.candidate import OWN_OPTIM, Strategy
+from autotune.core.candidate import FSDP, OWN_OPTIM, ZERO_STAGES, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.units import format_bytes
@@ -19,7 +19,6 @@ from autotune.space.features import (
 )
 from autotune.space.levers import LEVERS, Training
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
-from autotune.tuning.strategies import is_sharded, is_zero
 
 
 def check_request(request: SearchRequest) -> None:
@@ -101,7 +100,7 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
             f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
             f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
         )
-    zero = [strategy for strategy in request.strategies or () if is_zero(strategy)]
+    zero = [strategy for strategy in request.strategies or () if strategy in ZERO_STAGES]
     if zero:
         use = "use --strategy ddp,fsdp" if request.ranks > 1 else "leave --strategy out"
         raise InvalidRequestError(
@@ -129,7 +128,7 @@ def _check_strategies(request: SearchRequest) -> None:
     sharded = [strategy for strategy in asked if strategy != "ddp"]
     if not sharded:
         return
-    fsdp = [strategy for strategy in asked if is_sharded(strategy)]
+    fsdp = [strategy for strategy in asked if strategy in FSDP]
     if fsdp and request.device.kind == "cpu":
         raise DeviceError(
             f"--strategy {fsdp[0]}: on a CPU accelerate always trains with DDP",
@@ -148,7 +147,7 @@ def _check_strategies(request: SearchRequest) -> None:
             "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
         )
     _check_optims_shard(sharded[0], request.optims)
-    _check_zero(request, [strategy for strategy in asked if is_zero(strategy)])
+    _check_zero(request, [strategy for strategy in asked if strategy in ZERO_STAGES])
 
 
 def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
@@ -210,7 +209,7 @@ def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts
 
 
 def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
-    sharded = [strategy for strategy in request.strategies or () if is_sharded(strategy)]
+    sharded = [strategy for strategy in request.strategies or () if strategy in FSDP]
     if not sharded:
         return
     if error := model.sharding_error:

@@ -57,7 +57,10 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
     needed = request.effective_batch or request.batches.levels()[-1]
     if facts.samples < needed:
         option = "--effective-batch" if request.effective_batch else "--batch-multiple"
-        raise _too_few(f"--dataset {data.label}", facts.samples, f"{option} {needed}", f"{option} {facts.samples}")
+        raise InvalidRequestError(
+            f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",
+            f"use {option} {facts.samples} or less, or more data",
+        )
     limit = max_seq_len(workload.config)
     if facts.lengths is None or limit is None:
         return
@@ -69,25 +72,3 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
             f"positions of {workload.model}",
             f"use one that divides {limit}, or leave --pad-to-multiple-of out",
         )
-
-
-def _too_few(who: str, samples: int, asked: str, enough: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{who} has {samples} samples, less than one step of {asked}", f"use {enough} or less, or more data"
-    )
-
-
-def check_own_samples(request: SearchRequest, samples: int | None) -> None:
-    """Raise ``InvalidRequestError`` where the user's own dataset is too small for one step."""
-    source = request.workload.source
-    if source is None or samples is None:
-        return
-    if request.effective_batch is None:
-        needed = asked = request.batch_multiple or 1
-        option, enough = "--batch-multiple", samples
-    else:
-        needed, asked = request.effective_batch // request.world_size, request.effective_batch
-        option, enough = "--effective-batch", samples * request.world_size
-    if samples < needed:
-        who = f"the training data of {source.name}"
-        raise _too_few(who, samples, f"{option} {asked}", f"{option} {enough}")

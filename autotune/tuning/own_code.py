@@ -9,7 +9,6 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
 from autotune.space.space import Batches
-from autotune.tuning.dataset import check_own_samples
 from autotune.tuning.request import SearchRequest
 
 
@@ -19,8 +18,26 @@ def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     Raises ``InvalidRequestError`` where the code cannot be searched as was asked for.
     """
     request = _adopt_own_settings(request, model)
-    check_own_samples(request, model.samples)
+    _check_samples(request, model.samples)
     return _without_what_is_not_read(request, model)
+
+
+def _check_samples(request: SearchRequest, samples: int | None) -> None:
+    """Raise ``InvalidRequestError`` where the user's own dataset is too small for one step."""
+    source = request.workload.source
+    if source is None or samples is None:
+        return
+    if request.effective_batch is None:
+        needed = asked = request.batch_multiple or 1
+        option, enough = "--batch-multiple", samples
+    else:
+        needed, asked = request.effective_batch // request.world_size, request.effective_batch
+        option, enough = "--effective-batch", samples * request.world_size
+    if samples < needed:
+        raise InvalidRequestError(
+            f"the training data of {source.name} has {samples} samples, less than one step of {option} {asked}",
+            f"use {option} {enough} or less, or more data",
+        )
 
 
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:

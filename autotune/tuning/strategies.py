@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.core.candidate import STRATEGIES, Arm, Strategy
+from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
 from autotune.core.inspection import ModelFacts
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices.host import host_memory
@@ -26,12 +26,12 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts
     variants = [(strategy, False) for strategy in strategies]
     # Without accumulation every micro-step reduces its gradients anyway.
     # Of DeepSpeed's stages the first never does so, and the others always.
-    variants += [(strategy, True) for strategy in strategies if is_sharded(strategy) and accumulates]
+    variants += [(strategy, True) for strategy in strategies if strategy in FSDP and accumulates]
     return tuple(
         _shared(arm, strategy, syncs, request, model)
         for strategy, syncs in variants
         for arm in arms
-        if strategy == "ddp" or (shards_with(arm.optim) and not (is_zero(strategy) and arm.torch_compile))
+        if strategy == "ddp" or (shards_with(arm.optim) and not (strategy in ZERO_STAGES and arm.torch_compile))
     )
 
 
@@ -67,16 +67,6 @@ def may_offload(request: SearchRequest, state_bytes: int) -> bool:
     return is_large and (host_bytes is None or host_bytes > state_bytes or not request.is_at_hand)
 
 
-def is_sharded(strategy: Strategy) -> bool:
-    """Return whether FSDP divides the weights among the ranks."""
-    return Arm(strategy=strategy).is_sharded
-
-
-def is_zero(strategy: Strategy) -> bool:
-    """Return whether a strategy is one of DeepSpeed's."""
-    return Arm(strategy=strategy).zero_stage is not None
-
-
 def least_share(request: SearchRequest, model: ModelFacts, state_bytes: int) -> int:
     """Return by how many ranks weights, gradients and optimizer state are divided at most; 1 where they are whole."""
     if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model, state_bytes)):
@@ -104,9 +94,9 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         with_fsdp = bool(model.layer_classes) and not model.sharding_error
         # Adapters under DeepSpeed were not tried.
         with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
-        strategies += [s for s in STRATEGIES if (is_sharded(s) and with_fsdp) or (is_zero(s) and with_zero)]
+        strategies += [s for s in STRATEGIES if (s in FSDP and with_fsdp) or (s in ZERO_STAGES and with_zero)]
         if not may_offload(request, state_bytes):
-            strategies = [strategy for strategy in strategies if not Arm(strategy=strategy).offloads_optimizer]
+            strategies = [strategy for strategy in strategies if strategy != "zero2-offload"]
     return tuple(strategies)
 
 
@@ -126,7 +116,7 @@ def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, m
             ddp_find_unused_parameters=_is_copy_large(request, model) if uses_all else None,
             ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
-    if is_zero(strategy):
+    if strategy in ZERO_STAGES:
         return replace(arm, strategy=strategy, ranks=ranks)
     layers = ",".join(model.layer_classes)
     return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)
