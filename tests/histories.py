@@ -23,12 +23,12 @@ def completed(
     """A completed trial with so many samples a second."""
     candidate = Candidate(arm, batch, accumulation)
     measured = measurement(candidate, candidate.samples_per_step / speed, peak_bytes, peak_bytes, run)
-    return tried(candidate, Completed(measured))
+    return tried_with(candidate, Completed(measured))
 
 
-def tried(candidate: Candidate, outcome: Outcome) -> Tried:
+def tried_with(candidate: Candidate, outcome: Outcome) -> Tried:
     return Tried(f"{candidate.describe()} {outcome.state}", candidate, outcome, ran_in_full(candidate, outcome))
 
 
 def ran_out(arm: Arm, batch: int, accumulation: int = 1) -> Tried:
-    return tried(Candidate(arm, batch, accumulation), out_of_memory(CAP_BYTES))
+    return tried_with(Candidate(arm, batch, accumulation), out_of_memory(CAP_BYTES))

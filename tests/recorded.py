@@ -68,7 +68,7 @@ class ComputedRunner(SimulatedRunner):
 Runner = TypeVar("Runner", bound=SimulatedRunner)
 
 
-def always(runner: Runner, **changes: Any) -> Runner:
+def with_measured(runner: Runner, **changes: Any) -> Runner:
     """The runner, with these values in whatever it measures."""
     answer = runner.answer
 
@@ -101,6 +101,6 @@ def run_candidate(candidate: Candidate, runner: SimulatedRunner, history: Histor
     return tried
 
 
-def ooms(history: History) -> int:
+def count_out_of_memory(history: History) -> int:
     """How many trials ran out of memory."""
     return sum(isinstance(tried.outcome, OutOfMemory) for tried in history.tried)

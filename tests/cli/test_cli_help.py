@@ -69,20 +69,20 @@ def modules_after(code: str, folder: Path) -> set[str]:
     return set(ended.stderr.split())
 
 
-def running(*arguments: str) -> str:
+def runs_of(*arguments: str) -> str:
     """A program that runs a command and survives its exit."""
     return f"from autotune.cli.main import main\ntry:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass\n"
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """Not even the terminal library."""
-    code = running("--help") + running("search", "--help") + running("--version")
+    code = runs_of("--help") + runs_of("search", "--help") + runs_of("--version")
     assert not modules_after(code, tmp_path) & HEAVY
 
 
 def test_commands_that_only_look_import_no_torch_and_no_database(tmp_path: Path) -> None:
     """``pynvml`` may be there, to ask for GPUs."""
-    code = running("devices") + running("models") + running("search", "--model", "bert-tiny", "--trials", "0")
+    code = runs_of("devices") + runs_of("models") + runs_of("search", "--model", "bert-tiny", "--trials", "0")
     assert not modules_after(code, tmp_path) & (HEAVY - {"pynvml"})
 
 

@@ -13,7 +13,7 @@ from autotune.results.json_document import StudyDocument, trial_type
 PAGE = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 
 
-def described(heading: str) -> set[str]:
+def names_in_table(heading: str) -> set[str]:
     """Return the names in the first column of a section's table."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
@@ -22,7 +22,7 @@ def described(heading: str) -> set[str]:
 
 def test_the_fields_of_a_study(studied: Studied) -> None:
     """``verification`` is there with --verify alone."""
-    assert described("A study") == studied.document.keys() | {"verification"}
+    assert names_in_table("A study") == studied.document.keys() | {"verification"}
 
 
 def test_the_types_of_a_study(studied: Studied) -> None:
@@ -37,4 +37,4 @@ def test_the_types_of_a_study(studied: Studied) -> None:
 
 def test_the_fields_of_a_trial(studied: Studied) -> None:
     """Of one that completed, which has them all."""
-    assert described("A trial") == studied.document["trials"][0].keys()
+    assert names_in_table("A trial") == studied.document["trials"][0].keys()

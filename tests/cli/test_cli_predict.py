@@ -188,7 +188,7 @@ def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak() -> 
     assert [line.split()[-1] for line in lines[2:]] == ["yes"] * 2 + ["no"] * 3
 
 
-def fast(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
+def with_speed(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
     """The same batch with a speed."""
     return row | {
         "samples_per_second": samples_per_second,
@@ -208,8 +208,12 @@ def test_the_anatomy_has_the_time_of_each_kind_of_work() -> None:
     kinds = {"matrix_product": 0.09, "softmax": 0.0095, "fill": 0.0005}
     timed = {"step_seconds": 0.25, "gpu_seconds": 0.1, "gpu_seconds_by_kind": kinds}
     arms = [
-        arm("bf16", fast(batch(8, 4 * GIB, True), 80.0) | timed, fast(batch(16, 8 * GIB, True), 90.0) | timed),
-        arm("fp32", fast(batch(8, 12 * GIB, False), 40.0) | timed),
+        arm(
+            "bf16",
+            with_speed(batch(8, 4 * GIB, True), 80.0) | timed,
+            with_speed(batch(16, 8 * GIB, True), 90.0) | timed,
+        ),
+        arm("fp32", with_speed(batch(8, 12 * GIB, False), 40.0) | timed),
     ]
     for all_batches, of_each in ((False, ["16 × 4"]), (True, ["8 × 8", "16 × 4", "8 × 8"])):
         lines = time_lines(view(*arms).arms, all_batches=all_batches)
@@ -221,8 +225,8 @@ def test_the_anatomy_has_the_time_of_each_kind_of_work() -> None:
 
 def test_the_fastest_batch_is_shown_and_what_to_choose() -> None:
     arms = [
-        arm("bf16", fast(batch(8, 4 * GIB, True), 90.0), fast(batch(16, 8 * GIB, True), 88.0)),
-        arm("fp32", fast(batch(8, 12 * GIB, False), 40.0)),
+        arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0), with_speed(batch(16, 8 * GIB, True), 88.0)),
+        arm("fp32", with_speed(batch(8, 12 * GIB, False), 40.0)),
         arm("fp16", batch(8, 4 * GIB, True)),
     ]
     lines = gpu_lines(view(*arms), all_batches=False, anatomy=False)[1:]
@@ -250,7 +254,7 @@ def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:
 
 def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:
     zero = [{**arm("bf16", batch(8, 4 * GIB, True)), "strategy": name, "ranks": 2} for name in ("zero1", "zero2")]
-    ddp = {**arm("bf16", fast(batch(8, 4 * GIB, True), 90.0)), "strategy": "ddp", "ranks": 2}
+    ddp = {**arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0)), "strategy": "ddp", "ranks": 2}
     over = {**arm("bf16", batch(8, 24 * GIB, False)), "strategy": "zero3", "ranks": 2}
     gpu = view(ddp, *zero, over)
     assert gpu.best is not None
@@ -339,7 +343,7 @@ sys.addaudithook(refuse)
 """
 
 
-def alone(folder: Path) -> dict[str, str]:
+def variables_without_processes(folder: Path) -> dict[str, str]:
     """The variables with which a command can start no process."""
     site = folder / "alone"
     site.mkdir()
@@ -358,7 +362,7 @@ def test_a_second_prediction_of_the_same_starts_no_process(tmp_path: Path) -> No
         rows = connection.execute("SELECT kind, count(*) FROM autotune_answers GROUP BY kind").fetchall()
     # With and without checkpointing; the V100s differ in nothing but their memory, of which no more than 8 GiB counts.
     assert dict(rows) == {"inspection": 1, "prediction": 4}
-    variables = alone(tmp_path)
+    variables = variables_without_processes(tmp_path)
     second = run_process(*gpus, "--precision", "fp32", "--json", folder=tmp_path, cold=True, **variables)
     assert second.code == 0, second.stderr
     assert second.stdout == first.stdout

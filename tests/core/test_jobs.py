@@ -24,7 +24,7 @@ WORKS: tuple[Work, ...] = (
 )
 
 
-def sent(what: Work, **changes: Any) -> Any:
+def document_as_read(what: Work, **changes: Any) -> Any:
     """The document of a job as the server reads it."""
     job = Job("one", tiny_workload("bert-tiny"), what, 60.0, "/logs/one.log")
     return json.loads(json.dumps({**job.document(), **changes}))
@@ -32,7 +32,7 @@ def sent(what: Work, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("work", WORKS)
 def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
-    read = Job.from_document(sent(work))
+    read = Job.from_document(document_as_read(work))
     assert read.work == work
     assert read.workload == tiny_workload("bert-tiny")
     assert (read.id, read.timeout_seconds, read.log_path) == ("one", 60.0, "/logs/one.log")
@@ -44,12 +44,12 @@ def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
     [
         ({"kind": "dance"}, "its kind is 'dance', not one of trial, inspect, read_data, predict"),
         ({"work": {}}, "malformed TrialWork: Object missing required field `candidate`"),
-        ({"work": {**sent(TRIAL)["work"], "seed": "x"}}, r"Expected `int`, got `str` - at `\$.seed`"),
-        ({"work": {**sent(TRIAL)["work"], "speed": 1}}, "does not know its fields speed"),
+        ({"work": {**document_as_read(TRIAL)["work"], "seed": "x"}}, r"Expected `int`, got `str` - at `\$.seed`"),
+        ({"work": {**document_as_read(TRIAL)["work"], "speed": 1}}, "does not know its fields speed"),
         ({"workload": {}}, "malformed Workload"),
         ({"timeout_seconds": None}, "malformed JobMessage"),
     ],
 )
 def test_what_is_no_job_is_named(changes: Any, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
-        Job.from_document(sent(TRIAL, **changes))
+        Job.from_document(document_as_read(TRIAL, **changes))

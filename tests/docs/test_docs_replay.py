@@ -53,32 +53,32 @@ def run(*words: str, folder: Path) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
-def masked(line: str) -> str:
+def without_numbers(line: str) -> str:
     """Return a line without what differs from run to run: numbers, their units, the winner's precision."""
     line = re.sub(r"\b(?:bf16|fp32)\b", "PRECISION", line)
     line = re.sub(r"\d[\d.,]*[kMG]?(?:m\d+)?", "0", line)
     return re.sub(r"0 (?:[KMGT]iB|ms|s)\b", "0", line)
 
 
-def head(lines: list[str]) -> list[str]:
+def head_of_search(lines: list[str]) -> list[str]:
     """Return what stands above the table, its own head with it, in any order; the device's name is this machine's."""
     end = next(number for number, line in enumerate(lines) if line.startswith(TABLE))
     name = next(line.split(", ", 1)[1] for line in lines if line.startswith("device "))
-    return sorted(masked(line.replace(name, "DEVICE")) for line in lines[: end + 1])
+    return sorted(without_numbers(line.replace(name, "DEVICE")) for line in lines[: end + 1])
 
 
-def answer(lines: list[str]) -> list[str]:
+def answer_of_search(lines: list[str]) -> list[str]:
     """Return the first two lines of the answer."""
     start = next(number for number, line in enumerate(lines) if line.startswith("Best: "))
-    return [masked(line) for line in lines[start : start + 2]]
+    return [without_numbers(line) for line in lines[start : start + 2]]
 
 
 def replay(page: str, command: str, words: tuple[str, ...], folder: Path) -> None:
     """Run a search that a page shows, briefly, and compare what it prints."""
     told = shown(read(page), command)
     stdout, stderr = run("-m", "autotune", *command.split()[1:], *words, folder=folder)
-    assert head(stderr.splitlines()) == head(told)
-    assert answer(stdout.splitlines()) == answer(told)
+    assert head_of_search(stderr.splitlines()) == head_of_search(told)
+    assert answer_of_search(stdout.splitlines()) == answer_of_search(told)
 
 
 def test_the_tutorial(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_the_tutorial(tmp_path: Path) -> None:
     replay(page, command, BRIEFLY, tmp_path)
     exported, said = run("-m", "autotune", "export", "bert-tiny-64", folder=tmp_path)
     told = shown(read(page), "autotune export bert-tiny-64")
-    assert [masked(line).split(" on ")[0] for line in said.splitlines()] == [
-        masked(line).split(" on ")[0] for line in told
+    assert [without_numbers(line).split(" on ")[0] for line in said.splitlines()] == [
+        without_numbers(line).split(" on ")[0] for line in told
     ]
     (script,) = blocks(read(page), "python")
     assert len([line for line in script.splitlines() if line.strip()]) <= 20
@@ -137,5 +137,5 @@ def test_the_script_is_searched(tmp_path: Path) -> None:
     brief = f"{ours} {' '.join(OWN)} -- {theirs}"
     stdout, stderr = run("-m", "autotune", *brief.split()[1:], folder=tmp_path)
     lines = shown(told, command)
-    assert head(stderr.splitlines()) == head(lines)
-    assert answer(stdout.splitlines()) == answer(lines)
+    assert head_of_search(stderr.splitlines()) == head_of_search(lines)
+    assert answer_of_search(stdout.splitlines()) == answer_of_search(lines)

@@ -44,7 +44,7 @@ class _Addresses(HTMLParser):
             self.found.append(address)
 
 
-def loaded(page: Path) -> list[str]:
+def addresses_loaded_by(page: Path) -> list[str]:
     """Return the addresses that a browser loads with a page."""
     parser = _Addresses()
     parser.feed(page.read_text(encoding="utf-8"))
@@ -55,14 +55,14 @@ def test_no_page_asks_another_host(site: Path) -> None:
     """No fonts, no analytics, no pictures from elsewhere."""
     built = sorted(site.rglob("*.html"))
     assert len(built) >= len(list(DOCS.rglob("*.md")))
-    foreign = {address for page in built for address in loaded(page) if re.match(r"(https?:)?//", address)}
+    foreign = {address for page in built for address in addresses_loaded_by(page) if re.match(r"(https?:)?//", address)}
     assert not foreign
 
 
 def test_every_picture_is_there(site: Path) -> None:
     """The strict build looks at links alone."""
     for page in site.rglob("index.html"):
-        for address in loaded(page):
+        for address in addresses_loaded_by(page):
             if not address.startswith(("data:", "http")):
                 assert (page.parent / address.split("#")[0].split("?")[0]).exists(), (page, address)
 

@@ -21,7 +21,7 @@ from autotune.store.records import TrialRecord
 COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.replace(BF16, cpu_affinity=True)
 
 
-def measured(busy: float | None, data: float = 0.0) -> Measurement:
+def measurement_with(busy: float | None, data: float = 0.0) -> Measurement:
     """A step of a second."""
     return dataclasses.replace(
         completed(64.0).measurement, gpu_busy_share=busy, data_seconds=data, gpu_busy_cost_seconds=0.5
@@ -41,7 +41,7 @@ def measured(busy: float | None, data: float = 0.0) -> Measurement:
     ],
 )
 def test_the_longest_wait_is_what_limits(busy: float | None, data: float, kind: str) -> None:
-    limit = what_limits(measured(busy, data))
+    limit = what_limits(measurement_with(busy, data))
     assert limit.kind == kind
     assert limit.data_share == pytest.approx(data)
     assert limit.factor == (None if busy is None else pytest.approx(1 / busy))
@@ -65,20 +65,20 @@ def test_the_longest_wait_is_what_limits(busy: float | None, data: float, kind: 
     ],
 )
 def test_one_line_says_what_would_help(candidate: Candidate, line: str) -> None:
-    assert describe_limit(candidate, measured(0.46)) == line
+    assert describe_limit(candidate, measurement_with(0.46)) == line
 
 
 def test_waiting_for_data_is_told_apart() -> None:
-    line = describe_limit(Candidate(BF16, 8), measured(0.5, 0.45))
+    line = describe_limit(Candidate(BF16, 8), measurement_with(0.5, 0.45))
     assert line == "the GPU computes 50 % of a step; the rest waits for data: faster loading would help, by up to 2.0 ×"
 
 
 def test_a_busy_gpu_needs_no_advice() -> None:
-    assert describe_limit(Candidate(BF16, 8), measured(0.97)) == "the GPU computes 97 % of a step"
-    assert describe_limit(Candidate(BF16, 8), measured(None)) is None
+    assert describe_limit(Candidate(BF16, 8), measurement_with(0.97)) == "the GPU computes 97 % of a step"
+    assert describe_limit(Candidate(BF16, 8), measurement_with(None)) is None
 
 
-def of(number: int, arm: Arm, rate: float, busy: float | None) -> TrialRecord:
+def trial_at(number: int, arm: Arm, rate: float, busy: float | None) -> TrialRecord:
     """A trial of 32 × 2."""
     outcome = completed(rate)
     return trial(
@@ -87,14 +87,14 @@ def of(number: int, arm: Arm, rate: float, busy: float | None) -> TrialRecord:
 
 
 def host_bound(*more: TrialRecord, **changes: Any) -> Report:
-    return report(BASELINE, of(1, BF16, 200.0, 0.46), *more, **changes)
+    return report(BASELINE, trial_at(1, BF16, 200.0, 0.46), *more, **changes)
 
 
 class TestReport:
     def test_the_summary_has_the_line(self) -> None:
         lines = summary_lines(study_view(host_bound()))
         assert any(line.startswith("  the GPU computes 46 % of a step") for line in lines)
-        unknown = summary_lines(study_view(report(BASELINE, of(1, BF16, 200.0, None))))
+        unknown = summary_lines(study_view(report(BASELINE, trial_at(1, BF16, 200.0, None))))
         assert not any("GPU computes" in line for line in unknown)
 
     def test_the_document_has_the_shares(self) -> None:
@@ -106,21 +106,21 @@ class TestReport:
     def test_compiling_is_named_where_it_was_not_tried(self) -> None:
         assert any("--effort default" in note for note in notes(host_bound()))
         assert not any("--effort" in note for note in notes(host_bound(effort="default")))
-        busy = report(BASELINE, of(1, BF16, 200.0, 0.95))
+        busy = report(BASELINE, trial_at(1, BF16, 200.0, 0.95))
         assert not any("--effort" in note for note in notes(busy))
 
     @pytest.mark.parametrize(("arm", "words"), [(COMPILED, "compiled"), (PINNED, "pinned to one core")])
     def test_what_was_tried_is_told_with_its_gain(self, arm: Arm, words: str) -> None:
-        found = notes(host_bound(of(2, arm, 230.0, 0.6), torch_compile="auto"))
+        found = notes(host_bound(trial_at(2, arm, 230.0, 0.6), torch_compile="auto"))
         assert f"{words}, the winner is 1.15 × as fast as without" in found
 
     def test_so_is_what_all_levers_of_the_winner_gained(self) -> None:
         graphed = dataclasses.replace(BF16, cuda_graphs=True, unpadded=True)
-        found = notes(report(BASELINE, of(1, BF16, 200.0, 0.46), of(2, graphed, 300.0, 0.8), best=2))
+        found = notes(report(BASELINE, trial_at(1, BF16, 200.0, 0.46), trial_at(2, graphed, 300.0, 0.8), best=2))
         assert "with its levers the winner is 1.50 × as fast as without (bf16)" in found
 
     def test_or_its_loss(self) -> None:
-        found = notes(host_bound(of(2, PINNED, 180.0, 0.6)))
+        found = notes(host_bound(trial_at(2, PINNED, 180.0, 0.6)))
         assert "pinned to one core, the winner is 0.90 × as fast as without" in found
 
     def test_ones_own_data_does_not_contradict_it(self) -> None:

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from histories import CAP_BYTES, completed, history_of, ran_out, tried
+from histories import CAP_BYTES, completed, history_of, ran_out, tried_with
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, out_of_memory, run_candidate
@@ -43,7 +43,7 @@ class TestLineAndCap:
         assert history.ruled_out_by(Candidate(BF16, 24, 1)) is None
 
     def test_a_fault_says_nothing_of_memory(self) -> None:
-        trial = tried(Candidate(BF16, 32, 1), fault())
+        trial = tried_with(Candidate(BF16, 32, 1), fault())
         history = history_of(trial)
         assert not history.is_over(trial)
         assert not history.is_feasible(trial)
@@ -128,7 +128,7 @@ class TestBelieved:
     @pytest.mark.parametrize("again", [out_of_memory(), None])
     def test_what_ran_over_once_is_not_recommended(self, again: OutOfMemory | None) -> None:
         fits = completed(BF16, 8, 8, speed=200, run=3)
-        over = tried(fits.candidate, again) if again else completed(BF16, 8, 8, speed=200, peak_bytes=CAP_BYTES)
+        over = tried_with(fits.candidate, again) if again else completed(BF16, 8, 8, speed=200, peak_bytes=CAP_BYTES)
         other = completed(BF16, 4, 16, speed=100)
         for order in itertools.permutations((fits, over, other)):
             history = history_of(*order)
@@ -137,7 +137,7 @@ class TestBelieved:
 
     def test_a_fault_does_not_take_a_measurement_back(self) -> None:
         fits = completed(BF16, 8, 8, run=3)
-        assert history_of(fits, tried(fits.candidate, fault())).winner() is fits
+        assert history_of(fits, tried_with(fits.candidate, fault())).winner() is fits
 
 
 class TestWinner:
@@ -170,7 +170,7 @@ class TestWinner:
         assert history.winner([]) is None
 
     def test_of_nothing_is_nothing(self) -> None:
-        history = history_of(ran_out(BF16, 8), tried(Candidate(FP32, 8, 1), fault()))
+        history = history_of(ran_out(BF16, 8), tried_with(Candidate(FP32, 8, 1), fault()))
         assert (history.winner(), history.fastest(), history.largest()) == (None, None, None)
 
     @given(st.lists(st.tuples(st.sampled_from(PRECISIONS), st.booleans(), st.floats(50, 300)), min_size=1, max_size=8))

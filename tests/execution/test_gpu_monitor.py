@@ -67,15 +67,15 @@ def watched(trials, cap_gib=20):
 """
 
 
-def ask(machine: Machine, code: str, **settings: str) -> Any:
+def ask_watched(machine: Machine, code: str, **settings: str) -> Any:
     """Return what ``answer`` holds after the code ran with a watched executor at hand."""
     return machine.ask(SET_UP.format(tests=str(Path(__file__).parents[1])) + code, **settings)
 
 
-def disturbed(machine: Machine, changes: str, outcome: str = "COMPLETED", **settings: str) -> list[str]:
+def why_disturbed(machine: Machine, changes: str, outcome: str = "COMPLETED", **settings: str) -> list[str]:
     """Why a trial is marked during which the stand-in changes so."""
     code = f"_, run = watched(Trials({outcome}, {changes}))\nanswer = run().disturbed"
-    found: list[str] = ask(machine, code, **settings)
+    found: list[str] = ask_watched(machine, code, **settings)
     return found
 
 
@@ -84,24 +84,24 @@ NEIGHBOUR = "71=python=512"
 
 class TestMeasurements:
     def test_alone_is_not_disturbed(self, machine: Machine) -> None:
-        assert disturbed(machine, "STAND_IN_PROCESSES='500=python=9000'") == []
+        assert why_disturbed(machine, "STAND_IN_PROCESSES='500=python=9000'") == []
 
     def test_nor_beside_one_that_only_holds_memory(self, machine: Machine) -> None:
         changes = f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}', STAND_IN_BUSY='500=99,71=2'"
-        assert disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == []
+        assert why_disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == []
 
     def test_a_process_that_came(self, machine: Machine) -> None:
         changes = f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}'"
-        assert disturbed(machine, changes) == ["process 71 came to the GPU"]
+        assert why_disturbed(machine, changes) == ["process 71 came to the GPU"]
 
     def test_one_trial_under_a_number_of_the_hosts(self, machine: Machine) -> None:
-        assert disturbed(machine, "pid=3, STAND_IN_PROCESSES='90500=python=9000'") == []
+        assert why_disturbed(machine, "pid=3, STAND_IN_PROCESSES='90500=python=9000'") == []
 
     def test_a_process_that_computes(self, machine: Machine) -> None:
         changes = (
             f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}', STAND_IN_BUSY='500=99,71=40', STAYS='STAND_IN_BUSY'"
         )
-        assert disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == ["process 71 took 40 % of the GPU"]
+        assert why_disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == ["process 71 took 40 % of the GPU"]
 
     @pytest.mark.parametrize(
         ("bits", "why"),
@@ -114,32 +114,32 @@ class TestMeasurements:
         ],
     )
     def test_what_slows_it_down(self, machine: Machine, bits: int, why: list[str]) -> None:
-        assert disturbed(machine, f"STAND_IN_EVENTS='{bits}', STAND_IN_CELSIUS='91'") == why
+        assert why_disturbed(machine, f"STAND_IN_EVENTS='{bits}', STAND_IN_CELSIUS='91'") == why
 
     def test_a_slowdown_that_was_there_before_the_trial_does_not_mark_it(self, machine: Machine) -> None:
         code = "_, run = watched(Trials(COMPLETED))\nanswer = [run().disturbed, run().disturbed, notes]"
         said = "thermal slowdown by the driver lasts on cuda:0: trials count as they are, and training will run so too"
-        assert ask(machine, code, STAND_IN_EVENTS="32") == [[], [], [said]]
+        assert ask_watched(machine, code, STAND_IN_EVENTS="32") == [[], [], [said]]
 
     def test_nor_one_that_comes_with_every_trial(self, machine: Machine) -> None:
         code = """
 _, run = watched(Trials(COMPLETED, STAND_IN_EVENTS="32"))
 answer = [run().disturbed, run().disturbed, len(notes)]"""
-        assert ask(machine, code) == [["thermal slowdown by the driver at 40 °C"], [], 1]
+        assert ask_watched(machine, code) == [["thermal slowdown by the driver at 40 °C"], [], 1]
 
     @pytest.mark.parametrize(("share", "why"), [(12, []), (60, ["process 9 took 60 % of the GPU"])])
     def test_a_compositor_draws_beside_every_trial(self, machine: Machine, share: int, why: list[str]) -> None:
         changes = f"STAND_IN_PROCESSES='500=python=9000,9=Xorg=80', STAND_IN_BUSY='500=99,9={share}'"
         kept = {"STAND_IN_PROCESSES": "9=Xorg=80", "STAND_IN_DRAWING": "9,10"}
-        assert disturbed(machine, f"{changes}, STAYS='STAND_IN_BUSY'", **kept) == why
+        assert why_disturbed(machine, f"{changes}, STAYS='STAND_IN_BUSY'", **kept) == why
 
     def test_nor_does_a_window_that_opens(self, machine: Machine) -> None:
         changes = "STAND_IN_PROCESSES='500=python=9000,10=editor=80'"
-        assert disturbed(machine, changes, STAND_IN_DRAWING="9,10") == []
+        assert why_disturbed(machine, changes, STAND_IN_DRAWING="9,10") == []
 
     def test_a_driver_with_the_old_name_of_the_reading(self, machine: Machine) -> None:
         errors = "nvmlDeviceGetCurrentClocksEventReasons=13"
-        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == [
+        assert why_disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == [
             "thermal slowdown by the driver at 40 °C"
         ]
 
@@ -151,23 +151,23 @@ executor, run = watched(Trials(COMPLETED, readings=few))
 first = run().disturbed
 executor._executor = Trials(COMPLETED, readings=few, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
 answer = [first, run().disturbed]"""
-        assert ask(machine, code) == [[], why]
+        assert ask_watched(machine, code) == [[], why]
 
     def test_a_driver_that_says_little_disturbs_nothing(self, machine: Machine) -> None:
         names = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons", "ClockInfo", "Temperature",
                  "TotalEccErrors", "ProcessUtilization", "ComputeRunningProcesses", "ComputeRunningProcesses_v3",
                  "GraphicsRunningProcesses", "GraphicsRunningProcesses_v3")  # fmt: skip
         errors = ",".join(f"nvmlDeviceGet{name}=3" for name in names)
-        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == []
+        assert why_disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == []
 
 
 class TestMemory:
     def test_out_of_memory_alone_is_a_result(self, machine: Machine) -> None:
-        assert disturbed(machine, "readings=0", "OVER") == []
+        assert why_disturbed(machine, "readings=0", "OVER") == []
 
     def test_while_others_hold_more_it_is_disturbed(self, machine: Machine) -> None:
         changes = "STAND_IN_USED='70', STAYS='STAND_IN_USED'"
-        (why,) = disturbed(machine, changes, "OVER")
+        (why,) = why_disturbed(machine, changes, "OVER")
         assert why == "other processes held 12.0 GiB of what a trial may reserve"
 
     def test_a_trial_waits_until_its_memory_is_back(self, machine: Machine) -> None:
@@ -180,7 +180,7 @@ watch._NEIGHBOUR_SECONDS = 60
 executor = WatchedExecutor(Trials(OVER), 0, note)
 os.environ["STAND_IN_USED"] = "70"
 answer = run_to_end(executor, job_of(CANDIDATE, 20 * GIB)).disturbed, notes"""
-        why, notes = ask(machine, code)
+        why, notes = ask_watched(machine, code)
         assert why == []
         assert notes == ["waiting up to 60 s for 12.0 GiB that other processes hold on cuda:0"]
 
@@ -189,7 +189,7 @@ answer = run_to_end(executor, job_of(CANDIDATE, 20 * GIB)).disturbed, notes"""
 os.environ["STAND_IN_USED"] = "70"
 _, run = watched(Trials(OVER))
 answer = [run().disturbed, run().disturbed, len(notes)]"""
-        first, second, notes = ask(machine, code)
+        first, second, notes = ask_watched(machine, code)
         assert first == second == ["other processes held 12.0 GiB of what a trial may reserve"]
         assert notes == 1
 
@@ -203,7 +203,7 @@ try:
     run()
 except DeviceError as error:
     answer = str(error)"""
-        assert f"cuda:0 (Stand-in GPU, {uuid_of(0)}) is lost" in ask(machine, code)
+        assert f"cuda:0 (Stand-in GPU, {uuid_of(0)}) is lost" in ask_watched(machine, code)
 
     def test_a_second_gpu_that_is_lost_is_told_before_memory_of_the_first_is_waited_for(self, machine: Machine) -> None:
         code = """
@@ -216,18 +216,18 @@ try:
     run()
 except DeviceError as error:
     answer = [error.message, notes]"""
-        assert ask(machine, code, STAND_IN_GPUS="2") == [f"cuda:1 (Stand-in GPU, {uuid_of(1)}) is lost", []]
+        assert ask_watched(machine, code, STAND_IN_GPUS="2") == [f"cuda:1 (Stand-in GPU, {uuid_of(1)}) is lost", []]
 
     def test_a_trial_that_lost_it_says_so(self, machine: Machine) -> None:
         errors = "STAND_IN_ERRORS='nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15', STAYS='STAND_IN_ERRORS'"
         code = f"_, run = watched(Trials(Failed('error', 'RuntimeError: CUDA error'), {errors}))\nfound = run()\n"
-        answer = ask(machine, code + "answer = [found.reason, found.message]")
+        answer = ask_watched(machine, code + "answer = [found.reason, found.message]")
         assert answer == ["device_lost", "NVML says that cuda:0 is lost; RuntimeError: CUDA error"]
 
     def test_memory_errors_are_the_gpus(self, machine: Machine) -> None:
         changes = "STAND_IN_ECC='2', STAYS='STAND_IN_ECC'"
         code = f"_, run = watched(Trials(Failed('killed', 'killed by SIGABRT'), {changes}))\nfound = run()\n"
-        reason, message = ask(machine, code + "answer = [found.reason, found.message]")
+        reason, message = ask_watched(machine, code + "answer = [found.reason, found.message]")
         assert reason == "device_lost"
         assert "2 uncorrectable memory errors" in message
 
@@ -237,4 +237,4 @@ def test_without_nvml_nothing_is_watched(machine: Machine) -> None:
 device = dataclasses.replace(find_device("cuda:0"), uuid="GPU-no-such")
 executor = WatchedExecutor(Trials(COMPLETED, readings=0, device=device), 0, notes.append)
 answer = [run_to_end(executor, job_of(CANDIDATE, GIB)).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
-    assert ask(machine, code) == [[], 76 * GIB]
+    assert ask_watched(machine, code) == [[], 76 * GIB]

@@ -23,7 +23,7 @@ from autotune.execution import TrialServer
 WORK = PredictionWork(Arm(), Chip(), 1, 1, (), None)
 
 
-def collect(runner: TrialServer, count: int) -> dict[str, Answer]:
+def answers_of_next(runner: TrialServer, count: int) -> dict[str, Answer]:
     """The next ``count`` jobs that end."""
     found: dict[str, Answer] = {}
 
@@ -38,7 +38,7 @@ def collect(runner: TrialServer, count: int) -> dict[str, Answer]:
 def test_a_submitted_job_tells_its_result_once(stand_in_runner: TrialServer) -> None:
     assert stand_in_runner.ended() == {}
     stand_in_runner.submit("complete", WORK, 30)
-    answer = collect(stand_in_runner, 1)["complete"]
+    answer = answers_of_next(stand_in_runner, 1)["complete"]
     assert answer.result is not None
     assert answer.result["state"] == "completed"
     assert answer.exit_code == 0
@@ -49,7 +49,7 @@ def test_several_run_beside_a_trial(stand_in_runner: TrialServer) -> None:
     for name in ("complete", "signal SIGKILL", "raise"):
         stand_in_runner.submit(name, WORK, 30)
     assert isinstance(run_trial(stand_in_runner, "descend, complete"), Completed)
-    answers = collect(stand_in_runner, 3)
+    answers = answers_of_next(stand_in_runner, 3)
     assert answers["complete"].result is not None
     assert answers["signal SIGKILL"].signal == signal.SIGKILL
     assert (answers["raise"].exit_code, answers["raise"].result) == (1, None)
@@ -76,13 +76,13 @@ def test_a_job_that_the_worker_cannot_read_is_refused(
     """As one of another version, in an environment that was updated under a running search."""
     monkeypatch.setattr(Job, "document", lambda job: {**encode(job), "kind": "dance"})
     stand_in_runner.submit("complete", WORK, 30)
-    assert "its kind is 'dance'" in (collect(stand_in_runner, 1)["complete"].refused or "")
+    assert "its kind is 'dance'" in (answers_of_next(stand_in_runner, 1)["complete"].refused or "")
 
 
 def test_its_time_limit_is_its_own(stand_in_runner: TrialServer) -> None:
     stand_in_runner.submit("hang", WORK, 0.3)
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
-    assert collect(stand_in_runner, 1)["hang"].timed_out is True
+    assert answers_of_next(stand_in_runner, 1)["hang"].timed_out is True
 
 
 def test_a_killed_server_ends_it_without_a_result(stand_in_runner: TrialServer) -> None:

@@ -37,7 +37,7 @@ def write_config(folder: Path, content: object) -> Path:
     return folder
 
 
-def refused(name: str) -> UnknownModelError:
+def error_of_name(name: str) -> UnknownModelError:
     with pytest.raises(UnknownModelError) as caught:
         resolve_model(name, allow_hub=False)
     error = caught.value
@@ -118,7 +118,7 @@ def test_a_folder_wins_over_the_catalog_only_with_a_config(tmp_path: Path, monke
 )
 def test_a_config_that_is_no_use(tmp_path: Path, content: object, says: str) -> None:
     folder = write_config(tmp_path / "bad", content)
-    error = refused(str(folder))
+    error = error_of_name(str(folder))
     assert says in error.message
     assert str(folder / "config.json") in error.message
 
@@ -126,7 +126,7 @@ def test_a_config_that_is_no_use(tmp_path: Path, content: object, says: str) -> 
 def test_a_config_that_is_not_text(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "bad", "")
     (folder / "config.json").write_bytes(b"\xff\xfe\x00\x01")
-    assert "is not JSON" in refused(str(folder)).message
+    assert "is not JSON" in error_of_name(str(folder)).message
 
 
 def test_custom_code_matters_only_for_a_model_that_transformers_lacks(tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_a_composite_config_passes_as_it_is(tmp_path: Path) -> None:
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "has no config.json" in refused(str(tmp_path / "empty")).message
-    assert "there is no such folder" in refused(str(tmp_path / "missing")).message
-    assert "there is no such folder" in refused("./missing").message
-    assert "there is no such folder" in refused("a/b/c").message
+    assert "has no config.json" in error_of_name(str(tmp_path / "empty")).message
+    assert "there is no such folder" in error_of_name(str(tmp_path / "missing")).message
+    assert "there is no such folder" in error_of_name("./missing").message
+    assert "there is no such folder" in error_of_name("a/b/c").message
     folder = write_config(tmp_path / "mine", SMALL)
-    assert "is a file" in refused(str(folder / "config.json")).message
+    assert "is a file" in error_of_name(str(folder / "config.json")).message
 
 
 @pytest.mark.parametrize("name", ["", "   ", "\t\n"])
@@ -156,7 +156,7 @@ def test_no_name_at_all_is_not_the_working_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(write_config(tmp_path, SMALL))
-    assert "is not a model name" in refused(name).message
+    assert "is not a model name" in error_of_name(name).message
 
 
 NO_REPOSITORY = [
@@ -167,7 +167,7 @@ NO_REPOSITORY = [
 
 @pytest.mark.parametrize("name", NO_REPOSITORY, ids=range(len(NO_REPOSITORY)))
 def test_what_cannot_be_a_repository_is_refused_in_one_clean_line(name: str) -> None:
-    error = refused(name)
+    error = error_of_name(name)
     assert str(error).isprintable()
     assert "hub cache" not in error.message
 
@@ -376,9 +376,9 @@ def test_the_hub_cache_is_read_though_the_hub_is_not_allowed(tmp_path: Path, mon
     assert (source.origin, source.path, source.repository) == ("hub cache", str(snapshot), "acme/cached")
 
     (snapshot / "config.json").write_text("{")
-    assert "is not JSON" in refused("acme/cached").message
+    assert "is not JSON" in error_of_name("acme/cached").message
     (repository / "refs" / "main").write_bytes(b"\xff\xfe")
-    assert "neither in the catalog nor in the local hub cache" in refused("acme/cached").message
+    assert "neither in the catalog nor in the local hub cache" in error_of_name("acme/cached").message
 
 
 def test_every_catalog_name_resolves_to_its_entry() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, always
+from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, with_measured
 from recorded_steps import Subject, operations_key, recorded_operations
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
@@ -161,7 +161,7 @@ def searched(store: Store, runner: ComputedRunner | RecordedRunner, given: Prepa
 def recorded() -> Report:
     """The search of the example command over recorded trials, with the GPU's share of a step."""
     with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        return searched(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.7), prepared())
+        return searched(store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.7), prepared())
 
 
 def test_of_many_arms_that_were_left_out_the_first_are_shown(recorded: Report) -> None:

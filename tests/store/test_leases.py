@@ -20,7 +20,7 @@ OTHERS = Owner("ada", "gpu-2", "gpu-2 boot pid:[1]", 71, "12345")
 LATER = timedelta(seconds=LEASE_SECONDS + 1)
 
 
-def later(store: Store) -> Leases:
+def leases_later(store: Store) -> Leases:
     """The leases as they are once those of now have expired."""
     return Leases(store._engine, store.label, lambda: now() + LATER)
 
@@ -41,7 +41,7 @@ def test_one_at_a_time(store: Store) -> None:
 
 def test_what_has_expired_is_taken_over_and_its_token_is_worth_nothing(store: Store) -> None:
     assert store.leases.take("study a", OTHERS, "one") is None
-    assert later(store).take("study a", this_owner(), "two") is None
+    assert leases_later(store).take("study a", this_owner(), "two") is None
     assert not store.leases.renew("study a", "one")
     store.leases.release("study a", "one")
     held = store.leases.holder("study a")
@@ -51,9 +51,9 @@ def test_what_has_expired_is_taken_over_and_its_token_is_worth_nothing(store: St
 
 def test_renewing_moves_the_expiry_on(store: Store) -> None:
     assert store.leases.take("study a", OTHERS, "one") is None
-    assert later(store).holder("study a") is None
-    assert later(store).renew("study a", "one")
-    assert later(store).take("study a", this_owner(), "two") is not None
+    assert leases_later(store).holder("study a") is None
+    assert leases_later(store).renew("study a", "one")
+    assert leases_later(store).take("study a", this_owner(), "two") is not None
 
 
 def test_a_process_of_this_machine_that_ended_is_not_waited_for(store: Store) -> None:
@@ -68,7 +68,7 @@ def test_of_many_that_take_an_expired_lease_one_gets_it(store: Store) -> None:
     taken: list[str] = []
 
     def take(token: str) -> None:
-        if later(store).take("study a", OTHERS, token) is None:
+        if leases_later(store).take("study a", OTHERS, token) is None:
             taken.append(token)
 
     threads = [threading.Thread(target=take, args=(f"new-{number}",)) for number in range(8)]
@@ -76,7 +76,7 @@ def test_of_many_that_take_an_expired_lease_one_gets_it(store: Store) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    held = later(store).holder("study a")
+    held = leases_later(store).holder("study a")
     assert held is not None
     assert taken == [held.token]
 
@@ -104,7 +104,7 @@ class TestGuard:
         self, store: Store, study: StudyRecord, new_trial: Callable[[StudyRecord, int], TrialRecord]
     ) -> None:
         trial = new_trial(study, 0)
-        assert later(store).take(name_of_study("a"), dataclasses.replace(OTHERS, host="gpu-3"), "two") is None
+        assert leases_later(store).take(name_of_study("a"), dataclasses.replace(OTHERS, host="gpu-3"), "two") is None
         before = store.study("a"), store.trials(study.id)
         writes: list[Callable[[], object]] = [
             lambda: new_trial(study, 1),

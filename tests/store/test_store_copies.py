@@ -42,7 +42,7 @@ def there(target: str) -> Iterator[Store]:
         yield opened
 
 
-def optunas(store: Store, name: str) -> list[tuple[object, ...]]:
+def trials_of_optuna(store: Store, name: str) -> list[tuple[object, ...]]:
     """All that Optuna knows of a study's trials but their number in the database."""
     study = optuna.load_study(study_name=name, storage=store.optuna)
     assert study.metric_names == ["samples/s"]
@@ -60,7 +60,7 @@ def test_a_finished_study_is_the_same_there(store: Store, there: Store) -> None:
     assert (copied.studies, copied.trials) == (("bert",), len(trials))
     assert there.trials(study.id) == trials
     assert study_view(load_report(there, "bert")) == study_view(load_report(store, "bert"))
-    assert optunas(there, "bert") == optunas(store, "bert")
+    assert trials_of_optuna(there, "bert") == trials_of_optuna(store, "bert")
 
 
 def test_a_search_that_was_interrupted_goes_on_there_as_here(store: Store, there: Store) -> None:

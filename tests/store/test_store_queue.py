@@ -33,7 +33,7 @@ def start_next(queue: Queue, offer: Offer = CPU) -> JobRecord:
     return started
 
 
-def kinds(queue: Queue, job: JobRecord) -> list[tuple[int, str, str | None]]:
+def events_of(queue: Queue, job: JobRecord) -> list[tuple[int, str, str | None]]:
     return [(event.number, event.kind, event.document.get("state")) for event in queue.events(job.id)]
 
 
@@ -100,7 +100,7 @@ def test_what_happens_to_a_job_is_numbered(queue: Queue) -> None:
     assert found is not None
     assert (found.heard, found.device, found.attempts) == (7, HERE, 1)
     queue.end(job.id, attempt, "finished")
-    assert kinds(queue, job) == [
+    assert events_of(queue, job) == [
         (1, "state", "queued"),
         (2, "state", "running"),
         (3, "line", None),
@@ -124,7 +124,7 @@ def test_what_a_former_attempt_writes_changes_nothing(queue: Queue) -> None:
     with pytest.raises(AttemptOverError), queue.writing(job.id, first.attempts, [("line", {})]):
         pass
     queue.end(job.id, second.attempts, "finished")
-    assert [state for _, _, state in kinds(queue, job)] == ["queued", "running", "queued", "running", "finished"]
+    assert [state for _, _, state in events_of(queue, job)] == ["queued", "running", "queued", "running", "finished"]
 
 
 def test_a_job_that_is_lost_again_and_again_has_failed(queue: Queue) -> None:

@@ -28,7 +28,7 @@ def other(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def sent(store: Store, name: str = "bert") -> Document:
+def study_as_sent(store: Store, name: str = "bert") -> Document:
     """A study as it comes over the network."""
     found: Document = json.loads(json.dumps(read_study(store, name, with_optuna=True)))
     return found
@@ -37,7 +37,7 @@ def sent(store: Store, name: str = "bert") -> Document:
 def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store: Store, other: Store) -> None:
     observer, interruption = interrupt_after(3)
     begun = search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
-    take_in_study(other, sent(store))
+    take_in_study(other, study_as_sent(store))
     assert other.study("bert") == begun.study
     assert other.trials(begun.study.id) == begun.trials
     runner = RecordedRunner(EFFECTIVE_64)
@@ -45,7 +45,7 @@ def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store
     assert ended.study.state == "finished"
     assert ended.trials[:3] == begun.trials
     assert [trial.number for trial in ended.trials] == list(range(len(ended.trials)))
-    take_in_study(store, sent(other))
+    take_in_study(store, study_as_sent(other))
     assert store.trials(begun.study.id) == ended.trials
     assert store.study("bert") == ended.study
 
@@ -54,7 +54,7 @@ def test_ids_that_arrive_are_not_believed(store: Store, other: Store) -> None:
     """A document neither renames another study nor takes its trials."""
     search(store, RecordedRunner(EFFECTIVE_64))
     search(other, RecordedRunner(EFFECTIVE_64))
-    mine, before = sent(store), other.trials(other.existing_study("bert").id)
+    mine, before = study_as_sent(store), other.trials(other.existing_study("bert").id)
     with pytest.raises(InvalidRequestError, match="there is another study named 'bert'"):
         take_in_study(other, mine)
     with (
@@ -62,7 +62,7 @@ def test_ids_that_arrive_are_not_believed(store: Store, other: Store) -> None:
         transaction(store.engine, writes=True) as connection,
     ):
         take_in(connection, mine, "roberta")
-    theirs = sent(other)
+    theirs = study_as_sent(other)
     forged = {**mine, "study": {**mine["study"], "name": "forged"}}
     with pytest.raises(InvalidRequestError, match="there is another study named 'bert'"):
         take_in_study(other, {**forged, "study": {**forged["study"], "id": theirs["study"]["id"]}}, "forged")
@@ -75,10 +75,10 @@ def test_ids_that_arrive_are_not_believed(store: Store, other: Store) -> None:
 def test_a_study_is_taken_in_with_what_optuna_knows_of_it(store: Store, other: Store) -> None:
     observer, interruption = interrupt_after(3)
     search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
-    take_in_study(other, sent(store))
+    take_in_study(other, study_as_sent(store))
     search(store, RecordedRunner(EFFECTIVE_64))
     # Once more, with more trials: in place of what is there.
-    take_in_study(other, sent(store))
+    take_in_study(other, study_as_sent(store))
     here, there = (optuna.load_study(study_name="bert", storage=each.optuna) for each in (store, other))
     assert [(t.number, t.state, t.values, t.params) for t in there.trials] == [
         (t.number, t.state, t.values, t.params) for t in here.trials
@@ -88,7 +88,7 @@ def test_a_study_is_taken_in_with_what_optuna_knows_of_it(store: Store, other: S
 
 def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Store) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
-    whole = sent(store)
+    whole = study_as_sent(store)
     broken: list[Document] = [
         {},
         {**whole, "study": {**whole["study"], "color": "red"}},
@@ -113,11 +113,11 @@ def test_a_database_that_fails_is_no_fault_of_the_study(store: Store, other: Sto
 
     event.listen(other.engine, "before_cursor_execute", refuse_writes)
     with pytest.raises(StorageError, match="cannot be written"):
-        take_in_study(other, sent(store))
+        take_in_study(other, study_as_sent(store))
     event.remove(other.engine, "before_cursor_execute", refuse_writes)
     other.engine.dispose()
-    take_in_study(other, sent(store))
-    assert len(other.trials(other.existing_study("bert").id)) == len(sent(store)["trials"])
+    take_in_study(other, study_as_sent(store))
+    assert len(other.trials(other.existing_study("bert").id)) == len(study_as_sent(store)["trials"])
 
 
 def test_finished_studies_of_the_model_are_offered_for_reuse(store: Store) -> None:

@@ -93,28 +93,28 @@ class Gpu:
         return runner
 
 
-def given(**options: Any) -> Prepared:
+def prepared_with_levers(**options: Any) -> Prepared:
     defaults: dict[str, Any] = {"search_effort": "default", "cpu_affinity": "off", "workload": CAUSAL}
     return prepare(request(**{**defaults, **options}), facts(checkpointing_layers=24))
 
 
-def searched(
+def search_on_gpu(
     gpu: Gpu, folder: Path, observer: RecordingObserver | None = None, **options: Any
 ) -> tuple[Run, ComputedRunner]:
     runner = gpu.runner()
     with new_store(folder) as store:
-        return search(store, runner, observer, given=given(**options)), runner
+        return search(store, runner, observer, given=prepared_with_levers(**options)), runner
 
 
-def late(runner: ComputedRunner) -> list[Arm]:
+def arms_with_levers(runner: ComputedRunner) -> list[Arm]:
     """The arms that were tried with levers, in order."""
     return [c.arm for c in runner.candidates if levers_of(c.arm, LATE)]
 
 
 class TestOrder:
     def test_a_host_bound_step_is_graphed_before_it_is_compiled(self, tmp_path: Path) -> None:
-        run, runner = searched(Gpu(), tmp_path)
-        tried = late(runner)
+        run, runner = search_on_gpu(Gpu(), tmp_path)
+        tried = arms_with_levers(runner)
         assert tried[0].cuda_graphs
         # What a graph takes off the host has no padding mask.
         assert tried[0].unpadded
@@ -125,15 +125,15 @@ class TestOrder:
         assert any(note.startswith("CUDA graphs gave ") for note in notes)
 
     def test_what_is_compiled_by_layer_is_captured_as_well(self, tmp_path: Path) -> None:
-        run, _ = searched(Gpu(compile_seconds=11), tmp_path)
+        run, _ = search_on_gpu(Gpu(compile_seconds=11), tmp_path)
         best = run.best.candidate.arm
         assert best.cuda_graphs
         assert best.regional_compilation
 
     def test_the_first_answer_is_that_of_a_quick_search(self, tmp_path: Path) -> None:
-        quick, quick_runner = searched(Gpu(), tmp_path / "quick", search_effort="quick")
-        _, runner = searched(Gpu(), tmp_path / "default")
-        assert late(quick_runner) == []
+        quick, quick_runner = search_on_gpu(Gpu(), tmp_path / "quick", search_effort="quick")
+        _, runner = search_on_gpu(Gpu(), tmp_path / "default")
+        assert arms_with_levers(quick_runner) == []
         first = runner.candidates[: len(quick_runner.candidates)]
         assert not any(levers_of(c.arm, LATE) for c in first[:-1])
         assert quick.best.candidate in first
@@ -142,8 +142,8 @@ class TestOrder:
         """The host takes longer in bf16, the GPU in tf32: without graphs tf32 is the fastest."""
         gpu = Gpu(gpu_seconds=0.0006, host_seconds=0.1)
         options: dict[str, Any] = {"torch_compile": "off", "precisions": ("bf16", "tf32")}
-        quick, _ = searched(gpu, tmp_path / "quick", search_effort="quick", **options)
-        run, _ = searched(gpu, tmp_path / "default", **options)
+        quick, _ = search_on_gpu(gpu, tmp_path / "quick", search_effort="quick", **options)
+        run, _ = search_on_gpu(gpu, tmp_path / "default", **options)
         assert quick.best.candidate.arm.precision == "tf32"
         assert run.best.candidate.arm.precision == "bf16"
         assert run.best.candidate.arm.cuda_graphs
@@ -152,20 +152,20 @@ class TestOrder:
 class TestEnd:
     def test_nothing_is_compiled_for_less_than_it_costs(self, tmp_path: Path) -> None:
         # The GPU is busy all the time, and hardly any of it can be fused.
-        _, runner = searched(
+        _, runner = search_on_gpu(
             Gpu(gpu_seconds=0.02, host_seconds=0.001, compile_seconds=50), tmp_path, workload=BERT_LARGE
         )
-        assert sum(arm.torch_compile for arm in late(runner)) <= 1
+        assert sum(arm.torch_compile for arm in arms_with_levers(runner)) <= 1
 
     def test_a_lever_that_gives_nothing_is_not_tried_everywhere(self, tmp_path: Path) -> None:
-        run, runner = searched(Gpu(speeds={"cuda_graphs": 3.0}), tmp_path, torch_compile="off", fused_loss="off")
-        assert sum(arm.cuda_graphs for arm in late(runner)) <= 2
+        run, runner = search_on_gpu(Gpu(speeds={"cuda_graphs": 3.0}), tmp_path, torch_compile="off", fused_loss="off")
+        assert sum(arm.cuda_graphs for arm in arms_with_levers(runner)) <= 2
         assert not run.best.candidate.arm.cuda_graphs
 
     def test_a_lever_that_fails_costs_one_trial_and_no_answer(self, tmp_path: Path) -> None:
         gpu = Gpu(fails=lambda arm: arm.cuda_graphs)
-        run, runner = searched(gpu, tmp_path, torch_compile="off")
-        assert sum(arm.cuda_graphs for arm in late(runner)) == 1
+        run, runner = search_on_gpu(gpu, tmp_path, torch_compile="off")
+        assert sum(arm.cuda_graphs for arm in arms_with_levers(runner)) == 1
         assert run.study.state == "finished"
         assert any(
             note == "CUDA graphs is left out: RuntimeError: no compiler on this machine" for note in run.observer.notes
@@ -173,15 +173,15 @@ class TestEnd:
         assert ("CUDA graphs",) in [left.arms for left in run.study.left_out]
 
     def test_no_way_to_compile_is_tried_once_compiling_failed(self, tmp_path: Path) -> None:
-        _, runner = searched(Gpu(fails=lambda arm: arm.torch_compile), tmp_path, cuda_graphs="off")
-        assert sum(arm.torch_compile for arm in late(runner)) <= 2
+        _, runner = search_on_gpu(Gpu(fails=lambda arm: arm.torch_compile), tmp_path, cuda_graphs="off")
+        assert sum(arm.torch_compile for arm in arms_with_levers(runner)) <= 2
 
     def test_levers_take_no_more_than_two_minutes(self, tmp_path: Path) -> None:
-        _, runner = searched(Gpu(compile_seconds=70.0), tmp_path)
-        assert 1 <= sum(arm.torch_compile for arm in late(runner)) <= 2
+        _, runner = search_on_gpu(Gpu(compile_seconds=70.0), tmp_path)
+        assert 1 <= sum(arm.torch_compile for arm in arms_with_levers(runner)) <= 2
 
     def test_a_compiler_that_hangs_is_ended_after_a_few_times_what_is_expected(self, tmp_path: Path) -> None:
-        _, runner = searched(Gpu(compile_seconds=50.0), tmp_path)
+        _, runner = search_on_gpu(Gpu(compile_seconds=50.0), tmp_path)
         limits = {job.candidate.arm.torch_compile: job.timeout_seconds for job in runner.jobs[-4:]}
         assert 90 < limits[True] < 150
         (graphed,) = (job.timeout_seconds for job in runner.jobs if levers_of(job.candidate.arm, LATE) == GRAPHED)
@@ -189,8 +189,8 @@ class TestEnd:
 
     @pytest.mark.parametrize("option", ["torch_compile", "cuda_graphs", "unpadded", "fused_loss"])
     def test_what_is_off_is_never_tried(self, tmp_path: Path, option: str) -> None:
-        _, runner = searched(Gpu(), tmp_path, **{option: "off"})
-        assert not any(levers_of(arm, [option]) for arm in late(runner))
+        _, runner = search_on_gpu(Gpu(), tmp_path, **{option: "off"})
+        assert not any(levers_of(arm, [option]) for arm in arms_with_levers(runner))
 
 
 class TestAnswer:
@@ -204,17 +204,17 @@ class TestAnswer:
                 recorded.append(load_report(store, "bert").study.best_trial_id)
 
             observer.on_end = look
-            run = search(store, runner, observer, given=given())
+            run = search(store, runner, observer, given=prepared_with_levers())
         assert recorded[0] is None
         assert recorded[-1] is not None
         states = [trial for trial in run.trials if trial.id == recorded[-1]]
         assert states[0].state == "completed"
 
     def test_ctrl_c_keeps_the_best(self, tmp_path: Path) -> None:
-        count = len(searched(Gpu(), tmp_path / "quick", search_effort="quick")[1].candidates)
+        count = len(search_on_gpu(Gpu(), tmp_path / "quick", search_effort="quick")[1].candidates)
         observer, interruption = interrupt_after(count + 1)
         with new_store(tmp_path) as store:
-            run = search(store, Gpu().runner(), observer, interruption, given=given())
+            run = search(store, Gpu().runner(), observer, interruption, given=prepared_with_levers())
         assert run.study.state == "interrupted"
         assert run.study.best_trial_id is not None
 
@@ -222,15 +222,15 @@ class TestAnswer:
         observer, interruption = interrupt_after(9)
         with new_store(tmp_path) as store:
             first, second = Gpu().runner(), Gpu().runner()
-            search(store, first, observer, interruption, given=given())
-            search(store, second, given=given())
+            search(store, first, observer, interruption, given=prepared_with_levers())
+            search(store, second, given=prepared_with_levers())
         assert not {c for c in first.candidates if levers_of(c.arm, LATE)} & {*second.candidates}
 
     def test_a_quick_study_goes_on_where_it_is_searched_again(self, tmp_path: Path) -> None:
         with new_store(tmp_path) as store:
-            quick = search(store, Gpu().runner(), given=given(search_effort="quick"))
+            quick = search(store, Gpu().runner(), given=prepared_with_levers(search_effort="quick"))
             runner = Gpu().runner()
-            run = search(store, runner, given=given())
+            run = search(store, runner, given=prepared_with_levers())
         assert quick.study.name == run.study.name
         assert [c for c in runner.candidates if not levers_of(c.arm, LATE)] in ([], [runner.candidates[-1]])
         assert levers_of(run.best.candidate.arm, LATE)
@@ -248,10 +248,10 @@ def test_on_any_gpu_levers_end_and_lose_nothing(seed: int, tmp_path: Path) -> No
         fails=lambda arm: failing is not None and bool(levers_of(arm, [failing])),
         speeds={name: rng.uniform(0.7, 1.3) for name in LATE},
     )
-    quick, _ = searched(gpu, tmp_path / "quick", search_effort="quick")
-    run, runner = searched(gpu, tmp_path / "default")
+    quick, _ = search_on_gpu(gpu, tmp_path / "quick", search_effort="quick")
+    run, runner = search_on_gpu(gpu, tmp_path / "default")
     assert run.study.state == "finished"
-    tried = late(runner)
+    tried = arms_with_levers(runner)
     assert len(tried) <= 20
     assert len(set(tried)) >= len(tried) / 4
     one, other = (gpu.seconds(each.best.candidate) for each in (quick, run))

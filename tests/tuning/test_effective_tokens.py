@@ -16,14 +16,14 @@ from autotune.core.workload import Workload
 from autotune.tuning.options import with_effective_batch
 
 
-def batch(tokens: int | None, workload: Workload = BERT_LARGE, **options: Any) -> Any:
+def effective_batch_of(tokens: int | None, workload: Workload = BERT_LARGE, **options: Any) -> Any:
     given = {"effective_tokens": tokens, "effective_batch": None, **options}
     return with_effective_batch(given, workload)["effective_batch"]
 
 
 def test_tokens_become_samples() -> None:
-    assert batch(64 * 512) == 64
-    assert batch(None, effective_batch=8) == 8
+    assert effective_batch_of(64 * 512) == 64
+    assert effective_batch_of(None, effective_batch=8) == 8
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_is_no_batch_is_refused(
     tokens: int, workload: Workload, options: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        batch(tokens, workload, **options)
+        effective_batch_of(tokens, workload, **options)
     assert caught.value.message.startswith(f"--effective-tokens {tokens}")
     assert hint in caught.value.hint
 

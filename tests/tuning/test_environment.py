@@ -37,21 +37,21 @@ def environment(**reported: Any) -> Document:
     return prepare(request(), facts).environment
 
 
-def key() -> str:
+def key_of_reuse() -> str:
     """The key under which the trials of a search on a GPU are reused."""
     return prepared().environment_fingerprint
 
 
 class TestKey:
     def test_the_hosts_processor_counts_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = key()
+        before = key_of_reuse()
         monkeypatch.setattr(module, "processor_name", lambda: "A slower processor")
-        assert key() != before
+        assert key_of_reuse() != before
 
     def test_the_usable_cores_count_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = key()
+        before = key_of_reuse()
         monkeypatch.setattr(module, "usable_cores", lambda: 3)
-        assert key() != before
+        assert key_of_reuse() != before
 
     def test_power_limit_and_clocks_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
@@ -61,13 +61,13 @@ class TestKey:
             return GpuPolicy(power_limit_watts=700.0 if len(asked) < 2 else 450.0)
 
         monkeypatch.setattr(module, "gpu_policy", policy)
-        assert key() != key()
+        assert key_of_reuse() != key_of_reuse()
         assert asked == [H200.uuid] * 2
 
     def test_libraries_that_a_step_runs_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = key()
+        before = key_of_reuse()
         monkeypatch.setattr(module, "library_versions", lambda: {"nvidia-cudnn-cu13": "9.24.0.43"})
-        assert key() != before
+        assert key_of_reuse() != before
         assert environment(cudnn=91900) != environment(cudnn=92400)
 
     @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ class TestKey:
     )
     def test_variables_count(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
-        before = key()
+        before = key_of_reuse()
         monkeypatch.setenv(name, "1")
-        assert key() != before
+        assert key_of_reuse() != before
 
     def test_what_changes_no_step_does_not_count(self) -> None:
         others = {"CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp/x", "HOME": "/root"}

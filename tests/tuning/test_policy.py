@@ -10,9 +10,9 @@ from recorded import (
     EFFECTIVE_64,
     ComputedRunner,
     RecordedRunner,
+    count_out_of_memory,
     fault,
     measurement,
-    ooms,
     run_candidate,
     run_policy,
 )
@@ -38,7 +38,7 @@ def with_baseline(space: Space, runner: RecordedRunner | ComputedRunner, cap_byt
     return history
 
 
-def winner(history: History) -> str:
+def describe_winner(history: History) -> str:
     found = history.winner()
     assert found is not None
     return found.candidate.describe()
@@ -84,9 +84,9 @@ class TestThroughputOnRecords:
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(ALL_ARMS, Batches(64))
         history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
-        assert winner(history) == "32 × 2  bf16"
+        assert describe_winner(history) == "32 × 2  bf16"
         assert len(history.tried) <= 11
-        assert ooms(history) <= 2
+        assert count_out_of_memory(history) <= 2
         # The whole grid took 115 s.
         assert runner.seconds < 30
 
@@ -96,7 +96,7 @@ class TestThroughputOnRecords:
         space = Space(arms(precision), Batches(64))
         history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
         everything = run_policy(ExhaustivePolicy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(CAP_BYTES)))
-        assert winner(history) == winner(everything)
+        assert describe_winner(history) == describe_winner(everything)
         assert len(history.tried) <= 6
 
     @pytest.mark.parametrize("gib", [8, 10, 12, 15.5, 18, 20, 23])
@@ -119,9 +119,9 @@ class TestThroughputOnRecords:
         runner = RecordedRunner(BATCHES, between=True)
         space = Space(arms("bf16", "tf32"), Batches(None))
         history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
-        assert winner(history) == "32 × 1  bf16"
+        assert describe_winner(history) == "32 × 1  bf16"
         assert len(history.tried) <= 11
-        assert ooms(history) <= 4
+        assert count_out_of_memory(history) <= 4
         assert runner.seconds < 28
 
     @pytest.mark.parametrize(("samples", "largest"), [(1, 1), (5, 4), (30, 16), (64, 64), (100, 64)])
@@ -137,7 +137,7 @@ class TestThroughputOnRecords:
         history = History(ceiling_of(CAP_BYTES))
         run_candidate(space.candidate(space.arms[0], 512), runner, history)
         run_policy(ThroughputPolicy(space), runner, history)
-        assert ooms(history) == 1
+        assert count_out_of_memory(history) == 1
         tried = [t.candidate.per_device_train_batch_size for t in history.tried[1:]]
         assert 64 in tried
         assert max(tried) <= 100
@@ -159,7 +159,7 @@ class TestThroughputOnRecords:
         history = History(ceiling_of(6200 * MIB))
         for batch in (24, 32, 64):
             run_candidate(space.candidate(space.arms[0], batch), runner, history)
-        assert winner(run_policy(ThroughputPolicy(space), runner, history)) == "48 × 1  bf16"
+        assert describe_winner(run_policy(ThroughputPolicy(space), runner, history)) == "48 × 1  bf16"
 
     def test_a_free_batch_with_checkpointing_grows_until_it_no_longer_pays(self) -> None:
         runner = RecordedRunner(BATCHES, between=True)
@@ -190,9 +190,9 @@ class TestThroughputOnFormulas:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(ALL_ARMS, Batches(effective_batch))
         history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
-        assert winner(history) == expected
+        assert describe_winner(history) == expected
         assert len(history.tried) <= most_trials
-        assert ooms(history) <= most_ooms
+        assert count_out_of_memory(history) <= most_ooms
 
     @given(st.integers(1, 600), st.integers(20, 3000), st.integers(0, 4000), st.integers(6000, 40000))
     @settings(max_examples=60, deadline=None)
@@ -228,7 +228,7 @@ class TestThroughputOnFormulas:
             ThroughputPolicy(space), ComputedRunner(peak_bytes, bert_seconds, bert_busy), History(ceiling_of(16 * GIB))
         )
         assert [t.candidate.per_device_train_batch_size for t in history.tried if history.is_over(t)] == [32]
-        assert winner(history) == "64 × 1  bf16, checkpointing"
+        assert describe_winner(history) == "64 × 1  bf16, checkpointing"
 
     def test_a_checkpointed_arm_is_not_asked_where_its_twin_has_measured_as_much(self) -> None:
         runner = slow_and_large(MIB)
@@ -256,7 +256,7 @@ class TestThroughputOnFormulas:
         space = Space(arms("bf16", "fp16", checkpointing="off"), Batches(64))
         runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] for batch in (8, 16, 32, 64)}
         history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
-        assert winner(history) == "32 × 2  fp16"
+        assert describe_winner(history) == "32 × 2  fp16"
         assert sum(t.candidate.arm.precision == "bf16" for t in history.tried) == 3
 
     def test_an_arm_that_fails_at_its_largest_batches_is_asked_for_its_smaller_ones(self) -> None:
@@ -264,7 +264,7 @@ class TestThroughputOnFormulas:
         space = Space(arms("bf16", "tf32", checkpointing="off"), Batches(256))
         runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] * 2 for batch in (32, 64, 128, 256)}
         history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
-        assert winner(history) == "16 × 16  bf16"
+        assert describe_winner(history) == "16 × 16  bf16"
 
 
 class TestLevels:
@@ -295,7 +295,7 @@ class TestLevels:
             asked = [t.candidate for t in history.tried[1:]]
             assert {candidate.arm.precision for candidate in asked} >= {"bf16"}
             assert {space.batches.level(candidate.per_device_train_batch_size) for candidate in asked} == {level}
-            assert "bf16" in winner(history)
+            assert "bf16" in describe_winner(history)
 
     def test_a_baseline_outside_the_space_does_not_stop_the_descent(self) -> None:
         def peak_bytes(candidate: Candidate) -> float:
@@ -340,8 +340,8 @@ class TestExhaustive:
         fitting = {candidate for candidate, cell in runner.recorded if cell["state"] == "ok"}
         assert {t.candidate for t in history.tried if t.measurement} == fitting
         assert len(fitting) == 26
-        assert ooms(history) <= 4
-        assert winner(history) == "32 × 2  bf16"
+        assert count_out_of_memory(history) <= 4
+        assert describe_winner(history) == "32 × 2  bf16"
 
     def test_a_free_batch_ends_at_the_largest(self) -> None:
         space = Space(arms("bf16", checkpointing="off"), Batches(None))

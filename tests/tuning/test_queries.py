@@ -25,7 +25,7 @@ STUDY = "many"
 TRIALS = 25
 
 
-def many(trials: int) -> Prepared:
+def prepared_at_random(trials: int) -> Prepared:
     """A search at random over any batch, which never runs out of candidates."""
     return prepared(effective_batch=None, batch_multiple=1, sampler="random", trials=trials, study=STUDY)
 
@@ -38,7 +38,7 @@ def runner() -> ComputedRunner:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     with new_store(folder, "many.db", optuna_tables=True) as store:
-        search(store, runner(), given=many(TRIALS))
+        search(store, runner(), given=prepared_at_random(TRIALS))
     return folder / "many.db"
 
 
@@ -49,7 +49,7 @@ def store(written: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 @contextmanager
-def counted(store: Store) -> Iterator[list[str]]:
+def counted_statements(store: Store) -> Iterator[list[str]]:
     """The statements that the store and Optuna's storage send meanwhile."""
     statements: list[str] = []
 
@@ -67,13 +67,13 @@ def counted(store: Store) -> Iterator[list[str]]:
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
     ("show", lambda store: report_document(study_view(load_report(store, STUDY))), 10),
     ("studies", lambda store: store.studies(), 8),
-    ("repeat", lambda store: search(store, runner(), given=many(TRIALS)), 46),
+    ("repeat", lambda store: search(store, runner(), given=prepared_at_random(TRIALS)), 46),
 ]
 
 
 @pytest.mark.parametrize(("look", "most"), [look[1:] for look in LOOKS], ids=[look[0] for look in LOOKS])
 def test_few_queries(store: Store, look: Callable[[Store], Any], most: int) -> None:
-    with counted(store) as statements:
+    with counted_statements(store) as statements:
         look(store)
     assert 0 < len(statements) <= most, statements
     # Optuna's trials are read by nobody but Optuna, and at once.
@@ -81,5 +81,5 @@ def test_few_queries(store: Store, look: Callable[[Store], Any], most: int) -> N
 
 
 def test_asking_goes_on_at_the_end(store: Store) -> None:
-    run = search(store, runner(), given=many(TRIALS + 2))
+    run = search(store, runner(), given=prepared_at_random(TRIALS + 2))
     assert [trial.number for trial in run.trials] == list(range(TRIALS + 2))

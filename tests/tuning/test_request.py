@@ -117,7 +117,7 @@ class TestBudgetAndEffort:
         assert request().effort == Effort()
 
 
-def shown(value: object) -> str:
+def value_in_difference(value: object) -> str:
     """As differences name a value."""
     return "not given" if value is None else ", ".join(value) if isinstance(value, list) else repr(value)
 
@@ -140,7 +140,7 @@ class TestDifferences:
         changed = {**recorded, key: "something else"}
         is_budget = key in ("trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "schema_version")
         assert differences(recorded, changed) == (
-            [] if is_budget else [f"{key}: {shown(recorded[key])}, now 'something else'"]
+            [] if is_budget else [f"{key}: {value_in_difference(recorded[key])}, now 'something else'"]
         )
 
     def test_nested_ones_bear_both_names(self) -> None:

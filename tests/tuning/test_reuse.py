@@ -16,9 +16,9 @@ from recorded import (
     EFFECTIVE_64,
     ComputedRunner,
     RecordedRunner,
-    always,
     measurement,
     out_of_memory,
+    with_measured,
 )
 from searching import FACTS, H200, ceiling_of, new_store, prepared, request, search, with_environment
 
@@ -57,7 +57,7 @@ BF16 = Arm("bf16")
 CAP_BYTES = 20 * GIB
 
 
-def measured(candidate: Candidate, gib: float = 10.0, allocated_gib: float | None = None, **changes: Any) -> Completed:
+def completed(candidate: Candidate, gib: float = 10.0, allocated_gib: float | None = None, **changes: Any) -> Completed:
     """A measurement of a second a step, a tenth of it the optimizer's, with these peaks."""
     allocated = gib if allocated_gib is None else allocated_gib
     found = measurement(candidate, 1.0, int(allocated * GIB), int(gib * GIB))
@@ -99,14 +99,14 @@ class TestHoldsUnder:
     def test_each(
         self, reserved: float, allocated: float, retries: int | None, cap: float, now: float, holds: bool
     ) -> None:
-        found = measured(Candidate(BF16, 8), reserved, allocated, allocation_retries=retries).measurement
+        found = completed(Candidate(BF16, 8), reserved, allocated, allocation_retries=retries).measurement
         assert holds_under(found, int(cap * GIB), ceiling_of(int(now * GIB))) is holds
 
 
 class TestAnswers:
     def test_exactly_what_was_measured_with_its_source(self) -> None:
         candidate = Candidate(BF16, 32, 2)
-        earlier = past(candidate, measured(candidate), number=3)
+        earlier = past(candidate, completed(candidate), number=3)
         found = library(earlier).answer(candidate, Effort())
         assert isinstance(found, Completed)
         assert found.measurement == earlier.trial.outcome.measurement  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ class TestAnswers:
         assert outcome_from_document(outcome_document(found)) == found
 
     def test_nothing_of_what_was_not_measured(self) -> None:
-        known = library(past(Candidate(BF16, 32), measured(Candidate(BF16, 32))))
+        known = library(past(Candidate(BF16, 32), completed(Candidate(BF16, 32))))
         for other in (Candidate(BF16, 16), Candidate(BF16, 32, 2), Candidate(Arm("tf32"), 32)):
             assert known.answer(other, Effort()) is None
 
@@ -127,7 +127,7 @@ class TestAnswers:
 
     def test_a_disturbed_measurement_says_nothing(self) -> None:
         candidate = Candidate(BF16, 32)
-        disturbed = dataclasses.replace(measured(candidate), disturbed=("another search used this CPU",))
+        disturbed = dataclasses.replace(completed(candidate), disturbed=("another search used this CPU",))
         assert library(past(candidate, disturbed)).answer(candidate, Effort()) is None
         once_more = outcome_from_document(outcome_document(dataclasses.replace(disturbed, run_again=False)))
         assert library(past(candidate, once_more)).answer(candidate, Effort()) is None
@@ -138,8 +138,8 @@ class TestAnswers:
 
     def test_the_latest_of_several_and_one_in_full_before_all(self) -> None:
         candidate = Candidate(BF16, 8, 8)
-        partly = [past(candidate, measured(candidate, micro_steps_run=3), number=number) for number in (1, 3)]
-        in_full = past(candidate, measured(candidate), number=2)
+        partly = [past(candidate, completed(candidate, micro_steps_run=3), number=number) for number in (1, 3)]
+        in_full = past(candidate, completed(candidate), number=2)
         source = source_of(library(*partly).answer(candidate, Effort()))
         assert source is not None
         assert source.number == 3
@@ -150,17 +150,17 @@ class TestAnswers:
 
     def test_once_over_the_line_is_over(self) -> None:
         candidate = Candidate(BF16, 8, 8)
-        trials = [past(candidate, measured(candidate, gib)) for gib in (19.9, 10.0)]
+        trials = [past(candidate, completed(candidate, gib)) for gib in (19.9, 10.0)]
         found = library(*trials).answer(candidate, Effort())
         assert isinstance(found, Completed)
         assert found.measurement.peak_reserved_bytes > 19 * GIB
 
     def test_no_room_for_a_copy_of_ddps_buckets_is_over_too(self) -> None:
         candidate = Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 4)
-        found = library(past(candidate, measured(candidate, ranks=2, bucket_copy_bytes=3 * GIB)))
+        found = library(past(candidate, completed(candidate, ranks=2, bucket_copy_bytes=3 * GIB)))
         assert found.answer(candidate, Effort()) is not None
         over, fits = (
-            past(candidate, measured(candidate, 18.0, ranks=2, bucket_copy_bytes=gib * GIB), number=gib)
+            past(candidate, completed(candidate, 18.0, ranks=2, bucket_copy_bytes=gib * GIB), number=gib)
             for gib in (3, 1)
         )
         told = source_of(library(over, fits).answer(candidate, Effort()))
@@ -169,8 +169,8 @@ class TestAnswers:
 
     def test_fewer_steps_than_are_asked_for_say_too_little(self) -> None:
         candidate = Candidate(BF16, 32)
-        one_step = measured(candidate, step_seconds_each=(1.0,), relative_spread=0.0)
-        two_wide = measured(candidate, step_seconds_each=(0.5, 0.4), relative_spread=0.2)
+        one_step = completed(candidate, step_seconds_each=(1.0,), relative_spread=0.0)
+        two_wide = completed(candidate, step_seconds_each=(0.5, 0.4), relative_spread=0.2)
         for little in (one_step, two_wide):
             known = library(past(candidate, little))
             assert known.answer(candidate, Effort()) is None
@@ -202,7 +202,7 @@ class TestSecondMeasurements:
 
     def test_no_trial_answers_twice(self) -> None:
         candidate = Candidate(BF16, 32, 2)
-        older, newer = (past(candidate, measured(candidate), number=number) for number in (1, 2))
+        older, newer = (past(candidate, completed(candidate), number=number) for number in (1, 2))
         known = library(older, newer)
         first = known.answer(candidate, Effort(), in_full=True)
         assert first is not None
@@ -214,7 +214,7 @@ class TestSecondMeasurements:
         assert known.answer(candidate, Effort(), in_full=True, not_from={older.trial.id, newer.trial.id}) is None
 
     def test_nothing_is_derived(self) -> None:
-        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4))))
+        known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4))))
         wanted = Candidate(BF16, 16, 8)
         assert known.answer(wanted, Effort()) is not None
         assert known.answer(wanted, Effort(), not_from={"own"}) is None
@@ -227,7 +227,7 @@ class TestSecondMeasurements:
 
     def test_one_over_the_line_answers_once(self) -> None:
         candidate = Candidate(BF16, 8, 8)
-        over = past(candidate, measured(candidate, 19.9))
+        over = past(candidate, completed(candidate, 19.9))
         assert library(over).answer(candidate, Effort()) is not None
         assert library(over).answer(candidate, Effort(), not_from={over.trial.id}) is None
 
@@ -237,15 +237,15 @@ class TestProcesses:
 
     def test_one_that_is_reused_twice_counts_once(self) -> None:
         candidate = Candidate(BF16, 32, 2)
-        earlier = past(candidate, measured(candidate))
+        earlier = past(candidate, completed(candidate))
         reused = library(earlier).answer(candidate, Effort())
-        own = measured(candidate)
+        own = completed(candidate)
         assert reused is not None
         assert distinct_processes([("a", reused), ("b", reused)]) == 1
         assert distinct_processes([("a", reused), ("b", own), ("c", own)]) == 3
 
     def test_a_derived_one_does_not_count(self) -> None:
-        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4))))
+        known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4))))
         derived = known.answer(Candidate(BF16, 16, 8), Effort())
         assert derived is not None
         assert distinct_processes([("a", derived)]) == 0
@@ -253,7 +253,7 @@ class TestProcesses:
 
 class TestDerived:
     def test_another_accumulation_is_worked_out(self) -> None:
-        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4)), number=2))
+        known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4)), number=2))
         wanted = Candidate(BF16, 16, 8)
         found = known.answer(wanted, Effort())
         assert isinstance(found, Completed)
@@ -266,17 +266,17 @@ class TestDerived:
 
     @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1)])
     def test_but_not_where_only_one_of_the_two_accumulates(self, then: int, now: int) -> None:
-        known = library(past(Candidate(BF16, 16, then), measured(Candidate(BF16, 16, then))))
+        known = library(past(Candidate(BF16, 16, then), completed(Candidate(BF16, 16, then))))
         assert known.answer(Candidate(BF16, 16, now), Effort()) is None
 
     def test_nor_without_the_optimizers_own_time(self) -> None:
         candidate = Candidate(BF16, 16, 4)
-        known = library(past(candidate, measured(candidate, optimizer_seconds=None)))
+        known = library(past(candidate, completed(candidate, optimizer_seconds=None)))
         assert known.answer(Candidate(BF16, 16, 8), Effort()) is None
 
     def test_what_was_measured_goes_before(self) -> None:
         exact = Candidate(BF16, 16, 8)
-        trials = [past(c, measured(c), number=c.gradient_accumulation_steps) for c in (exact, Candidate(BF16, 16, 4))]
+        trials = [past(c, completed(c), number=c.gradient_accumulation_steps) for c in (exact, Candidate(BF16, 16, 4))]
         source = source_of(library(*trials).answer(exact, Effort()))
         assert source is not None
         assert (source.number, source.derived) == (8, False)
@@ -314,7 +314,7 @@ class TestSearches:
     def test_all_processes_of_a_candidate_answer(self, store: Store) -> None:
         """Not the latest alone: the second search promises what the first one did."""
         first = search(
-            store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.5), study="first", cpu_affinity="off"
+            store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.5), study="first", cpu_affinity="off"
         )
         best = first.best.candidate
         count = [t.candidate for t in first.trials].count(best)
@@ -436,7 +436,7 @@ class TestSearches:
     ) -> None:
         def timed() -> ComputedRunner:
             """Says apart what the optimizer takes."""
-            return always(ComputedRunner(peak, step), optimizer_seconds=0.1)
+            return with_measured(ComputedRunner(peak, step), optimizer_seconds=0.1)
 
         def peak(candidate: Candidate) -> float:
             return candidate.per_device_train_batch_size * (0.5 if candidate.arm.gradient_checkpointing else 1) * GIB
@@ -481,12 +481,12 @@ def test_what_was_measured_before_corrects_what_is_predicted() -> None:
     )
     memory.add(Question(BF16, ((16, 4), (32, 2)), None), PredictionAnswer(predictions, None))
     # Another cap: the trial answers nothing here, and its bytes are what they were.
-    Library([past(earlier, measured(earlier, gib=8.25), 40 * GIB)], ceiling, memory)
+    Library([past(earlier, completed(earlier, gib=8.25), 40 * GIB)], ceiling, memory)
     assert memory.peak_allocated_bytes(now) == 14.25 * GIB
 
 
 def test_a_derived_peak_has_the_inputs_of_its_own_micro_steps() -> None:
-    wide = dataclasses.replace(measured(Candidate(BF16, 8, 4), gib=9.0).measurement, micro_batch_bytes=MIB)
+    wide = dataclasses.replace(completed(Candidate(BF16, 8, 4), gib=9.0).measurement, micro_batch_bytes=MIB)
     derived = derive(wide, Candidate(BF16, 8, 4), Candidate(BF16, 8, 32))
     assert derived is not None
     assert derived.peak_allocated_bytes == wide.peak_allocated_bytes + 28 * MIB
@@ -495,7 +495,7 @@ def test_a_derived_peak_has_the_inputs_of_its_own_micro_steps() -> None:
 
 def test_a_record_that_did_not_count_all_inputs_is_not_reused() -> None:
     candidate = Candidate(BF16, 8, 32)
-    run = measured(candidate)
+    run = completed(candidate)
     partial = dataclasses.replace(run.measurement, micro_steps_run=3, micro_batch_bytes=None)
     for micro_batch_bytes, is_answered in ((None, False), (MIB, True)):
         known = dataclasses.replace(partial, micro_batch_bytes=micro_batch_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault, out_of_memory
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, out_of_memory, with_measured
 from searching import RecordingObserver, Run, facts, interrupt_after, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
@@ -295,7 +295,7 @@ class TestFinal:
     LIMIT = int(15.5 * GIB)
 
     def test_a_winner_measured_in_part_is_measured_in_full(self, store: Store) -> None:
-        runner = always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
+        runner = with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
         run = search(store, runner, memory_limit_bytes=self.LIMIT)
         assert run.best.candidate == self.BEST
         assert run.best.stage == "final"
@@ -307,7 +307,7 @@ class TestFinal:
         assert runner.jobs[-1].effort.max_seconds > runner.jobs[-2].effort.max_seconds
 
     def test_a_host_bound_winner_is_tried_pinned_and_both_are_measured_in_alternation(self, store: Store) -> None:
-        run = search(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.5))
+        run = search(store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.5))
         late = [trial.candidate for trial in run.trials if trial.stage == "final"]
         pinned = [trial.candidate for trial in run.trials if trial.candidate.arm.cpu_affinity]
         assert len(pinned) >= 2
@@ -318,8 +318,8 @@ class TestFinal:
 
     def test_a_reused_trial_is_no_second_measurement(self, store: Store) -> None:
         """The first study measured the winner in one process; the second asks for another one."""
-        search(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), study="first")
-        noisy = always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
+        search(store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), study="first")
+        noisy = with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
         best = Candidate(Arm("bf16"), 32, 2)
         library = search(store, noisy, study="second")
         assert noisy.jobs == []
@@ -348,7 +348,7 @@ class TestFinal:
     @pytest.mark.parametrize("trials", [None, 4])
     def test_a_noisy_winner_is_measured_once_more(self, store: Store, trials: int | None) -> None:
         """32 × 2 runs whole steps, of which ± 6 % is too wide a promise; the budget's last trial is for that, too."""
-        run = search(store, always(RecordedRunner(EFFECTIVE_64), relative_spread=0.06), trials=trials)
+        run = search(store, with_measured(RecordedRunner(EFFECTIVE_64), relative_spread=0.06), trials=trials)
         assert run.observer.stages().count("final") == 1
         assert run.best.stage == "final"
         assert run.trials[-1].id == run.best.id
@@ -356,10 +356,10 @@ class TestFinal:
 
     @pytest.mark.parametrize("end", [out_of_memory(), fault(), Failed("timeout", "stopped")])
     def test_that_fails_is_not_tried_for_ever(self, store: Store, tmp_path: Path, end: Failed | OutOfMemory) -> None:
-        runner = always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
+        runner = with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
         run = search(store, runner, memory_limit_bytes=self.LIMIT)
         with new_store(tmp_path, "other.db") as other:
-            again = always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
+            again = with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
             first = runner.jobs[runner.candidates.index(self.BEST)]
             outcome, _ = again.answer(first)
             again.faults[self.BEST] = [outcome, end]

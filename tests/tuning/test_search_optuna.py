@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, with_measured
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 from sqlalchemy import event
 
@@ -32,7 +32,7 @@ SAMPLE = ["tpe", pytest.param("random", marks=pytest.mark.whole)]
 Pair = tuple[TrialRecord, FrozenTrial]
 
 
-def told(store: Store) -> dict[str, FrozenTrial]:
+def optuna_trials_by_id(store: Store) -> dict[str, FrozenTrial]:
     """Optuna's trials by our id; those that were not run have none of ours."""
     study = optuna.load_study(study_name="bert", storage=store.optuna)
     return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in study.get_trials()}
@@ -94,7 +94,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     runner.faults[Candidate(Arm("fp16"), 32, 2)] = [fault()]
     with new_store(tmp_path_factory.mktemp("view"), optuna_tables=True) as store:
         run = search(store, runner, sampler=request.param, trials=10)
-        theirs = told(store)
+        theirs = optuna_trials_by_id(store)
     return [(trial, theirs[trial.id]) for trial in run.trials]
 
 
@@ -149,7 +149,7 @@ class TestOptunasView:
             store, RecordedRunner(BATCHES, between=True), effective_batch=None, objective="max-batch",
             precisions=("bf16",), gradient_checkpointing="on",
         )  # fmt: skip
-        theirs = told(store)
+        theirs = optuna_trials_by_id(store)
         assert theirs[run.best.id].value == run.best.candidate.per_device_train_batch_size
         over = [t for t in run.trials if theirs[t.id].constraints[CONSTRAINT] > 0]
         assert [t.candidate.per_device_train_batch_size for t in over] == [224]
@@ -228,8 +228,8 @@ class TestOptunasSamplers:
     @pytest.mark.parametrize("sampler", ["random", pytest.param("tpe", marks=pytest.mark.whole)])
     def test_end_where_there_is_nothing_new_with_the_winner_measured_in_full(self, store: Store, sampler: str) -> None:
         run = search(
-            store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), sampler=sampler, precisions=("bf16",),
-            gradient_checkpointing="off", trials=500, memory_limit_bytes=int(15.5 * GIB),
+            store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), sampler=sampler,
+            precisions=("bf16",), gradient_checkpointing="off", trials=500, memory_limit_bytes=int(15.5 * GIB),
         )  # fmt: skip
         assert run.study.stopped_because == "the sampler proposed nothing new 64 times in a row"
         assert run.study.state == "finished"

@@ -60,7 +60,7 @@ def check_optuna_agrees(store: Store, run: Run) -> None:
             assert told.constraints
 
 
-def interrupted(store: Store, after: int, **options: Any) -> Run:
+def interrupted_search(store: Store, after: int, **options: Any) -> Run:
     observer, interruption = interrupt_after(after)
     return search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, **options)
 
@@ -84,7 +84,7 @@ class TestGoingOn:
     def test_repeats_nothing_and_ends_where_it_would_have(self, store: Store, trials: int) -> None:
         whole = RecordedRunner(EFFECTIVE_64)
         winner = search(store, whole, study="whole").best
-        first = interrupted(store, trials, fresh=True)
+        first = interrupted_search(store, trials, fresh=True)
         rest = RecordedRunner(EFFECTIVE_64)
         second = search(store, rest, fresh=True)
         assert [t.candidate for t in first.trials] + rest.candidates == whole.candidates
@@ -99,7 +99,7 @@ class TestGoingOn:
 
     @pytest.mark.parametrize("sampler", ["grid", "tpe", "random"])
     def test_with_any_sampler_repeats_nothing(self, store: Store, sampler: str) -> None:
-        first = interrupted(store, 3, sampler=sampler, trials=8)
+        first = interrupted_search(store, 3, sampler=sampler, trials=8)
         second = search(store, RecordedRunner(EFFECTIVE_64), sampler=sampler, trials=8)
         # The winner alone may be run again, in full.
         searched = {candidate for _, candidate, stage in second.observer.started if stage == "search"}
@@ -149,7 +149,7 @@ class TestRefused:
         ],
     )
     def test_other_options_are_named(self, store: Store, options: dict[str, Any], named: str) -> None:
-        first = interrupted(store, 2)
+        first = interrupted_search(store, 2)
         runner = RecordedRunner(EFFECTIVE_64)
         with pytest.raises(InvalidRequestError) as caught:
             search(store, runner, **options)
@@ -174,7 +174,7 @@ class TestRefused:
         ],
     )
     def test_another_workload_is_named(self, store: Store, workload: Any, named: str) -> None:
-        interrupted(store, 2)
+        interrupted_search(store, 2)
         other = prepare(dataclasses.replace(request(), workload=workload), FACTS)
         with pytest.raises(InvalidRequestError) as caught:
             search(store, RecordedRunner(EFFECTIVE_64), given=other)
@@ -189,14 +189,14 @@ class TestRefused:
         ],
     )
     def test_another_machine_is_named(self, store: Store, changed: dict[str, Any], named: str) -> None:
-        interrupted(store, 2)
+        interrupted_search(store, 2)
         with pytest.raises(InvalidRequestError) as caught:
             search(store, RecordedRunner(EFFECTIVE_64), given=with_environment(prepared(), **changed))
         assert named in caught.value.message
 
     def test_on_another_card_of_the_model_everything_is_measured_again(self, store: Store) -> None:
         """What the first card measured stays in the record, and counts for nothing but the order."""
-        before = interrupted(store, 2)
+        before = interrupted_search(store, 2)
         other = with_environment(prepared(), device_uuid="GPU-1", device_label="cuda:1")
         runner = RecordedRunner(EFFECTIVE_64)
         run = search(store, runner, given=other)
@@ -214,14 +214,14 @@ class TestRefused:
         assert again.jobs == []
 
     def test_the_same_card_in_another_slot_will_do(self, store: Store) -> None:
-        before = interrupted(store, 2)
+        before = interrupted_search(store, 2)
         runner = RecordedRunner(EFFECTIVE_64)
         run = search(store, runner, given=with_environment(prepared(), device_label="cuda:1"))
         assert run.study.state == "finished"
         assert not {trial.candidate for trial in before.trials} & set(runner.candidates[:2])
 
     def test_weights_do_not_matter(self, store: Store) -> None:
-        interrupted(store, 2)
+        interrupted_search(store, 2)
         loaded = dataclasses.replace(BERT_LARGE, weights="google-bert/bert-large-uncased")
         other = prepare(dataclasses.replace(request(), workload=loaded), FACTS)
         assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
@@ -331,7 +331,7 @@ class TestKilled:
 
     def test_after_being_enqueued_in_vain_nothing_waits(self, store: Store) -> None:
         """Earlier versions enqueued a trial and asked for it, which are two writes."""
-        interrupted(store, 1)
+        interrupted_search(store, 1)
         study = optuna.load_study(study_name="bert", storage=store.optuna)
         params = study.trials[0].params
         study.enqueue_trial(params)

@@ -39,7 +39,7 @@ ZERO = ["zero1", "zero2", "zero3", "zero2-offload"]
 FIELDS = {"activation_checkpointing", "bf16", "fp16", "tf32", "optim"}
 
 
-def of_two(model: Document | None = None, **options: Any) -> Prepared:
+def prepared_on_two(model: Document | None = None, **options: Any) -> Prepared:
     """A prepared search on two GPUs."""
     changed: Document = {"effective_batch": 64, "world_size": 2, "study": "two", "precisions": ("bf16",), **options}
     workload = changed.pop("workload", BERT_LARGE)
@@ -50,7 +50,7 @@ def of_two(model: Document | None = None, **options: Any) -> Prepared:
     return prepare(request, facts(**(LAYERS if model is None else model)))
 
 
-def ways(prepared: Prepared) -> list[tuple[str | None, bool, bool]]:
+def ways_of_arms(prepared: Prepared) -> list[tuple[str | None, bool, bool]]:
     """Strategy, synchronisation and checkpointing of each arm, in order."""
     return [(arm.strategy, arm.sync_each_batch, arm.gradient_checkpointing) for arm in prepared.space.arms]
 
@@ -58,30 +58,32 @@ def ways(prepared: Prepared) -> list[tuple[str | None, bool, bool]]:
 def test_every_strategy_is_an_arm_with_and_without_checkpointing() -> None:
     plain = [(s, False, c) for s in ("ddp", "fsdp-keep", "fsdp") for c in (False, True)]
     synchronised = [(s, True, c) for s in ("fsdp-keep", "fsdp") for c in (False, True)]
-    assert ways(of_two()) == plain + synchronised
+    assert ways_of_arms(prepared_on_two()) == plain + synchronised
     # Without accumulation each micro-step reduces its gradients.
-    assert ways(of_two(effective_batch=None)) == plain
-    assert ways(of_two(strategies=("fsdp", "ddp"), gradient_checkpointing="off", effective_batch=None)) == [
+    assert ways_of_arms(prepared_on_two(effective_batch=None)) == plain
+    assert ways_of_arms(
+        prepared_on_two(strategies=("fsdp", "ddp"), gradient_checkpointing="off", effective_batch=None)
+    ) == [
         ("ddp", False, False),
         ("fsdp", False, False),
     ]
-    for arm in of_two().space.arms:
+    for arm in prepared_on_two().space.arms:
         assert (arm.transformer_layer_cls_to_wrap, arm.ranks) == ("BertLayer" if arm.is_sharded else None, 2)
         of_ddp = None if arm.is_sharded else False
         assert (arm.ddp_find_unused_parameters, arm.ddp_broadcast_buffers) == (of_ddp, of_ddp)
     # What speed-ups are relative to is what an untuned Trainer does on two GPUs.
-    assert of_two(strategies=("fsdp",)).baseline.arm == Arm(strategy="ddp", ranks=2)
+    assert prepared_on_two(strategies=("fsdp",)).baseline.arm == Arm(strategy="ddp", ranks=2)
 
 
 def test_ddp_keeps_its_first_buckets_where_a_second_copy_of_them_would_take_much_of_the_memory() -> None:
     # The gradients of BERT-large have 1.25 GiB: 0.9 % of an H200, 5 % of 24 GiB.
-    looks = [arm.ddp_find_unused_parameters for arm in of_two(memory_limit_bytes=24 * GIB).space.arms]
+    looks = [arm.ddp_find_unused_parameters for arm in prepared_on_two(memory_limit_bytes=24 * GIB).space.arms]
     assert set(looks) == {True, None}
-    assert not any(arm.rebuilds_buckets for arm in of_two(memory_limit_bytes=24 * GIB).space.arms)
-    assert any(arm.rebuilds_buckets for arm in of_two().space.arms)
+    assert not any(arm.rebuilds_buckets for arm in prepared_on_two(memory_limit_bytes=24 * GIB).space.arms)
+    assert any(arm.rebuilds_buckets for arm in prepared_on_two().space.arms)
     # A parameter without a gradient may be there, or is.
     for seen in (AfterStep(), AfterStep(("pooler.weight",), ())):
-        arms = of_two({**LAYERS, "after_step": seen}, memory_limit_bytes=24 * GIB).space.arms
+        arms = prepared_on_two({**LAYERS, "after_step": seen}, memory_limit_bytes=24 * GIB).space.arms
         assert {arm.ddp_find_unused_parameters for arm in arms} == {None}
 
 
@@ -96,11 +98,11 @@ def test_ddp_keeps_its_first_buckets_where_a_second_copy_of_them_would_take_much
     ids=["not known", "no layers", "accelerate cannot", "no optimizer for shards"],
 )
 def test_what_cannot_be_sharded_is_trained_with_ddp(model: Document, options: Document) -> None:
-    assert {arm.strategy for arm in of_two(model, **options).space.arms} == {"ddp"}
+    assert {arm.strategy for arm in prepared_on_two(model, **options).space.arms} == {"ddp"}
 
 
 def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
-    arms = of_two(optims=("adamw_torch_fused", "adafactor")).space.arms
+    arms = prepared_on_two(optims=("adamw_torch_fused", "adafactor")).space.arms
     assert {(arm.optim, arm.is_sharded) for arm in arms} == {
         ("adamw_torch_fused", False), ("adamw_torch_fused", True), ("adafactor", False)
     }  # fmt: skip
@@ -130,7 +132,7 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
 )
 def test_a_strategy_that_cannot_be_is_one_clear_line(options: Document, message: str, hint: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        of_two(strategies=("fsdp",), **options)
+        prepared_on_two(strategies=("fsdp",), **options)
     assert message in caught.value.message
     assert hint in str(caught.value.hint)
 
@@ -145,8 +147,8 @@ def own_trainer(optim: str = "adamw_torch_fused") -> Document:
 
 def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
     """What it allocates is not predicted on several ranks, so that its trials would find out what fits."""
-    assert {arm.strategy for arm in of_two(own_trainer(), workload=OWN).space.arms} == {"ddp"}
-    asked = of_two(own_trainer(), workload=OWN, strategies=("ddp", "fsdp")).space.arms
+    assert {arm.strategy for arm in prepared_on_two(own_trainer(), workload=OWN).space.arms} == {"ddp"}
+    asked = prepared_on_two(own_trainer(), workload=OWN, strategies=("ddp", "fsdp")).space.arms
     assert {(arm.strategy, arm.transformer_layer_cls_to_wrap) for arm in asked} == {
         ("ddp", None), ("fsdp", "BertLayer")
     }  # fmt: skip
@@ -164,7 +166,7 @@ def test_an_optimizer_of_ones_own_code_that_cannot_update_shards(
     optim: str, asked: tuple[str, ...], message: str, hint: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        of_two(own_trainer(optim), workload=OWN, optims=asked, strategies=("fsdp",))
+        prepared_on_two(own_trainer(optim), workload=OWN, optims=asked, strategies=("fsdp",))
     assert caught.value.message == f"--strategy fsdp: {message} sharded weights"
     assert caught.value.hint.startswith("use --strategy ddp, or ")
     assert hint in caught.value.hint
@@ -189,7 +191,7 @@ def test_a_loop_of_its_own_is_told_what_several_gpus_need(
     """The inspection of a script shows that it has one."""
     model = {**own_trainer(), "interface": CodeInterface("accelerate")}
     with pytest.raises(InvalidRequestError) as caught:
-        of_two(model, workload=workload, strategies=strategies)
+        prepared_on_two(model, workload=workload, strategies=strategies)
     assert caught.value.message.startswith(start)
     assert caught.value.message.endswith("trains in a loop of its own, which is measured on one GPU only")
     assert caught.value.hint == f"{leave_out}; DDP and FSDP of your own code need transformers.Trainer"
@@ -218,14 +220,14 @@ def test_adapters_are_sharded_where_weights_take_most_of_the_memory(
     lora = dataclasses.replace(BERT_LARGE, peft="lora", lora_rank=8)
     few = {**LAYERS, "parameters": 400_000_000, "trainable_parameters": 4_000_000}
     given = {"workload": lora, "memory_limit_bytes": limit}
-    assert {arm.strategy for arm in of_two(few, **given).space.arms} == strategies
-    assert {arm.strategy for arm in of_two(few, **given, strategies=("fsdp",)).space.arms} == {"fsdp"}
+    assert {arm.strategy for arm in prepared_on_two(few, **given).space.arms} == strategies
+    assert {arm.strategy for arm in prepared_on_two(few, **given, strategies=("fsdp",)).space.arms} == {"fsdp"}
 
 
 def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:
     with pytest.raises(DeviceError, match="on a CPU accelerate always trains with DDP"):
-        of_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
-    assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
+        prepared_on_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
+    assert {arm.strategy for arm in prepared_on_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
 
 
 @pytest.fixture
@@ -238,16 +240,16 @@ def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_deepspeed")
 def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -> None:
-    found = [way for way in ways(of_two(gradient_checkpointing="off")) if way[0] in ZERO]
+    found = [way for way in ways_of_arms(prepared_on_two(gradient_checkpointing="off")) if way[0] in ZERO]
     # DeepSpeed decides by itself when gradients are reduced.
     assert found == [(strategy, False, False) for strategy in ZERO[:3]]
     # Neither layers to shard nor a GPU is needed.
-    assert {arm.strategy for arm in of_two({"layer_classes": ()}).space.arms} == {"ddp", *ZERO[:3]}
-    alone = of_two({}, device=cpu, strategies=("zero1", "zero2"), precisions=("fp32",))
+    assert {arm.strategy for arm in prepared_on_two({"layer_classes": ()}).space.arms} == {"ddp", *ZERO[:3]}
+    alone = prepared_on_two({}, device=cpu, strategies=("zero1", "zero2"), precisions=("fp32",))
     assert {arm.strategy for arm in alone.space.arms} == {"zero1", "zero2"}
     assert all(arm.transformer_layer_cls_to_wrap is arm.ddp_find_unused_parameters is None for arm in alone.space.arms)
     # By themselves, ranks on a CPU train with DDP.
-    assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
+    assert {arm.strategy for arm in prepared_on_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
 
 
 @pytest.mark.usefixtures("with_deepspeed")
@@ -267,7 +269,7 @@ def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -
 def test_what_zero_cannot_do_is_one_clear_line(cpu: Device, strategy: str, options: Document, message: str) -> None:
     given = {**options, "device": cpu} if "device" in options else options
     with pytest.raises((DeviceError, InvalidRequestError)) as caught:
-        of_two(strategies=(strategy,), **given)
+        prepared_on_two(strategies=(strategy,), **given)
     assert message in caught.value.message
     assert caught.value.hint
 
@@ -279,7 +281,7 @@ def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.Mo
     """Nobody should install DeepSpeed and bitsandbytes to be refused then."""
     monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
     with pytest.raises(InvalidRequestError, match="weights in 4 bits are not sharded") as caught:
-        of_two(strategies=("zero3",), workload=QUANTIZED)
+        prepared_on_two(strategies=("zero3",), workload=QUANTIZED)
     assert caught.value.hint == "use --strategy ddp, or leave --quantize out, so that the weights can be sharded"
     with pytest.raises(InvalidRequestError, match="not searched with weights in 4 bits") as caught:
         check_request(SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",)))
@@ -289,10 +291,10 @@ def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.Mo
 def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
     with pytest.raises(InvalidRequestError, match="--strategy zero2 needs deepspeed") as caught:
-        of_two(strategies=("zero2",))
+        prepared_on_two(strategies=("zero2",))
     assert "[deepspeed]" in str(caught.value.hint)
     # What is only predicted is not run.
-    of_two(strategies=("zero2",), is_at_hand=False)
+    prepared_on_two(strategies=("zero2",), is_at_hand=False)
 
 
 @pytest.mark.usefixtures("with_deepspeed")
@@ -312,9 +314,9 @@ def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_m
     assert strategies(memory_limit_bytes=3 * GIB) == {None, "zero2-offload"}
     with pytest.raises(NothingFitsError):
         strategies(memory_limit_bytes=GIB)
-    on_two = of_two(memory_limit_bytes=4 * GIB)
+    on_two = prepared_on_two(memory_limit_bytes=4 * GIB)
     assert [arm.strategy for arm in on_two.space.arms if arm.offloads_optimizer]
-    assert not [arm.strategy for arm in of_two().space.arms if arm.offloads_optimizer]
+    assert not [arm.strategy for arm in prepared_on_two().space.arms if arm.offloads_optimizer]
     # The host of a prediction is not this one.
     monkeypatch.setattr("autotune.tuning.training_state.host_memory", lambda: HostMemory(4 * GIB, GIB))
     monkeypatch.setattr("autotune.tuning.strategies.host_memory", lambda: HostMemory(4 * GIB, GIB))
@@ -396,12 +398,12 @@ def test_the_arguments_of_fsdp_are_those_that_the_trainer_takes() -> None:
     assert "accelerator_config" not in kept
 
 
-def sharded(strategy: Any, **options: Any) -> Arm:
+def sharded_arm(strategy: Any, **options: Any) -> Arm:
     return Arm("bf16", strategy=strategy, ranks=2, transformer_layer_cls_to_wrap="BertLayer", **options)
 
 
 def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it() -> None:
-    plain, synchronised = sharded("fsdp"), sharded("fsdp", sync_each_batch=True)
+    plain, synchronised = sharded_arm("fsdp"), sharded_arm("fsdp", sync_each_batch=True)
     space = Space((plain, synchronised), Batches(64, 2))
     history = History(ceiling_of(20 * GIB))
     judge = Judge(space, history)
@@ -419,7 +421,7 @@ def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it
 
 def test_without_autocast_bf16_is_never_slower_than_tf32() -> None:
     """Under DDP autocast's casts may cost the host more than the GPU saves."""
-    space = of_two(precisions=("bf16", "tf32"), gradient_checkpointing="off").space
+    space = prepared_on_two(precisions=("bf16", "tf32"), gradient_checkpointing="off").space
     plain = {strategy: next(a for a in space.arms if a.strategy == strategy) for strategy in ("ddp", "fsdp")}
     for strategy, is_left_out in (("ddp", False), ("fsdp", True)):
         history = History(ceiling_of(24 * GIB))
@@ -429,7 +431,7 @@ def test_without_autocast_bf16_is_never_slower_than_tf32() -> None:
 
 
 def test_gathering_weights_twice_is_never_faster() -> None:
-    keep, reshard = sharded("fsdp-keep"), sharded("fsdp")
+    keep, reshard = sharded_arm("fsdp-keep"), sharded_arm("fsdp")
     space = Space((keep, reshard), Batches(64, 2))
     history = History(ceiling_of(20 * GIB))
     speeds = Speeds(space, history)
@@ -440,7 +442,7 @@ def test_gathering_weights_twice_is_never_faster() -> None:
 
 
 def test_memory_is_predicted_for_each_strategy() -> None:
-    prepared = of_two(gradient_checkpointing="off")
+    prepared = prepared_on_two(gradient_checkpointing="off")
     asked: list[Arm] = []
 
     class Submitter:
@@ -459,7 +461,7 @@ def test_memory_is_predicted_for_each_strategy() -> None:
 
 
 def test_optuna_chooses_the_strategy_as_a_parameter() -> None:
-    prepared = of_two()
+    prepared = prepared_on_two()
     names = distributions(prepared.space, prepared.baseline, "tpe")
     assert {"strategy", "sync_each_batch"} <= names.keys()
     for arm in prepared.space.arms:
@@ -468,5 +470,5 @@ def test_optuna_chooses_the_strategy_as_a_parameter() -> None:
     params = params_of(prepared.space.candidate(prepared.space.arms[0], 8), names)
     # A strategy without such a choice.
     assert candidate_of({**params, "sync_each_batch": True}, prepared.space) is None
-    only_ddp = of_two(strategies=("ddp",))
+    only_ddp = prepared_on_two(strategies=("ddp",))
     assert not {"strategy", "sync_each_batch"} & distributions(only_ddp.space, only_ddp.baseline, "tpe").keys()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_throughput_promise import GPU, obtained, stretches, target
+from test_throughput_promise import GPU, stock_result, stretches, target
 
 from autotune.core.errors import DeviceError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
@@ -91,42 +91,42 @@ def test_a_cause_is_hardly_ever_taken_for_the_other(
 PAUSES = {"evaluate": 1.0, "save": 2.0}
 
 
-def measured(speed: float, *, spread: float = 0.01, **changes: Any) -> Measurement:
+def measurement_at(speed: float, *, spread: float = 0.01, **changes: Any) -> Measurement:
     """A trial of 64 samples a step at this speed."""
     step = 64 / speed
     return Measurement(step, (step,) * 3, spread, speed, 19 * GIB, 20 * GIB, **changes)
 
 
-def verified(run: float, again: float, *, busy: float | None = None, **changes: Any) -> Verification:
+def verification_of(run: float, again: float, *, busy: float | None = None, **changes: Any) -> Verification:
     """A stock run at one speed and a repeated trial at another; 320 samples/s ± 5 % were promised."""
-    answer = obtained(run, pause_seconds=PAUSES, **changes)
-    return Verification(target(0.05, busy=busy), 100, answer, Again(measured(again)))
+    answer = stock_result(run, pause_seconds=PAUSES, **changes)
+    return Verification(target(0.05, busy=busy), 100, answer, Again(measurement_at(again)))
 
 
 def test_a_run_and_a_trial_above_the_promise_show_that_the_search_measured_low() -> None:
-    found = verified(400.0, 396.0)
+    found = verification_of(400.0, 396.0)
     assert (found.verdict(), found.finding) == ("faster", "machine_faster")
     found.check()
     assert "this machine is faster now than in the search" in found.again_lines()[0]
-    assert verified(400.0, 320.0).finding == "machine_varies"
+    assert verification_of(400.0, 320.0).finding == "machine_varies"
 
 
 SLOWER = "measured again just now as in the search: 253.0 ± 1.0% samples/s, 20.9% below the search's 320.0"
 
 
-def hint(verification: Verification) -> str:
+def hint_of_miss(verification: Verification) -> str:
     with pytest.raises(PromiseMissedError) as raised:
         verification.check()
     return raised.value.hint
 
 
 def test_a_machine_that_is_slower_is_told_and_the_promise_stays_missed() -> None:
-    found = verified(250.0, 253.0)
+    found = verification_of(250.0, 253.0)
     lines = verification_lines(found)
     assert f"  {SLOWER}: this machine is slower now" in lines
     assert "  the stock run is 1.2% below that" in lines
     assert found.verdict() == "missed"
-    assert "where it stays so, search again with --fresh" in hint(found)
+    assert "where it stays so, search again with --fresh" in hint_of_miss(found)
     assert f"; {SLOWER}: this machine is slower now" in str(found)
     document = encode(verification_document(found))
     assert (document["verdict"], document["not_measured_again"]) == ("missed", None)
@@ -145,47 +145,47 @@ def test_a_machine_that_is_slower_is_told_and_the_promise_stays_missed() -> None
 
 
 def test_where_the_host_limits_the_step_the_host_is_slower() -> None:
-    found = verified(250.0, 253.0, busy=0.46)
+    found = verification_of(250.0, 253.0, busy=0.46)
     assert f"{SLOWER}: this host is slower now" in found.again_lines()
-    assert hint(found).startswith("this host is slower than at the time of the search")
+    assert hint_of_miss(found).startswith("this host is slower than at the time of the search")
 
 
 def test_other_libraries_may_be_what_is_slower() -> None:
-    found = verified(250.0, 253.0, packages={"torch": "2.14.0"})
+    found = verification_of(250.0, 253.0, packages={"torch": "2.14.0"})
     assert f"{SLOWER}: this machine is slower now, or its other versions of libraries are" in found.again_lines()
-    assert hint(found).startswith("search again with these versions of the libraries")
+    assert hint_of_miss(found).startswith("search again with these versions of the libraries")
 
 
 def test_a_run_that_differs_from_its_trial_is_told() -> None:
-    found = verified(250.0, 318.0)
+    found = verification_of(250.0, 318.0)
     machine, run = found.again_lines()
     assert machine.endswith("318.0 ± 1.0% samples/s, 0.6% below the search's 320.0: this machine is no slower now")
     assert run == "the stock run is 21.4% below that: it was disturbed, or differs from a trial"
-    assert "verify again" in hint(found)
-    assert "report it" in hint(found)
+    assert "verify again" in hint_of_miss(found)
+    assert "report it" in hint_of_miss(found)
 
 
 def test_a_machine_whose_speed_changes_is_told() -> None:
-    found = verified(250.0, 200.0)
+    found = verification_of(250.0, 200.0)
     assert found.again_lines()[1] == (
         "the stock run is 25.0% above that: the speed of this machine changes from minute to minute"
     )
-    assert "verify again on an idle machine" in hint(found)
+    assert "verify again on an idle machine" in hint_of_miss(found)
 
 
 def test_a_trial_between_the_two_decides_nothing() -> None:
-    found = verified(293.0, 308.0)
+    found = verification_of(293.0, 308.0)
     assert found.finding == "between"
     assert "too little to tell" in found.again_lines()[1]
-    assert "search again on an idle machine" in hint(found)
+    assert "search again on an idle machine" in hint_of_miss(found)
 
 
 def test_memory_that_is_missed_as_well_keeps_its_hint() -> None:
-    assert "more --headroom" in hint(verified(250.0, 253.0, peak=22 * GIB))
+    assert "more --headroom" in hint_of_miss(verification_of(250.0, 253.0, peak=22 * GIB))
 
 
 def test_what_agrees_is_told_without_a_conclusion() -> None:
-    found = verified(320.0, 320.0)
+    found = verification_of(320.0, 320.0)
     assert found.again_lines() == [
         "measured again just now as in the search: 320.0 ± 1.0% samples/s, as fast as the search's 320.0",
         "the stock run is as fast as that",
@@ -195,8 +195,8 @@ def test_what_agrees_is_told_without_a_conclusion() -> None:
 
 
 def test_what_disturbed_the_trial_is_told() -> None:
-    disturbed = Again(measured(253.0), ("process 71 took 30 % of the GPU",))
-    lines = dataclasses.replace(verified(250.0, 253.0), again=disturbed).again_lines()
+    disturbed = Again(measurement_at(253.0), ("process 71 took 30 % of the GPU",))
+    lines = dataclasses.replace(verification_of(250.0, 253.0), again=disturbed).again_lines()
     assert lines[-1] == "this trial was disturbed: process 71 took 30 % of the GPU"
 
 
@@ -207,7 +207,7 @@ def test_the_time_of_new_lengths_is_part_of_the_comparison() -> None:
     promised = dataclasses.replace(plain.promised, new_length_seconds=0.5)
     with_data = dataclasses.replace(plain, report=report, promised=promised)
     timed = tuple(dataclasses.replace(each, seconds=6.0) for each in stretches([320.0] * 2, 20, new_shapes=4))
-    found = Verification(with_data, 100, obtained(stretches=timed), Again(measured(320.0)))
+    found = Verification(with_data, 100, stock_result(stretches=timed), Again(measurement_at(320.0)))
     assert found.again_lines()[1] == "the stock run is as fast as that"
 
 
@@ -232,9 +232,9 @@ def test_a_trial_that_fails_loses_nothing_of_the_run(
     monkeypatch.setattr(module, "_outcome", run_to_end)
     again = measure_again(target(), tmp_path / "verify.log", lambda text: None)
     assert again == NotMeasured(why)
-    found = Verification(target(), 100, obtained(250.0, pause_seconds=PAUSES), again)
+    found = Verification(target(), 100, stock_result(250.0, pause_seconds=PAUSES), again)
     assert f"  the winner's trial could not be measured again: {why}" in verification_lines(found)
-    assert "search again on an idle machine" in hint(found)
+    assert "search again on an idle machine" in hint_of_miss(found)
     document = encode(verification_document(found))
     assert (document["verdict"], document["measured_again"]) == ("missed", None)
     assert document["not_measured_again"] == why
@@ -261,7 +261,7 @@ def test_no_search_begins_between_the_stock_run_and_the_repeated_trial(
         return NotMeasured("nothing is run here")
 
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(throughput, "run_fresh", lambda *_, **__: obtained(250.0))
+    monkeypatch.setattr(throughput, "run_fresh", lambda *_, **__: stock_result(250.0))
     monkeypatch.setattr(throughput, "measure_again", look)
     verify(target(), 100, tmp_path / "verify.log")
     (holder,) = holders
@@ -272,12 +272,14 @@ def test_no_search_begins_between_the_stock_run_and_the_repeated_trial(
 @pytest.mark.parametrize(
     ("answer", "asked", "verdict", "is_measured"),
     [
-        pytest.param(obtained(250.0), False, "missed", True, id="missed"),
-        pytest.param(obtained(stretches=stretches([270.0, 350.0] * 5)), False, "cannot_tell", True, id="cannot tell"),
-        pytest.param(obtained(320.0), False, "kept", False, id="kept"),
-        pytest.param(obtained(400.0), False, "faster", True, id="faster than promised"),
-        pytest.param(obtained(320.0), True, "kept", True, id="kept, and asked for"),
-        pytest.param(obtained(320.0, peak=22 * GIB), False, "missed", False, id="memory alone is missed"),
+        pytest.param(stock_result(250.0), False, "missed", True, id="missed"),
+        pytest.param(
+            stock_result(stretches=stretches([270.0, 350.0] * 5)), False, "cannot_tell", True, id="cannot tell"
+        ),
+        pytest.param(stock_result(320.0), False, "kept", False, id="kept"),
+        pytest.param(stock_result(400.0), False, "faster", True, id="faster than promised"),
+        pytest.param(stock_result(320.0), True, "kept", True, id="kept, and asked for"),
+        pytest.param(stock_result(320.0, peak=22 * GIB), False, "missed", False, id="memory alone is missed"),
         pytest.param(StockResult("out_of_memory", "none left", "train"), True, "missed", False, id="out of memory"),
     ],
 )
@@ -285,9 +287,9 @@ def test_the_winner_is_measured_again_where_the_speed_is_not_kept(
     answer: StockResult, asked: bool, verdict: Verdict, is_measured: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(throughput, "run_fresh", lambda *words, **options: answer)
-    monkeypatch.setattr(module, "_outcome", lambda *words: Completed(measured(320.0), disturbed=("busy",)))
+    monkeypatch.setattr(module, "_outcome", lambda *words: Completed(measurement_at(320.0), disturbed=("busy",)))
     said: list[str] = []
     found = verify(target(0.02), 100, tmp_path / "verify.log", again=asked, note=said.append)
     assert found.verdict() == verdict
     assert (found.again is not None) == is_measured == bool(said)
-    assert found.measured_again == (Again(measured(320.0), ("busy",)) if is_measured else None)
+    assert found.measured_again == (Again(measurement_at(320.0), ("busy",)) if is_measured else None)

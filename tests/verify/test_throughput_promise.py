@@ -64,7 +64,7 @@ def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> tuple
     return tuple(Stretch(steps, 64 * steps, 64 * steps / speed, new_shapes) for speed in speeds)
 
 
-def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> StockResult:
+def stock_result(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> StockResult:
     """What a stock run answers."""
     found = dict.fromkeys(("before", "evaluate", "save", "end"), PeakBytes(peak - GIB, peak))
     told = StockResult(
@@ -86,7 +86,7 @@ def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> Stoc
 def test_the_speed_is_compared_with_the_interval_of_the_next_run(
     promised_share: float, obtained_share: float, verdict: Verdict
 ) -> None:
-    verification = Verification(target(promised_share), 100, obtained(320 * obtained_share))
+    verification = Verification(target(promised_share), 100, stock_result(320 * obtained_share))
     assert verification.verdict() == verdict
     document = encode(verification_document(verification))
     assert (document["verdict"], document["kept"]) == (verdict, verdict in ("kept", "faster"))
@@ -103,7 +103,7 @@ def test_the_speed_is_compared_with_the_interval_of_the_next_run(
 
 def test_both_intervals_are_told() -> None:
     document = encode(
-        verification_document(Verification(target(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
+        verification_document(Verification(target(), 100, stock_result(stretches=stretches([310.0, 330.0] * 5))))
     )
     promised, found = document["promised"], document["obtained"]
     assert promised["samples_per_second_low"] == pytest.approx(310.4)
@@ -115,47 +115,49 @@ def test_both_intervals_are_told() -> None:
 
 
 def test_it_is_said_which_side_cannot_tell_and_why() -> None:
-    host_bound = Verification(target(0.40, busy=0.46), 100, obtained(260.0))
+    host_bound = Verification(target(0.40, busy=0.46), 100, stock_result(260.0))
     assert host_bound.verdict() == "cannot_tell"
     assert "the promise is wide, ± 40.0%: the GPU computes 46% of a step, the rest waits for the host" in " ".join(
         host_bound.why()
     )
-    alone = Verification(target(0.40, busy=0.97), 100, obtained(260.0))
+    alone = Verification(target(0.40, busy=0.97), 100, stock_result(260.0))
     assert "one process was measured" in alone.verdict_line()
-    noisy = Verification(target(0.01), 100, obtained(stretches=stretches([250.0, 430.0] * 5)))
+    noisy = Verification(target(0.01), 100, stock_result(stretches=stretches([250.0, 430.0] * 5)))
     assert noisy.verdict() == "cannot_tell"
     # Seconds a sample of ± 20 % are a lopsided interval of speeds.
     assert "316.2 (263.6 to 395.0) samples/s lie below the promised" in noisy.verdict_line()
     assert "the run is noisy, 263.6 to 395.0 samples/s: its own steps differ" in noisy.verdict_line()
-    uneven = Verification(target(0.01), 100, obtained(stretches=stretches([285.0, 345.0] * 5)))
+    uneven = Verification(target(0.01), 100, stock_result(stretches=stretches([285.0, 345.0] * 5)))
     assert "the run is noisy, ± 7." in uneven.verdict_line()
-    reaching = Verification(target(0.01), 100, obtained(stretches=stretches([300.0, 324.0] * 5)))
+    reaching = Verification(target(0.01), 100, stock_result(stretches=stretches([300.0, 324.0] * 5)))
     assert reaching.verdict() == "cannot_tell"
     assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
 
 
 def test_a_stall_is_told_apart_from_steps_that_differ() -> None:
-    stalled = Verification(target(), 100, obtained(stretches=stretches([315.0] * 6 + [20.0] + [325.0] * 5, steps=3)))
+    stalled = Verification(
+        target(), 100, stock_result(stretches=stretches([315.0] * 6 + [20.0] + [325.0] * 5, steps=3))
+    )
     assert stalled.verdict() == "cannot_tell"
     assert "it stood still once, 3 steps took 9.6 s where such steps take" in stalled.verdict_line()
 
 
 def test_of_two_stalls_no_upper_end_is_known() -> None:
-    stalled = Verification(target(), 100, obtained(stretches=stretches([315.0] * 10 + [10.0] * 2, steps=3)))
+    stalled = Verification(target(), 100, stock_result(stretches=stretches([315.0] * 10 + [10.0] * 2, steps=3)))
     assert stalled.verdict() == "cannot_tell"
     assert "51.8 (15.4 or more) samples/s lie below the promised" in stalled.verdict_line()
     assert "the run is noisy: it stood still 2 times, " in stalled.verdict_line()
 
 
 def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:
-    over = Verification(target(0.40), 100, obtained(260.0, peak=22 * GIB))
+    over = Verification(target(0.40), 100, stock_result(260.0, peak=22 * GIB))
     assert over.verdict() == "missed"
     assert "above the promised 20.0 GiB" in over.misses()[0]
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.019, True), (1.021, False), (0.5, True)])
 def test_the_memory_that_is_kept(share: float, kept: bool) -> None:
-    verification = Verification(target(), 100, obtained(peak=round(20 * GIB * share)))
+    verification = Verification(target(), 100, stock_result(peak=round(20 * GIB * share)))
     assert (not verification.misses()) == kept
 
 
@@ -166,7 +168,7 @@ def test_a_second_copy_of_ddps_buckets_keeps_the_promise(copy_gib: float | None,
     promised = dataclasses.replace(
         promised, promised=dataclasses.replace(promised.promised, bucket_copy_bytes=copy_bytes)
     )
-    found = Verification(promised, 100, obtained(peak=int(21.5 * GIB)))
+    found = Verification(promised, 100, stock_result(peak=int(21.5 * GIB)))
     assert (found.misses() == []) == kept
     told = "in one step DDP may hold the 1.5 GiB of its gradient buckets twice"
     assert (told in notes(found)) == kept
@@ -180,8 +182,8 @@ def test_where_segments_expand_what_is_allocated_counts() -> None:
     best = dataclasses.replace(plain.best, candidate=dataclasses.replace(plain.best.candidate, arm=arm))
     expanding = dataclasses.replace(plain, best=best)
     found = dict.fromkeys(("before", "end"), PeakBytes(19 * GIB, 23 * GIB))
-    assert Verification(expanding, 100, obtained(peak_bytes=found)).misses() == []
-    assert Verification(plain, 100, obtained(peak_bytes=found)).misses()
+    assert Verification(expanding, 100, stock_result(peak_bytes=found)).misses() == []
+    assert Verification(plain, 100, stock_result(peak_bytes=found)).misses()
 
 
 def target_with_data(**promised: Any) -> Target:
@@ -193,7 +195,7 @@ def target_with_data(**promised: Any) -> Target:
 
 def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     """20 steps of 0.2 s in the first stretch, in which 8 lengths of 0.5 s are new, and 20 in the second."""
-    answer = obtained(stretches=(Stretch(20, 1280, 8.0, 8), Stretch(20, 1280, 4.0, 0)))
+    answer = stock_result(stretches=(Stretch(20, 1280, 8.0, 8), Stretch(20, 1280, 4.0, 0)))
     run = Verification(target_with_data(new_length_seconds=0.5), 100, answer)
     assert run.samples_per_second == pytest.approx(2560 / 12)
     assert run.promise.mean == pytest.approx(2560 / 12)
@@ -212,7 +214,7 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
 
 def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
     """An epoch ends with 8 samples in place of 64, in a tenth of a step's time."""
-    run = Verification(target_with_data(), 100, obtained(stretches=(Stretch(3, 136, 0.425, 0),)))
+    run = Verification(target_with_data(), 100, stock_result(stretches=(Stretch(3, 136, 0.425, 0),)))
     assert run.samples_per_second == pytest.approx(320)
     assert (run.steps_timed, run.samples_timed) == (3, 136)
 
@@ -222,7 +224,7 @@ def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, k
     """The allocator keeps what other lengths have left, up to the cap, which is said: 23 GiB, 19 promised."""
     allocated = int(allocated_gib * GIB)
     found = dict.fromkeys(("before", "end"), PeakBytes(allocated, 23 * GIB))
-    run = Verification(target_with_data(), 100, obtained(peak_bytes=found))
+    run = Verification(target_with_data(), 100, stock_result(peak_bytes=found))
     assert (run.misses() == []) == kept
     document = encode(verification_document(run))
     assert document["obtained"]["peak_reserved_bytes"] == 23 * GIB
@@ -235,10 +237,10 @@ def test_what_the_evaluation_needs_is_told_apart() -> None:
     """It is no miss of the training's promise; but what training reserves beyond it later is."""
     sizes = {"before": 20, "evaluate": 23, "save": 23, "end": 23}
     found = {name: PeakBytes(size * GIB, size * GIB) for name, size in sizes.items()}
-    verification = Verification(target(), 100, obtained(peak_bytes=found))
+    verification = Verification(target(), 100, stock_result(peak_bytes=found))
     assert verification.training_peak_bytes == 20 * GIB
     assert encode(verification_document(verification))["obtained"]["peak_reserved_with_evaluation_bytes"] == 23 * GIB
-    grown = Verification(target(), 100, obtained(peak_bytes={**found, "end": PeakBytes(23 * GIB, 24 * GIB)}))
+    grown = Verification(target(), 100, stock_result(peak_bytes={**found, "end": PeakBytes(23 * GIB, 24 * GIB)}))
     assert grown.training_peak_bytes == 24 * GIB
     assert grown.misses()
 
@@ -250,12 +252,12 @@ def test_out_of_memory_and_a_loss_that_is_no_number_are_misses() -> None:
     with pytest.raises(PromiseMissedError) as raised:
         Verification(target(), 100, dataclasses.replace(out, during="train")).check()
     assert "more --headroom" in raised.value.hint
-    bad = Verification(target(), 100, obtained(loss_problem="the loss of the last step is nan"))
+    bad = Verification(target(), 100, stock_result(loss_problem="the loss of the last step is nan"))
     assert bad.misses() == ["the loss of the last step is nan"]
 
 
 def test_other_versions_are_told() -> None:
-    document = encode(verification_document(Verification(target(), 100, obtained(packages={"torch": "2.14.0"}))))
+    document = encode(verification_document(Verification(target(), 100, stock_result(packages={"torch": "2.14.0"}))))
     assert document["notes"] == ["the study was measured with torch 2.13.0, now 2.14.0"]
 
 

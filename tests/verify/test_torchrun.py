@@ -17,7 +17,7 @@ from autotune.worker.verify import torchrun
 from autotune.worker.verify.torchrun import merge, run_with_torchrun
 
 
-def answer(seconds: float, peak: int, **changes: Any) -> StockResult:
+def answer_of_rank(seconds: float, peak: int, **changes: Any) -> StockResult:
     """What one rank says."""
     stretch = Stretch(steps=5, samples=40, seconds=seconds, new_shapes=0)
     peaks = {"end": PeakBytes(peak, 2 * peak)}
@@ -42,21 +42,21 @@ def test_torchrun_starts_the_ranks(silent: list[int], tmp_path: Path, monkeypatc
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(torchrun, "_RANK_MODULE", "answering_rank")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    told = {"answer": encode(answer(1.0, 300)), "silent": silent}
+    told = {"answer": encode(answer_of_rank(1.0, 300)), "silent": silent}
     work = StockWork(tiny_workload("bert-tiny"), RankDevices("cpu", ("cpu", "cpu")), told, "eager", 42, 20)
     merged = run_with_torchrun(work, str(tmp_path / "job"))
     if silent:
         assert merged.message == "rank 1 gave no answer, and torchrun ended with exit code 1"
     else:
-        assert merged == merge([answer(1.0, 300)] * 2, 0)
+        assert merged == merge([answer_of_rank(1.0, 300)] * 2, 0)
 
 
 def test_samples_of_all_time_of_the_slowest_peak_of_the_largest() -> None:
-    merged = merge([answer(1.0, 300), answer(1.5, 200)], 0)
+    merged = merge([answer_of_rank(1.0, 300), answer_of_rank(1.5, 200)], 0)
     assert merged.stretches == (Stretch(steps=5, samples=80, seconds=1.5, new_shapes=0),)
     assert merged.peak_bytes == {"end": PeakBytes(300, 600)}
     assert merged.joules_per_sample is None
-    thrifty, wasteful = (answer(1.0, 1, joules_per_sample=joules) for joules in (2.0, 4.0))
+    thrifty, wasteful = (answer_of_rank(1.0, 1, joules_per_sample=joules) for joules in (2.0, 4.0))
     assert merge([thrifty, wasteful], 0).joules_per_sample == 3
 
 
@@ -64,6 +64,6 @@ def test_a_rank_that_failed_speaks_for_all() -> None:
     lost = StockResult("failed", "connection closed", "train")
     full = StockResult("out_of_memory", "no memory", "train")
     assert merge([lost, full], 1).message == "rank 1: no memory"
-    assert merge([answer(1.0, 1), lost], 1).message == "rank 1: connection closed"
-    silent = merge([answer(1.0, 1), None], 1)
+    assert merge([answer_of_rank(1.0, 1), lost], 1).message == "rank 1: connection closed"
+    silent = merge([answer_of_rank(1.0, 1), None], 1)
     assert silent.message == "rank 1 gave no answer, and torchrun ended with exit code 1"

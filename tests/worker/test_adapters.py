@@ -28,18 +28,20 @@ CPU = torch.device("cpu")
 CHECKPOINTED = Candidate(Arm(gradient_checkpointing=True), 2)
 
 
-def lora(workload: Workload, **changes: object) -> Workload:
+def with_lora(workload: Workload, **changes: object) -> Workload:
     return dataclasses.replace(workload, **{"peft": "lora", "lora_rank": 4, **changes})
 
 
 @pytest.fixture(params=sorted(ONE_OF_EACH_TASK))
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TrialServer]:
     task: Task = request.param
-    with TrialServer(find_device("cpu"), lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task)), tmp_path) as started:
+    with TrialServer(
+        find_device("cpu"), with_lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task)), tmp_path
+    ) as started:
         yield started
 
 
-def trained(runner: TrialServer, candidate: Candidate = CHECKPOINTED) -> None:
+def check_trains(runner: TrialServer, candidate: Candidate = CHECKPOINTED) -> None:
     log = runner.server_log.with_name("trial.log")
     outcome = run_trial(runner, TrialJob("trial", candidate, AMPLE_BYTES, QUICK, 42, 240.0, str(log)))
     assert isinstance(outcome, Completed), outcome
@@ -49,12 +51,12 @@ def test_every_task_trains_adapters_over_frozen_weights(runner: TrialServer) -> 
     model = runner.inspect().model
     assert model is not None
     assert 0 < model.trainable_parameters < model.parameters / 2
-    trained(runner)
+    check_trains(runner)
 
 
 def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake_tensors(tmp_path: Path) -> None:
     cpu = find_device("cpu")
-    with TrialServer(Placement.of(cpu, cpu), lora(tiny_workload("bert-tiny")), tmp_path) as started:
+    with TrialServer(Placement.of(cpu, cpu), with_lora(tiny_workload("bert-tiny")), tmp_path) as started:
         model = started.inspect().model
     assert model is not None
     assert (model.layer_classes, model.sharding_error) == (("BertLayer",), None)
@@ -63,12 +65,12 @@ def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake
 
 def test_a_rank_that_exceeds_a_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LoRA of rank 65 exceeds q_proj of 64 × 64: use 64 or less"):
-        build_model(lora(tiny_workload("llama-tiny"), lora_rank=65), "eager", torch.device("meta"))
+        build_model(with_lora(tiny_workload("llama-tiny"), lora_rank=65), "eager", torch.device("meta"))
 
 
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["v_proj"]}])
 def test_further_arguments_reach_peft(arguments: dict[str, object]) -> None:
-    model = build_model(lora(tiny_workload("llama-tiny"), lora_options=arguments), "eager", CPU)
+    model = build_model(with_lora(tiny_workload("llama-tiny"), lora_options=arguments), "eager", CPU)
     config = model.peft_config["default"]
     said = {name: getattr(config, name) for name in arguments}
     assert said == {name: set(value) if isinstance(value, list) else value for name, value in arguments.items()}
@@ -78,9 +80,9 @@ def test_further_arguments_reach_peft(arguments: dict[str, object]) -> None:
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_few_bits_train_too(bits: str, task: Task, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    workload = lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task), dtype="bfloat16", quantize=bits)
+    workload = with_lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task), dtype="bfloat16", quantize=bits)
     with TrialServer(find_device("cpu"), workload, tmp_path) as started:
-        trained(started)
+        check_trains(started)
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
@@ -89,8 +91,8 @@ def test_random_weights_are_quantized_as_saved_ones_are(bits: QuantizeName, name
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     saved = tiny_workload(name, dtype="bfloat16")
     build_model(saved, "eager", CPU).save_pretrained(tmp_path)
-    drawn = build_model(lora(saved, quantize=bits), "eager", CPU)
-    loaded = build_model(lora(saved, quantize=bits, weights=str(tmp_path)), "eager", CPU)
+    drawn = build_model(with_lora(saved, quantize=bits), "eager", CPU)
+    loaded = build_model(with_lora(saved, quantize=bits, weights=str(tmp_path)), "eager", CPU)
 
     def described(model: torch.nn.Module) -> dict[str, object]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -142,7 +144,7 @@ def test_building_takes_little_more_than_the_model(changes: dict[str, str], tmp_
         changes = {**changes, "weights": str(tmp_path)}
     tiny = dataclasses.replace(large, config={**SIZED, "num_hidden_layers": 1, "hidden_size": 64})
     told = json.dumps(
-        [lora(each, **{**changes, **more}).document() for each, more in ((tiny, {"weights": None}), (large, {}))]
+        [with_lora(each, **{**changes, **more}).document() for each, more in ((tiny, {"weights": None}), (large, {}))]
     )
     done = warm.run([sys.executable, "-c", BUILD], input=told, capture_output=True, text=True, timeout=240)
     peak_bytes, model_bytes = json.loads(done.stdout.splitlines()[-1])

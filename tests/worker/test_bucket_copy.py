@@ -53,7 +53,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def measured(clock: FakeClock, extra: tuple[int, ...], size_bytes: int | None = COPY, **changes: Any) -> Measurement:
+def measurement_of(
+    clock: FakeClock, extra: tuple[int, ...], size_bytes: int | None = COPY, **changes: Any
+) -> Measurement:
     """A trial of steps that allocate 1,000 MiB, and in each so much more."""
     candidate = Candidate(Arm(strategy="ddp", ranks=2), 8)
     drive = Drive(candidate, EFFORT, clock)
@@ -77,7 +79,7 @@ def measured(clock: FakeClock, extra: tuple[int, ...], size_bytes: int | None = 
 
 
 def test_a_copy_that_was_met_is_kept_out_of_the_peaks(clock: FakeClock) -> None:
-    met, not_met = measured(clock, (0, COPY)), measured(clock, ())
+    met, not_met = measurement_of(clock, (0, COPY)), measurement_of(clock, ())
     assert met.peak_allocated_bytes == not_met.peak_allocated_bytes == 1000 * MIB
     # What the fake meter reserves beyond what is allocated grows with the copy.
     assert met.peak_reserved_bytes == (1400 * 11 // 10 - 400) * MIB
@@ -89,7 +91,7 @@ def test_a_copy_that_was_met_is_kept_out_of_the_peaks(clock: FakeClock) -> None:
 
 
 def test_where_steps_are_short_the_third_may_meet_it_too(clock: FakeClock) -> None:
-    found = measured(clock, (0, COPY, COPY))
+    found = measurement_of(clock, (0, COPY, COPY))
     assert (found.peak_allocated_bytes, found.once_allocated_bytes) == (1000 * MIB, 1400 * MIB)
 
 
@@ -109,7 +111,7 @@ def test_after_the_longest_batches_shorter_ones_say_nothing(
 
 def test_the_pause_after_the_first_step_is_in_no_step(clock: FakeClock) -> None:
     before = clock.now
-    found = measured(clock, ())
+    found = measurement_of(clock, ())
     assert found.warmup_step_seconds == pytest.approx((1.0, 1.0))
     assert clock.now - before == pytest.approx(4.25)
 
@@ -127,7 +129,7 @@ def test_the_pause_after_the_first_step_is_in_no_step(clock: FakeClock) -> None:
 def test_other_differences_between_steps_stay_in_the_peaks(
     clock: FakeClock, extra: tuple[int, ...], size_bytes: int | None, changes: dict[str, Any]
 ) -> None:
-    found = measured(clock, extra, size_bytes, **changes)
+    found = measurement_of(clock, extra, size_bytes, **changes)
     assert found.peak_allocated_bytes == 1000 * MIB + max(extra)
     assert found.peak_allocated_with_bucket_copy_bytes is None
     assert found.bucket_copy_bytes == size_bytes

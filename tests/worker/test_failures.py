@@ -128,7 +128,7 @@ NOT_LOST = [
 
 @pytest.mark.parametrize("error", LOST_DEVICE, ids=lambda error: str(error)[:40])
 def test_the_device_was_lost(error: Exception) -> None:
-    for seen in (error, raised(RuntimeError("backward failed"), error)):
+    for seen in (error, raised_from(RuntimeError("backward failed"), error)):
         outcome = outcome_of(seen)
         assert isinstance(outcome, Failed)
         assert (outcome.reason, outcome.during) == ("device_lost", "train")
@@ -142,7 +142,7 @@ def test_what_sounds_like_a_lost_device(error: Exception) -> None:
     assert outcome.reason == "error"
 
 
-def raised(error: Exception, cause: Exception) -> Exception:
+def raised_from(error: Exception, cause: Exception) -> Exception:
     """``error`` as it comes out of ``raise error from cause``, with a traceback."""
     try:
         raise error from cause
@@ -151,14 +151,14 @@ def raised(error: Exception, cause: Exception) -> Exception:
 
 
 def test_what_an_error_was_raised_from_counts() -> None:
-    wrapped = raised(RuntimeError("backward failed"), ON_THE_DEVICE[0])
+    wrapped = raised_from(RuntimeError("backward failed"), ON_THE_DEVICE[0])
     outcome = outcome_of(wrapped)
     assert isinstance(outcome, OutOfMemory)
     assert outcome.message.startswith("OutOfMemoryError: CUDA out of memory")
 
 
 def test_a_failure_keeps_its_traceback_with_causes() -> None:
-    outcome = outcome_of(raised(ValueError("the effect"), KeyError("the cause")))
+    outcome = outcome_of(raised_from(ValueError("the effect"), KeyError("the cause")))
     assert isinstance(outcome, Failed)
     assert outcome.message == "ValueError: the effect"
     for words in ("the effect", "the cause", __file__, "raise error from cause"):

@@ -44,7 +44,7 @@ class Told:
         return next(self._numbers)
 
 
-def train(
+def steps_told(
     accumulation: int | None, batches: list[int], every: int, count: int, *, may_skip: bool = False, skips: int = 0
 ) -> list[str]:
     """Go over ``count`` batches of these sizes with an optimizer that steps each ``every``; what was told."""
@@ -61,36 +61,36 @@ def train(
 
 
 def test_a_step_ends_with_the_batch_in_which_the_optimizer_steps() -> None:
-    assert train(2, [4] * 8, 2, 4) == ["begin", "step", "micro", "whole", "step", "micro", "whole"]
-    assert train(1, [4] * 8, 1, 2) == ["begin", "step", "whole", "step", "whole"]
+    assert steps_told(2, [4] * 8, 2, 4) == ["begin", "step", "micro", "whole", "step", "micro", "whole"]
+    assert steps_told(1, [4] * 8, 1, 2) == ["begin", "step", "whole", "step", "whole"]
 
 
 def test_as_many_batches_as_come_are_a_step_where_it_is_not_known_how_many_should() -> None:
-    assert train(None, [4] * 8, 3, 3) == ["begin", "step", "micro", "micro", "whole"]
+    assert steps_told(None, [4] * 8, 3, 3) == ["begin", "step", "micro", "micro", "whole"]
 
 
 def test_a_step_that_the_data_cuts_short_is_dropped() -> None:
     """For want of batches, or of samples in the last."""
-    assert train(2, [4, 4, 4], 2, 4)[-1] == "dropped"
-    assert train(1, [4, 4, 2], 1, 3) == ["begin", "step", "whole", "step", "whole", "step", "dropped"]
+    assert steps_told(2, [4, 4, 4], 2, 4)[-1] == "dropped"
+    assert steps_told(1, [4, 4, 2], 1, 3) == ["begin", "step", "whole", "step", "whole", "step", "dropped"]
 
 
 def test_the_batches_never_end() -> None:
-    assert train(1, [4, 4], 1, 7).count("whole") == 7
+    assert steps_told(1, [4, 4], 1, 7).count("whole") == 7
 
 
 def test_a_step_that_the_gradient_scaler_leaves_out_is_dropped() -> None:
-    said = train(2, [4] * 8, 2, 6, may_skip=True, skips=2)
+    said = steps_told(2, [4] * 8, 2, 6, may_skip=True, skips=2)
     assert [word for word in said if word in ("whole", "dropped")] == ["dropped", "dropped", "whole"]
 
 
 def test_an_optimizer_that_torch_knows_nothing_of_steps_by_the_count() -> None:
-    assert train(2, [4] * 8, 100, 4).count("whole") == 2
+    assert steps_told(2, [4] * 8, 100, 4).count("whole") == 2
 
 
 def test_steps_of_another_length_than_asked_are_an_error() -> None:
     with pytest.raises(UserCodeError, match="steps its optimizer after 1 batches, asked was 4"):
-        train(4, [4] * 100, 1, 100)
+        steps_told(4, [4] * 100, 1, 100)
 
 
 def test_batches_without_a_backward_pass_are_an_error() -> None:

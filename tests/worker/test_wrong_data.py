@@ -12,21 +12,21 @@ from data_reading import Read, spec
 from own_data import samples, texts, write_csv, write_jsonl, write_parquet
 
 
-def labelled(labels: list[Any]) -> list[dict[str, Any]]:
+def rows_with_labels(labels: list[Any]) -> list[dict[str, Any]]:
     return [{"text": text, "label": label} for text, label in zip(texts([3] * len(labels)), labels, strict=True)]
 
 
 WRONG_VALUES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "labels of two kinds": (
-        labelled([*["a"] * 30, *range(30)]),
+        rows_with_labels([*["a"] * 30, *range(30)]),
         "'label' holds both text and numbers ('a' and 0) | make",
     ),
     "labels of no number": (
-        labelled([0.5, math.nan, 1.5, math.nan]),
+        rows_with_labels([0.5, math.nan, 1.5, math.nan]),
         "2 of 4 labels in the column 'label' are NaN or infinite (nan) | remove these samples",
     ),
     "endless labels": (
-        labelled([0.5, math.inf]),
+        rows_with_labels([0.5, math.inf]),
         "1 of 2 labels in the column 'label' are NaN or infinite (inf) | remove",
     ),
     "tokens as text": (
