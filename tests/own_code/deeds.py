@@ -1,20 +1,23 @@
-"""What code may do to a folder: more than fifty deeds, each to files of its own, at five moments of a training."""
+"""What code may do to a folder: some sixty deeds, each to files of its own, at five moments of a training."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import csv
 import gzip
 import logging
 import mmap
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -382,6 +385,51 @@ def leaves_a_process_that_writes(home: Path) -> None:
     """Goes on when the process that started it is gone."""
     command = f"while kill -0 {os.getpid()}; do sleep 0.05; done; echo new > a; rm -rf kept"
     subprocess.Popen(["setsid", "sh", "-c", command], cwd=home, stderr=subprocess.DEVNULL)
+
+
+class _Writes:
+    """Writes to a file when it is collected."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __del__(self) -> None:
+        _write(self._path)
+
+
+_kept: list[_Writes] = []
+
+
+def _write(path: str | Path) -> None:
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        file.write("new")
+
+
+@deed
+def writes_when_objects_are_collected(home: Path) -> None:
+    """One now, and one when the interpreter ends."""
+    _Writes(home / "a")
+    _kept.append(_Writes(home / "b"))
+
+
+@deed
+def writes_from_a_finalizer(home: Path) -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    weakref.finalize(owner, _write, home / "a")
+    weakref.finalize(_Writes, _write, home / "b")
+    del owner
+
+
+@deed
+def writes_from_a_signal(home: Path) -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: (home / "a").write_text("new"))
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 @deed

@@ -265,3 +265,41 @@ def test_a_folder_with_a_mount_below_it_is_protected_too(folder: Path, user: int
 
     in_fork(0, lambda: (mount_namespace.open_namespace(), run())[1])
     assert (folder / "file").read_text() == "theirs"
+
+
+OWN_FILE_SYSTEMS = {
+    "in memory": "mount -t tmpfs none .",
+    "a mounted folder": "mkdir ../theirs && mount --bind ../theirs .",
+    "an overlay": "mkdir ../l ../u ../w && mount -t overlay -o lowerdir=../l,upperdir=../u,workdir=../w none .",
+}
+"""By kind, how it is mounted over the folder in which a shell is."""
+
+
+@as_user
+@pytest.mark.parametrize("kind", OWN_FILE_SYSTEMS)
+def test_a_folder_on_a_file_system_of_its_own_stays_as_it_is(
+    folder: Path, user: int, kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from test_protection import state
+
+    if os.getuid() != 0:
+        pytest.skip("only root can mount")
+    monkeypatch.setenv("DEEDS", "some")
+    (home := folder / "home").mkdir()
+    os.chown(folder, user, user)
+
+    def run() -> None:
+        subprocess.run(["sh", "-c", OWN_FILE_SYSTEMS[kind]], cwd=home, check=True)
+        deeds.prepare(home)
+        before = state(owned(home, user))
+
+        def trial() -> None:
+            protect(make_scratch("autotune-test-"), home)
+            for moment in deeds.MOMENTS:
+                deeds.do_all(home, moment)
+
+        in_fork(user, trial)
+        assert state(home) == before
+
+    in_fork(0, lambda: (mount_namespace.open_namespace(), run())[1])
+    assert sum("was done" in line for line in capfd.readouterr().out.splitlines()) > len(deeds.DEEDS) * 0.8
