@@ -129,11 +129,11 @@ def speed_chart(report: Report) -> SpeedChart:
 
 def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
     mark = _mark(report, trial.id)
-    peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
-    spread = measured.known_spread
-    if mark is not None and (pooled := report.speed(trial)) is not None:
+    spread, pooled = measured.known_spread, report.speed(trial)
+    if mark is not None and pooled is not None:
         # Of all its processes, as everywhere.
-        speed, spread = pooled.samples_per_second, pooled.relative_half_width
+        measured, spread = report.pooled(trial) or measured, pooled.relative_half_width
+    peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
     words = (
         f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} samples/s, "
         f"peak {format_bytes(peak)}; {verdict(report, trial)}"

@@ -60,6 +60,9 @@ def expert_of(report: Report) -> Expert | None:
     candidate, speed = largest.candidate, _speed(largest)
     while (larger := _larger(report, candidate)) is not None and _may_fit(report, plain, larger):
         candidate, speed = larger, _predicted_speed(plain, larger)
+    if best is not None and report.best is not None and candidate == report.best.candidate:
+        # One number for the winner, everywhere.
+        speed = best.samples_per_second
     speedup = best.samples_per_second / speed if best is not None else None
     return Expert(candidate, speed, candidate == largest.candidate, speedup)
 

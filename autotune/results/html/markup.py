@@ -1,47 +1,29 @@
-"""Build HTML and SVG elements from values, with every text escaped."""
+"""Build SVG elements from values, and make any text fit for a page."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 
-_VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
+from markupsafe import Markup, escape
 
-
-class Markup(str):
-    """Text that is HTML already. Any other text is escaped before it becomes part of a page."""
-
-    __slots__ = ()
-
-
-Child = str | int | None | Iterable["Child"]
+Child = str | None | Iterable["Child"]
 """What an element may contain: text, elements, nothing, or several of these."""
 
 
-def escaped(text: str) -> str:
-    """Escape text for HTML and its attributes. Control characters and lone surrogates are spelled out.
+def legible(text: str) -> str:
+    """Spell out control characters and lone surrogates: HTML forbids the former, no encoding can write the latter."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
-    HTML forbids control characters, and no encoding can write a surrogate.
+
+def element(name: str, *children: Child, **attributes: str | float | None) -> Markup:
+    """Build an element with its children in order, with every text escaped.
+
+    ``class_`` stands for ``class``, any other ``_`` for ``-``. An attribute that is ``None`` is left out.
     """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return html.escape(text)
-
-
-def element(name: str, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """Build an element with its children in order.
-
-    ``class_`` stands for ``class``, any other ``_`` for ``-``. An attribute that is ``None`` or ``False`` is left out.
-    """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in _VOID:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{joined(children)}</{name}>")
-
-
-def joined(children: Iterable[Child]) -> Markup:
-    """Join children, each escaped unless it is markup."""
-    return Markup("".join(map(_content, children)))
+    written = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    return Markup(f"<{name}{written}>{_content(children)}</{name}>")
 
 
 def _content(child: Child) -> str:
@@ -50,16 +32,11 @@ def _content(child: Child) -> str:
             return ""
         case Markup():
             return child
-        case str() | int():
-            return escaped(str(child))
-    return joined(child)
+        case str():
+            return escape(legible(child))
+    return "".join(map(_content, child))
 
 
-def _attribute(key: str, value: str | float | bool | None) -> str:
-    if value is None or value is False:
-        return ""
-    key = key.rstrip("_").replace("_", "-")
-    if value is True:
-        return f" {key}"
+def _attribute(key: str, value: str | float) -> str:
     text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-    return f' {key}="{escaped(text)}"'
+    return f' {key.rstrip("_").replace("_", "-")}="{escape(legible(text))}"'

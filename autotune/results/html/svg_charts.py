@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from autotune.core.units import GIB, MIB, format_bytes, format_rate
 from autotune.results.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
 from autotune.results.html.axes import Box, Scale, place_label, shortened, text_width
-from autotune.results.html.markup import Child, Markup, element
+from autotune.results.html.markup import Child, element
 
 COLORS = 8
 _SHAPES = ("circle", "square", "triangle", "diamond", "pentagon")
@@ -206,84 +208,96 @@ def _point_labels(
     return parts
 
 
+@dataclass(frozen=True)
+class IntervalRow:
+    """A value with its interval, in the unit of the chart."""
+
+    label: str
+    value: str
+    """The value in words."""
+    told: str
+    at: float
+    low: float
+    high: float
+    series: int
+    """Number of its colour and shape."""
+    kind: str = ""
+    """Another CSS class: ``best`` is bold."""
+
+
 def draw_step_chart(chart: StepChart, rows: Sequence[StepRow], key: str, width: float) -> Markup:
     """Draw a row for each candidate: its mean step time, and the interval of the next run."""
-    narrow = width < _NARROW
-    label_width, value_width, row_height = (0.0, 0.0, 44.0) if narrow else (_label_width(rows), 128.0, 28.0)
-    top = 8.0
-    area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
-    across, unit = _step_scale(rows, area)
+    low, high = min(row.low_seconds for row in rows), max(row.high_seconds for row in rows)
+    name, seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
+    intervals = [
+        IntervalRow(
+            row.candidate.describe() + (f" ({row.mark})" if row.mark else ""),
+            f"{format_rate(row.seconds / seconds)} {name} ± {row.relative_half_width:.1%}",
+            row.told,
+            row.seconds / seconds,
+            row.low_seconds / seconds,
+            row.high_seconds / seconds,
+            row.arm,
+            row.mark or "",
+        )
+        for row in rows
+    ]
     what = "time a sample" if chart.per_sample else "time of an optimizer step"
-    slowest = rows[-1].told if rows else ""
-    told = (
-        f"{what.capitalize()} of {len(rows)} candidates. Fastest: {rows[0].told if rows else ''}. Slowest: {slowest}."
-    )
-    log = ", logarithmic" if across.is_log else ""
+    return draw_intervals("Step times", f"{what} ({name})", intervals, key, width)
+
+
+def draw_intervals(title: str, axis: str, rows: Sequence[IntervalRow], key: str, width: float) -> Markup:
+    """Draw a row for each value: its label, the value and its interval, over one axis."""
+    narrow = width < _NARROW
+    longest = max(text_width(row.label) for row in rows)
+    label_width = 0.0 if narrow else min(max(longest + _EDGE + 16, 236.0), 360.0)
+    value_width, row_height, top = (0.0, 44.0, 8.0) if narrow else (128.0, 28.0, 8.0)
+    area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
+    across = _interval_scale(rows, area)
+    told = f"{axis}, {len(rows)} rows. First: {rows[0].told}. Last: {rows[-1].told}."
     ticks = across.ticks(int((area.right - area.left) / 56))
     return _svg(
         key,
-        "Step times",
+        title,
         told,
         width,
         area.bottom + 46,
         [_line(across(tick), area.top, across(tick), area.bottom, "grid") for tick in ticks],
         [_text(across(tick), area.bottom + 18, f"{tick:,g}", "middle", "tick") for tick in ticks],
         _line(area.left, area.bottom, area.right, area.bottom, "axis"),
-        _text((area.left + area.right) / 2, area.bottom + 40, f"{what} ({unit.name}{log})", "middle", "label"),
-        [
-            _step_row(row, across, unit, area, area.top + row_height * place, narrow=narrow)
-            for place, row in enumerate(rows)
-        ],
+        _text(
+            (area.left + area.right) / 2,
+            area.bottom + 40,
+            f"{axis.removesuffix(')')}, logarithmic{')' if axis.endswith(')') else ''}" if across.is_log else axis,
+            "middle",
+            "label",
+        ),
+        [_interval(row, across, area, area.top + row_height * place, narrow=narrow) for place, row in enumerate(rows)],
     )
 
 
-def _label_width(rows: Sequence[StepRow]) -> float:
-    """Return the width of the column of labels: that of the longest, within limits."""
-    longest = max((text_width(_row_label(row)) for row in rows), default=0.0)
-    return min(max(longest + _EDGE + 16, 236.0), 360.0)
-
-
-def _row_label(row: StepRow) -> str:
-    return row.candidate.describe() + (f" ({row.mark})" if row.mark else "")
-
-
-@dataclass(frozen=True)
-class _Unit:
-    name: str
-    seconds: float
-
-
-def _step_scale(rows: Sequence[StepRow], area: Box) -> tuple[Scale, _Unit]:
-    """Return the scale.
-
-    Logarithmic where the slowest takes twice the time of the fastest, so that intervals are visible.
-    """
-    low = min((row.low_seconds for row in rows), default=1.0)
-    high = max((row.high_seconds for row in rows), default=2.0)
-    unit = _Unit("s", 1.0) if low >= 1 else _Unit("ms", 1e-3) if high >= 1e-3 else _Unit("µs", 1e-6)
-    low, high = low / unit.seconds, high / unit.seconds
+def _interval_scale(rows: Sequence[IntervalRow], area: Box) -> Scale:
+    """Return a scale: logarithmic where the largest is twice the smallest, so that intervals are visible."""
+    low, high = min(row.low for row in rows), max(row.high for row in rows)
     is_log = high > 2 * low
     margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
-    return Scale(low / margin, high * margin, area.left, area.right, is_log), unit
+    return Scale(low / margin, high * margin, area.left, area.right, is_log)
 
 
-def _step_row(row: StepRow, across: Scale, unit: _Unit, area: Box, top: float, *, narrow: bool) -> Child:
+def _interval(row: IntervalRow, across: Scale, area: Box, top: float, *, narrow: bool) -> Child:
     center = top + (31 if narrow else 14)
     base = top + 16 if narrow else center + 4
-    value = f"{format_rate(row.seconds / unit.seconds)} {unit.name} ± {row.relative_half_width:.1%}"
-    words = _row_label(row)
-    room = (area.right - text_width(value) - 10 if narrow else area.left - 12) - 2
-    low, high = across(row.low_seconds / unit.seconds), across(row.high_seconds / unit.seconds)
-    kind = f"row {row.mark}" if row.mark else "row"
+    room = (area.right - text_width(row.value) - 10 if narrow else area.left - 12) - 2
+    low, high = across(row.low), across(row.high)
     return element(
         "g",
         element("title", row.told),
-        _text(2, base, shortened(words, room), "start", "row-label"),
-        _line(low, center, high, center, f"{series_class(row.arm)} whisker"),
-        [_line(x, center - 4, x, center + 4, f"{series_class(row.arm)} whisker") for x in (low, high)],
-        marker(row.arm, across(row.seconds / unit.seconds), center, 4.0),
-        _text(area.right + (_EDGE if narrow else 132 + _EDGE - 6), base, value, "end", "row-value"),
-        class_=kind,
+        _text(2, base, shortened(row.label, room), "start", "row-label"),
+        _line(low, center, high, center, f"{series_class(row.series)} whisker"),
+        [_line(x, center - 4, x, center + 4, f"{series_class(row.series)} whisker") for x in (low, high)],
+        marker(row.series, across(row.at), center, 4.0),
+        _text(area.right + (_EDGE if narrow else 132 + _EDGE - 6), base, row.value, "end", "row-value"),
+        class_=f"row {row.kind}".rstrip(),
     )
 
 

@@ -1,138 +1,152 @@
-"""Compare two searches that have ended."""
+"""Compare searches that have ended: any number of them, ranked only where they search the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from fastapi import APIRouter
-from fastapi.responses import HTMLResponse, Response
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
+from markupsafe import Markup
 
-from autotune.core.errors import AutotuneError
-from autotune.core.outcome import Measurement
-from autotune.core.units import format_bytes, format_rate, format_seconds
-from autotune.estimate.bottleneck import describe_limit
-from autotune.results.expert import expert_of
-from autotune.results.html.markup import Child, Markup, element
-from autotune.results.json_document import report_document
-from autotune.results.report import Report
-from autotune.results.study_view import study_view
-from autotune.results.wording import times
+from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.statistics import Estimate, difference
+from autotune.core.units import format_rate
+from autotune.results.html.page import drawn
+from autotune.results.html.svg_charts import IntervalRow, draw_intervals
+from autotune.results.study_view import BestView, StudyView, study_view
 from autotune.service.access import Known
-from autotune.service.pages.frame import Visitor, error_box, page, sign_in_page, table
+from autotune.service.pages.frame import Visitor, page, sign_in_page
 from autotune.service.searches import Searches
 from autotune.service.verifications import VERIFIES
-from autotune.store.queue import TokenRecord
+from autotune.store.queue import JobRecord
+
+_MOST_KNOWN = 200
+_MOST_COMPARED = 50
 
 router = APIRouter(include_in_schema=False)
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A search in a comparison."""
+
+    job: JobRecord
+    study: StudyView
+    best: BestView
+
+
+@dataclass(frozen=True)
+class Group:
+    """Searches of one workload and one effective batch, the fastest first."""
+
+    title: str
+    members: tuple[Compared, ...]
+
+    @property
+    def lead(self) -> Estimate | None:
+        """The logarithm of how many times as fast the first is as the second; ``None`` where there is no second."""
+        if len(self.members) < 2:
+            return None
+        first, second = (each.best.speed.log_sample_seconds for each in self.members[:2])
+        return difference(second, first)
+
+    @property
+    def has_winner(self) -> bool:
+        """Whether the first can be told apart from the second."""
+        return self.lead is not None and abs(self.lead.mean) > self.lead.half_width()
+
+    @property
+    def verdict(self) -> str:
+        """Which is the fastest, and whether that can be told."""
+        lead = self.lead
+        if lead is None:
+            return "Nothing else was searched for this workload and effective batch, so nothing is ranked."
+        first, second = (each.job.study for each in self.members[:2])
+        if not self.has_winner:
+            return f"{first} and {second} cannot be told apart."
+        ratio = math.exp(lead.mean)
+        return f"{first} is {ratio:.2f} ± {ratio * lead.half_width():.2f} times as fast as {second}."
+
+    @property
+    def drawings(self) -> dict[str, Markup]:
+        """The chart of their speeds, for a wide page and for a phone."""
+        rows = [_interval(each, number) for number, each in enumerate(self.members)]
+        key = f"speeds-{self.members[0].job.id}"
+        return drawn(lambda name, width: draw_intervals("Speeds", "samples/s", rows, name, width), key)
+
+
+def _interval(each: Compared, number: int) -> IntervalRow:
+    speed = each.best.speed
+    low, high = speed.interval()
+    value = f"{format_rate(speed.samples_per_second)} ± {speed.relative_half_width:.1%}"
+    told = f"{each.job.study}: {value} samples/s, next run {format_rate(low)} to {format_rate(high)} (95 %)"
+    return IntervalRow(each.job.study, value, told, speed.samples_per_second, low, high, number)
+
+
 @router.get("/compare")
-def compare(visitor: Visitor, searches: Known, a: str = "", b: str = "") -> Response:
-    """Show two searches side by side, or ask which."""
-    return sign_in_page() if visitor is None else _compare_page(searches, visitor, a, b)
-
-
-def _compare_page(searches: Searches, token: TokenRecord, a: str, b: str) -> HTMLResponse:
-    finished = searches.store.queue.jobs(states=["finished"], most=200)
+def compare(
+    visitor: Visitor, searches: Known,
+    named: Annotated[list[str] | None, Query(alias="s", description="Ids of searches, or names of studies.")] = None,
+    like: str = "",
+) -> Response:  # fmt: skip
+    """Compare the searches that were named, or all of what a search trains; ask which where none is named."""
+    if visitor is None:
+        return sign_in_page()
+    finished = searches.store.queue.jobs(states=["finished"], most=_MOST_KNOWN)
     known = [job for job in finished if VERIFIES not in job.request]
-    names = {job.id: job.study for job in known}
-    fields = [
-        element(
-            "label",
-            name,
-            element("input", name_=key, value=names.get(value, value) or None, list="studies", required=True),
-        )
-        for key, name, value in (("a", "One search", a), ("b", "Another", b))
-    ]
-    form = element(
-        "form",
-        fields,
-        element("datalist", [element("option", value=job.study) for job in known], id="studies"),
-        element("div", element("button", "Compare", class_="main"), class_="wide"),
-        class_="search",
+    error, jobs = None, []
+    try:
+        jobs = _chosen(searches, known, named or [], like)
+        compared, without = _compared(searches, jobs)
+    except AutotuneError as problem:
+        error, compared, without = problem, [], []
+    return page(
+        "compare.html", token=visitor, error=error, jobs=jobs, known=known, groups=_groups(compared), without=without
     )
-    none = "Name two searches that have ended." if known else "No search has ended yet; there is nothing to compare."
-    shown: Child = element("p", none, class_="empty")
-    if a and b:
-        try:
-            shown = _comparison([searches.report(searches.job(name)) for name in (a, b)])
-        except AutotuneError as error:
-            shown = error_box(error)
-    return page("Compare", element("h1", "Compare two searches"), form, shown, token=token, current="/compare")
 
 
-_ROWS: tuple[tuple[str, Callable[[Report], str | None]], ...] = (
-    ("model", lambda report: str(report.workload["model"])),
-    ("device", lambda report: str(report.environment["device_name"])),
-    ("ceiling", lambda report: format_bytes(report.ceiling.cap_bytes)),
-    ("best", lambda report: report.best.candidate.describe() if report.best else "none"),
-    ("speed", lambda report: _speed(report)),
-    ("next run, 95 %", lambda report: _next_run(report)),
-    ("optimizer step", lambda report: _measured(report, lambda m: format_seconds(m.step_seconds))),
-    ("against the baseline", lambda report: _speedup(report)),
-    ("against an expert", lambda report: _over_expert(report)),
-    ("peak reserved", lambda report: _measured(report, lambda m: format_bytes(m.peak_reserved_bytes))),
-    ("what limits a step", lambda report: _limit(report)),
-    ("trials", lambda report: str(len(report.trials))),
-)
+def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str], like: str) -> list[JobRecord]:
+    """Return the searches to compare, each once."""
+    jobs = [searches.job(name) for name in named if name]
+    if like:
+        one = searches.job(like)
+        jobs += [one, *(job for job in known if _trained(job) == _trained(one))]
+    jobs = list({job.id: job for job in jobs}.values())
+    if len(jobs) > _MOST_COMPARED:
+        raise InvalidRequestError(f"{len(jobs)} searches are too many", f"name at most {_MOST_COMPARED}")
+    return jobs
 
 
-def _speed(report: Report) -> str | None:
-    speed = report.speed(report.best)
-    return f"{format_rate(speed.samples_per_second)} samples/s" if speed else None
+def _trained(job: JobRecord) -> tuple[object, object]:
+    return job.request.get("model"), job.request.get("code")
 
 
-def _speedup(report: Report) -> str | None:
-    speedup = report.speedup()
-    return times(speedup) if speedup is not None else None
+def _compared(searches: Searches, jobs: Sequence[JobRecord]) -> tuple[list[Compared], list[JobRecord]]:
+    """Return the searches that have a result, and those that have none."""
+    found, without = [], []
+    for job in jobs:
+        study = None if searches.store.study(job.study) is None else study_view(searches.report(job))
+        if study is None or study.best is None:
+            without.append(job)
+        else:
+            found.append(Compared(job, study, study.best))
+    return found, without
 
 
-def _over_expert(report: Report) -> str | None:
-    expert = expert_of(report)
-    return times(expert.speedup) if expert is not None and expert.speedup is not None else None
-
-
-def _measured(report: Report, tell: Callable[[Measurement], str]) -> str | None:
-    measured = report.pooled(report.best)
-    return tell(measured) if measured is not None else None
-
-
-def _next_run(report: Report) -> str | None:
-    promised = report_document(study_view(report))["next_run"]
-    if promised is None:
-        return None
-    low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]
-    return f"{format_rate(low)} to {format_rate(high)} samples/s"
-
-
-def _limit(report: Report) -> str | None:
-    best, measured = report.best, report.pooled(report.best)
-    return describe_limit(best.candidate, measured) if best is not None and measured is not None else None
-
-
-def _comparison(reports: Sequence[Report]) -> list[Markup]:
-    rows = []
-    for name, cell in _ROWS:
-        told = [cell(report) or "" for report in reports]
-        if not any(told):
-            continue
-        cells = [element("td", text) for text in told]
-        rows.append(
-            element("tr", element("th", name, scope="row"), cells, class_="differs" if len(set(told)) > 1 else None)
+def _groups(compared: Sequence[Compared]) -> list[Group]:
+    """Put those together that search the same with the same effective batch: no others are ranked."""
+    groups: dict[tuple[str, int], list[Compared]] = {}
+    for each in compared:
+        # With a free batch, the batch of the winner.
+        key = f"{each.study.searched[0]}; {each.study.searched[1]}", each.best.candidate.samples_per_step
+        groups.setdefault(key, []).append(each)
+    return [
+        Group(
+            title if "any batch" not in title else f"{title}, best at {samples} samples a step",
+            tuple(sorted(members, key=lambda each: -each.best.speed.samples_per_second)),
         )
-    head = ("", *(report.study.name for report in reports))
-    return [_verdict(reports), table("the two searches", head, rows)]
-
-
-def _verdict(reports: Sequence[Report]) -> Markup:
-    one, other = (report.speed(report.best) for report in reports)
-    names = [report.study.name for report in reports]
-    if one is None or other is None:
-        told = "At least one of them has no result."
-    elif one.samples_per_second == other.samples_per_second:
-        told = "Both are as fast."
-    else:
-        if one.samples_per_second < other.samples_per_second:
-            one, other, names = other, one, names[::-1]
-        told = f"{names[0]} is {times(one.samples_per_second / other.samples_per_second)} as fast as {names[1]}."
-    return element("p", element("strong", told), class_="verdict")
+        for (title, samples), members in sorted(groups.items(), key=lambda group: group[0])
+    ]

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
-from autotune.core.units import format_bytes
-from autotune.results.html.markup import Child, Markup, element
+from autotune.models import catalog
 from autotune.service.access import Known, Reader, Submitter
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.pages.form import FieldError, command_of, read_form, render_form
-from autotune.service.pages.frame import Visitor, error_box, form_fields, page, sign_in_page, table
-from autotune.service.pages.listing import how_they_ended, searches_table, what_runs
+from autotune.service.pages.asked import command_of
+from autotune.service.pages.form import FIELDS, FieldError, more_fields, read_form
+from autotune.service.pages.frame import Visitor, form_fields, page, render, sign_in_page
+from autotune.service.pages.listing import rows_of
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
-from autotune.service.searches import Searches, describe_devices, waits_for
+from autotune.service.searches import Searches, describe_devices
 from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, TokenRecord
 
@@ -92,85 +93,38 @@ def _home(
     parts: Markup,
     error: AutotuneError | None = None,
 ) -> HTMLResponse:
-    told = "Your token may read; it starts no search. Ask the operator for one with the role run."
+    every = [device for host in searches.runner.hosts() for device in host.devices]
+    more = more_fields(asked, has_codes=bool(searches.codes))
     return page(
-        "Searches",
-        element("h1", "Search for the fastest configuration"),
-        error_box(error) if error else None,
-        render_form(asked, _device_names(searches), searches.codes)
-        if may_write(token)
-        else element("p", told, class_="empty"),
-        element("div", parts, data_part="/parts/home", data_events="/v1/events"),
+        "home.html",
         token=token,
-        current="/",
+        error=error,
+        may_write=may_write(token),
+        asked=asked,
+        fields=FIELDS,
+        more=more,
+        is_more_open=any(asked.get(field.name) for field in more),
+        lists={
+            "models": [entry.name for entry in catalog.entries()],
+            "gpus": sorted({"cpu" if device.kind == "cpu" else device.name for device in every}),
+            "codes": sorted(searches.codes),
+        },
+        parts=parts,
         status=problem_document(error)[0] if error else 200,
     )
 
 
-def _parts(searches: Searches) -> list[Child]:
+def _parts(searches: Searches) -> Markup:
     queue = searches.store.queue
-    hosts = searches.runner.hosts()
     running = queue.jobs(states=["running"], most=_MOST_RUNNING)
-    waiting = queue.next_jobs(_MOST_SHOWN)
+    shown = [*running[:_MOST_SHOWN], *queue.next_jobs(_MOST_SHOWN)]
     ended = queue.jobs(states=ENDED, most=_MOST_SHOWN)
-    told = {job.id: waits_for(job, hosts, ahead) for ahead, job in enumerate(waiting)}
-    told |= {job.id: what_runs(job) for job in running}
-    shown = [*running[:_MOST_SHOWN], *waiting]
     counts = queue.counts()
-    more = counts.get("queued", 0) + counts.get("running", 0) - len(shown)
-    command = element("code", "autotune search --server", class_="whole")
-    none = ["No search waits or runs. Ask for one above, or with ", command, "."]
-    return [
-        _section(
-            "Queue",
-            searches_table("searches that run or wait, in their turns", "what it does, or waits for", shown, told)
-            if shown
-            else element("p", none, class_="empty"),
-            element("p", "and ", element("a", f"{more} more", href="/searches")) if more > 0 else None,
-        ),
-        _section(
-            "Devices",
-            _devices_table(searches),
-            [element("p", problem, class_="soft") for problem in searches.runner.problems()],
-        ),
-        _section(
-            "Ended",
-            searches_table("searches that have ended", "result", ended, how_they_ended(searches, ended))
-            if ended
-            else element("p", "No search has ended yet.", class_="empty"),
-            element("p", element("a", "All that have ended", href="/searches?state=ended"))
-            if len(ended) == _MOST_SHOWN
-            else None,
-        ),
-    ]
-
-
-def _section(title: str, *children: Child) -> Markup:
-    return element("section", element("h2", title), children)
-
-
-def _devices_table(searches: Searches) -> Markup:
-    devices = describe_devices(searches)
-    if not devices:
-        return element("p", "No device is ready, so nothing runs.", class_="empty")
-    rows = [
-        element(
-            "tr",
-            element("td", device["host"]),
-            element("td", device["label"]),
-            element("td", device["name"]),
-            element("td", format_bytes(device["memory_total_bytes"]), class_="nowrap"),
-            element(
-                "td",
-                element("a", device["study"], href=f"/searches/{device['search']}") if device["search"] else "idle",
-            ),
-        )
-        for device in devices
-    ]
-    return table("devices and what runs on them", ("machine", "device", "name", "memory", "runs"), rows)
-
-
-def _device_names(searches: Searches) -> set[str]:
-    """Return what can be asked for as a device."""
-    every = [device for host in searches.runner.hosts() for device in host.devices]
-    return {"cpu" if device.kind == "cpu" else device.name for device in every}
+    return render(
+        "home_parts.html",
+        queue=rows_of(searches, shown),
+        more=counts.get("queued", 0) + counts.get("running", 0) - len(shown),
+        devices=describe_devices(searches),
+        problems=searches.runner.problems(),
+        ended=rows_of(searches, ended),
+    )

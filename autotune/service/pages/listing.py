@@ -1,20 +1,21 @@
-"""List searches: those of a state, page by page."""
+"""List searches: filtered, sorted, page by page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query
 from fastapi.responses import HTMLResponse, Response
 
-from autotune.results.html.markup import Markup, element
+from autotune.core.units import format_seconds
 from autotune.service.access import Known
-from autotune.service.pages.frame import Visitor, badge, page, sign_in_page, table
+from autotune.service.pages.frame import Visitor, page, sign_in_page
 from autotune.service.searches import Searches, waits_for
 from autotune.service.verifications import VERIFIES
-from autotune.store.queue import ENDED, JobRecord, JobState, TokenRecord
+from autotune.store.queue import ENDED, JobOrder, JobRecord, JobState, TokenRecord
 
 # Each that has ended is looked up when it is shown first, some milliseconds each.
 _MOST_SHOWN = 50
@@ -31,69 +32,87 @@ _STATES: dict[Chosen, tuple[JobState, ...]] = {
 router = APIRouter(include_in_schema=False)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A search in a list."""
+
+    job: JobRecord
+    told: str
+    """What it does, waits for, or came to."""
+
+    @property
+    def model(self) -> str:
+        """What is trained."""
+        return str(next((self.job.request[name] for name in _WHAT if self.job.request.get(name)), ""))
+
+    @property
+    def batch(self) -> str:
+        """The effective batch; nothing for the run of a stock ``Trainer``."""
+        return "" if VERIFIES in self.job.request else str(self.job.request.get("effective_batch") or "any")
+
+    @property
+    def device(self) -> str:
+        """The device that it runs or ran on, or what it needs."""
+        return str(self.job.device["name"]) if self.job.device else self.job.needs.describe()
+
+    @property
+    def took(self) -> str:
+        """How long it ran; since when, where it runs."""
+        if self.job.started_at is None:
+            return ""
+        if self.job.ended_at is None:
+            return f"since {self.job.started_at:%H:%M}"
+        return format_seconds((self.job.ended_at - self.job.started_at).total_seconds())
+
+
+def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
+    """Return the rows of searches, in their order."""
+    hosts, results = searches.runner.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
+    ahead = searches.store.queue.ahead_of([job for job in jobs if job.state == "queued"])
+
+    def told(job: JobRecord) -> str:
+        match job.state:
+            case "queued":
+                return waits_for(job, hosts, ahead[job.id])
+            case "running":
+                host = (job.device or {}).get("host")
+                return str((job.status or {}).get("running") or (f"starts on {host}" if host else "starts"))
+        return str(job.problem.get("message") or "") if job.problem is not None else results.get(job.id, "")
+
+    return [Row(job, told(job)) for job in jobs]
+
+
 @router.get("/searches")
 def listing(
     visitor: Visitor, searches: Known, state: Chosen = "all",
-    before: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    find: Annotated[str, Query(max_length=200)] = "", sort: JobOrder = "submitted", up: bool = False,
+    place: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
 ) -> Response:  # fmt: skip
-    """Show the newest searches of a state, or those before one."""
-    return sign_in_page() if visitor is None else _listing_page(searches, visitor, state, before)
+    """Show searches of a state whose name, owner, model or device contains a text, in an order."""
+    asked: dict[str, Any] = {"state": state, "find": find, "sort": sort, "up": up}
+    return sign_in_page() if visitor is None else _listing_page(searches, visitor, asked, place)
 
 
-def _listing_page(searches: Searches, token: TokenRecord, state: Chosen, before: int | None) -> HTMLResponse:
-    queue, hosts = searches.store.queue, searches.runner.hosts()
-    found = queue.jobs(states=_STATES[state], before=before, most=_MOST_SHOWN + 1)
-    jobs = found[:_MOST_SHOWN]
-    ahead = queue.ahead_of([job for job in jobs if job.state == "queued"])
-    told = how_they_ended(searches, [job for job in jobs if job.state in ENDED])
-    for job in jobs:
-        if job.state == "queued":
-            told[job.id] = waits_for(job, hosts, ahead[job.id])
-        elif job.state == "running":
-            told[job.id] = what_runs(job)
-    links = [
-        element("a", name, href=f"/searches?state={name}", aria_current="page" if name == state else None)
-        for name in _STATES
-    ]
-    older = urlencode({"state": state, "before": jobs[-1].number}) if len(found) > len(jobs) else None
-    return page(
-        "All searches",
-        element("h1", "All searches"),
-        element("nav", [[" ", link] for link in links], aria_label="States"),
-        searches_table("searches, the newest first", "what it does, waits for, or came to", jobs, told)
-        if jobs
-        else element("p", "There is no such search.", class_="empty"),
-        element("p", element("a", "Older searches", href=f"/searches?{older}")) if older else None,
-        token=token,
+def _listing_page(searches: Searches, token: TokenRecord, asked: dict[str, Any], place: int) -> HTMLResponse:
+    found = searches.store.queue.listed(
+        states=_STATES[asked["state"]],
+        containing=asked["find"].strip(),
+        order=asked["sort"],
+        is_ascending=asked["up"],
+        skip=(place - 1) * _MOST_SHOWN,
+        most=_MOST_SHOWN + 1,
     )
 
+    def url(**changes: Any) -> str:
+        return f"/searches?{urlencode({**asked, **changes})}"
 
-def searches_table(what: str, last: str, jobs: Sequence[JobRecord], told: Mapping[str, str]) -> Markup:
-    """Render searches; ``what`` names the table, ``last`` the column of what is told of each, by its id."""
-    rows = [
-        element(
-            "tr",
-            element("td", element("a", job.study, href=f"/searches/{job.id}"), class_="search-name"),
-            element("td", badge(job.state)),
-            element("td", str(next((job.request[name] for name in _WHAT if job.request.get(name)), ""))),
-            element("td", told[job.id], class_="told"),
-            element("td", f"{job.submitted_at:%Y-%m-%d %H:%M}", class_="nowrap"),
-        )
-        for job in jobs
-    ]
-    return table(what, ("search", "state", "model", last, "submitted (UTC)"), rows)
-
-
-def what_runs(job: JobRecord) -> str:
-    """Say what a running search does."""
-    host = (job.device or {}).get("host")
-    return str((job.status or {}).get("running") or (f"starts on {host}" if host else "starts"))
-
-
-def how_they_ended(searches: Searches, jobs: Sequence[JobRecord]) -> dict[str, str]:
-    """Say what searches that have ended came to, by their ids."""
-    results = searches.result_lines(jobs)
-    return {
-        job.id: str(job.problem.get("message") or "") if job.problem is not None else results.get(job.id, "")
-        for job in jobs
-    }
+    return page(
+        "searches.html",
+        token=token,
+        rows=rows_of(searches, found[:_MOST_SHOWN]),
+        asked=asked,
+        states=list(_STATES),
+        url=url,
+        place=place,
+        has_more=len(found) > _MOST_SHOWN,
+    )

@@ -1,20 +1,15 @@
-"""Show whether a stock ``Trainer`` kept what a search promised, and ask for such a run."""
+"""Collect whether a stock ``Trainer`` kept what a search promised."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
-from autotune.core.units import format_bytes, format_rate
-from autotune.results.html.markup import Child, Markup, element
-from autotune.results.json_document import report_document
-from autotune.results.report import Report
-from autotune.results.study_view import study_view
-from autotune.service.pages.frame import badge, error_box, table
 from autotune.service.searches import Searches
-from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
-from autotune.store.queue import ENDED, JobRecord, TokenRecord
+from autotune.store.queue import JobRecord
 
 _VERDICTS = {
     "kept": "Kept: a stock Trainer does what was promised.",
@@ -23,58 +18,38 @@ _VERDICTS = {
     "cannot_tell": "Cannot tell: the run was too short or too uneven.",
 }
 
+_SPEED = "samples_per_second"
 
-def proof_section(searches: Searches, report: Report, job: JobRecord, token: TokenRecord) -> Markup:
-    """Say what the figures rest on, what a verification has shown, and let one be asked for."""
-    promised = report_document(study_view(report))["next_run"]
-    count = promised["processes_measured"] if promised else 0
-    processes = "a process of its own" if count == 1 else f"{count or 'several'} processes"
-    told = (
-        f"Measured on real optimizer steps of a Trainer, in {processes}; the interval contains what differs between "
-        "processes."
-    )
+
+@dataclass(frozen=True)
+class Shown:
+    """What the run of a stock ``Trainer`` has shown."""
+
+    verdict: str
+    missed: AutotuneError | None
+    why: tuple[str, ...]
+    compared: tuple[tuple[str, Document], ...]
+    """What was promised and what came, with their names."""
+
+
+def latest_run(searches: Searches, study: str) -> JobRecord | None:
+    """Return the latest run of a stock ``Trainer`` as a study exports it."""
     # A search may bear the same name.
-    named = searches.store.queue.jobs(study=f"verify {report.study.name}")
-    latest = next((each for each in named if VERIFIES in each.request), None)
-    parts: list[Child] = []
-    if latest is not None:
-        link = element("a", "The run of a stock Trainer", href=f"/searches/{latest.id}")
-        parts = [element("p", link, ": ", badge(latest.state)), verification_result(searches, latest)]
-    if may_write(token) and (latest is None or latest.state in ENDED):
-        button = element("button", "Have a stock Trainer show the same", data_busy="Queueing …")
-        parts.append(element("form", button, method="post", action=f"/searches/{job.id}/verify"))
-    return element("section", element("h2", "Proof"), element("p", told), parts)
+    named = searches.store.queue.jobs(study=f"verify {study}")
+    return next((job for job in named if VERIFIES in job.request), None)
 
 
-def verification_result(searches: Searches, job: JobRecord) -> Child:
-    """Render what a verification has shown; nothing where it has shown nothing yet."""
-    shown = searches.verification(job)
-    if shown is None:
+def shown_by(searches: Searches, job: JobRecord) -> Shown | None:
+    """Return what a verification has shown; ``None`` where it has shown nothing yet."""
+    told = searches.verification(job)
+    if told is None:
         return None
-    document: dict[str, Any] = shown.get("verification") or {}
-    verdict = str(document.get("verdict") or "")
-    parts: list[Child] = [element("p", element("strong", _VERDICTS.get(verdict, verdict)))]
-    if (missed := shown.get("problem")) is not None:
-        parts.append(error_box(AutotuneError(str(missed.get("message")), str(missed.get("hint") or ""))))
-    parts += [element("p", str(line), class_="soft") for line in document.get("why") or ()]
-    promised, obtained = document.get("promised"), document.get("obtained")
-    if promised and obtained:
-        rows = [
-            element("tr", element("th", name, scope="row"), element("td", _speed(one)), element("td", _peak(one)))
-            for name, one in (("promised", promised), ("stock Trainer", obtained))
-        ]
-        parts.append(table("what was promised and what came", ("", "samples/s", "peak reserved"), rows))
-    return parts
-
-
-def _speed(told: dict[str, Any]) -> str:
-    mean, low, high = (told.get(f"samples_per_second{name}") for name in ("", "_low", "_high"))
-    if mean is None:
-        return ""
-    between = f" ({format_rate(low)} to {format_rate(high)})" if low is not None and high is not None else ""
-    return format_rate(mean) + between
-
-
-def _peak(told: dict[str, Any]) -> str:
-    peak = told.get("peak_reserved_bytes")
-    return format_bytes(peak) if peak is not None else ""
+    document: dict[str, Any] = told.get("verification") or {}
+    verdict, missed = str(document.get("verdict") or ""), told.get("problem")
+    both = [(name, document.get(key)) for name, key in (("promised", "promised"), ("stock Trainer", "obtained"))]
+    return Shown(
+        _VERDICTS.get(verdict, verdict),
+        None if missed is None else AutotuneError(str(missed.get("message")), str(missed.get("hint") or "")),
+        tuple(map(str, document.get("why") or ())),
+        tuple((name, one) for name, one in both if one) if all(one and _SPEED in one for _, one in both) else (),
+    )

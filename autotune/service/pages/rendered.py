@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from fastapi import Request
+from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 
-from autotune.results.html.markup import Child, Markup, joined
 from autotune.service.change_events import ChangeEvents
 
 # What changes without a notification, such as a device whose process has ended, may be so old.
@@ -45,7 +45,7 @@ class Rendered:
         self._changes = changes
         self._parts: dict[str, _Part] = {}
 
-    async def get(self, key: str, render: Callable[[], list[Child]]) -> Markup:
+    async def get(self, key: str, render: Callable[[], Markup]) -> Markup:
         """Return a part that shows all that had happened when it was asked for."""
         asked = self._changes.count
         part = self._parts.setdefault(key, _Part())
@@ -58,7 +58,7 @@ class Rendered:
             self._parts.pop(next(iter(self._parts)), None)
         return part.html
 
-    async def _render(self, part: _Part, render: Callable[[], list[Child]]) -> None:
+    async def _render(self, part: _Part, render: Callable[[], Markup]) -> None:
         pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
         if pause > 0:
             await asyncio.sleep(pause)
@@ -67,10 +67,10 @@ class Rendered:
         part.html, part.count, part.began, part.cpu_seconds = html, count, began, cpu_seconds
 
 
-def _timed(render: Callable[[], list[Child]]) -> tuple[Markup, float]:
+def _timed(render: Callable[[], Markup]) -> tuple[Markup, float]:
     """Return what was rendered, and the processor time that it took."""
     began = time.thread_time()
-    html = joined(render())
+    html = render()
     return html, time.thread_time() - began
 
 

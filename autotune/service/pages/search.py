@@ -1,26 +1,33 @@
-"""Show one search: its running trial, its trials, the best so far or the result, and the exports."""
+"""Show one search: what was asked, its running trial, its trials, the best so far or the result, and the exports."""
 
 from __future__ import annotations
 
 import dataclasses
-from urllib.parse import quote
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from markupsafe import Markup
 
 from autotune.core.errors import AutotuneError
+from autotune.core.options import BY_NAME
 from autotune.results.export import Format, beside_lines, make_export, render
-from autotune.results.html.markup import Child, Markup, element
-from autotune.results.html.page import report_sections
+from autotune.results.html.page import study_page
 from autotune.results.report import Report
+from autotune.results.study_view import study_view
 from autotune.service.access import Known, Reader, Submitter, Writer
-from autotune.service.pages.frame import Visitor, badge, error_box, error_page, page, sign_in_page
-from autotune.service.pages.proof import proof_section, verification_result
+from autotune.service.pages import frame
+from autotune.service.pages.asked import command_of, fields_of, request_again
+from autotune.service.pages.frame import Visitor, error_page, sign_in_page
+from autotune.service.pages.listing import Row
+from autotune.service.pages.proof import latest_run, shown_by
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.searches import Searches, may_change
+from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
-from autotune.store.records import TrialRecord
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
 
@@ -28,20 +35,34 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/searches/{search}")
-def show(search: str, visitor: Visitor, searches: Known) -> Response:
+def show(request: Request, search: str, visitor: Visitor, searches: Known) -> Response:
     """Show the page of a search, or ask for a token."""
     if visitor is None:
         return sign_in_page()
     try:
-        return _search_page(searches, searches.job(search), visitor)
+        job = searches.job(search)
+        parts = _parts(searches, job, visitor, str(request.base_url))
     except AutotuneError as error:
         return error_page(error, visitor)
+    return frame.page("search.html", token=visitor, job=job, parts=parts)
 
 
 @router.post("/searches/{search}/cancel")
 def cancel(search: str, token: Writer, searches: Known) -> Response:
     """Cancel a search."""
     return RedirectResponse(f"/searches/{searches.cancel(searches.job(search), token).id}", 303)
+
+
+@router.post("/searches/{search}/again")
+def again(search: str, token: Submitter, searches: Known) -> Response:
+    """Queue the same once more: measured anew where it has a result, else continued from what was measured."""
+    job = searches.job(search)
+    if VERIFIES in job.request:
+        made, _ = searches.submit_verification({"study": job.request[VERIFIES], "again": True}, by=token.name)
+    else:
+        continues = job.state != "finished" and may_change(token, job)
+        made, _ = searches.submit(request_again(job, continues=continues), by=token)
+    return RedirectResponse(f"/searches/{made.id}", 303)
 
 
 @router.post("/searches/{search}/verify")
@@ -54,77 +75,67 @@ def verify(search: str, token: Submitter, searches: Known) -> Response:
 @router.get("/parts/searches/{search}")
 async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
     """Return what changes of the page."""
-    # Whoever may start searches sees buttons that others do not.
-    key = f"{token.role} {token.name} {search}"
-    return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token)))
+    # Whoever may start searches sees buttons that others do not; the command names the host that was asked.
+    url = str(request.base_url)
+    key = f"{token.role} {token.name} {url} {search}"
+    return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token, url)))
 
 
-def _search_page(searches: Searches, job: JobRecord, token: TokenRecord) -> HTMLResponse:
-    path = f"/searches/{job.id}"
-    dialog = element(
-        "dialog",
-        element("h2", "Log", id="log-title"),
-        element("pre", id="log", class_="lines", tabindex=0, role="region", aria_labelledby="log-title"),
-        element("form", element("button", "Close", class_="main"), method="dialog"),
-        id="log-dialog",
-        aria_labelledby="log-title",
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked, and how it can be asked again."""
+
+    command: str
+    options: tuple[tuple[str, str], ...]
+    """Names and values, without the model."""
+    clone: str
+    """The form with the same in it."""
+
+
+def _asked(job: JobRecord, url: str) -> _Asked:
+    fields = fields_of(job)
+    options = tuple(
+        (BY_NAME[name].parameter, text) for name, text in fields.items() if name not in ("model", "code", "study")
     )
-    return page(
-        job.study,
-        element("h1", job.study),
-        element("p", id="now", class_="now soft"),
-        element("div", _parts(searches, job, token), data_part=f"/parts{path}", data_events=f"/v1{path}/events"),
-        element(
-            "section",
-            element("h2", "What the search says", id="lines-title"),
-            element("pre", id="lines", class_="lines", tabindex=0, role="region", aria_labelledby="lines-title"),
-            id="told",
-            hidden=True,
-        ),
-        dialog,
-        token=token,
+    fields.pop("study", None)
+    return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}")
+
+
+def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
+    is_verification = VERIFIES in job.request
+    report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
+    has_result = report is not None and job.state in ENDED and report.best is not None
+    run = latest_run(searches, job.study) if has_result else job if is_verification else None
+    return frame.render(
+        "search_parts.html",
+        job=job,
+        row=Row(job, ""),
+        waits_for=searches.waits_for(job) if job.state == "queued" else None,
+        may_change=may_change(token, job),
+        may_write=may_write(token),
+        has_ended=job.state in ENDED,
+        verifies=job.request.get(VERIFIES),
+        asked=None if is_verification else _asked(job, url),
+        shown=None if report is None else study_page(study_view(_with_best_so_far(report))),
+        to_come=_to_come(job, report),
+        exports=_exports(report) if report is not None and has_result else None,
+        run=run,
+        run_ended=run is None or run.state in ENDED,
+        proof=shown_by(searches, run) if run is not None else None,
     )
 
 
-def _parts(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child]:
-    found: list[Child] = [element("div", _state(searches, job, token), class_="state")]
-    if job.problem is not None:
-        found.append(error_box(AutotuneError(str(job.problem.get("message")), str(job.problem.get("hint") or ""))))
-    if (study := job.request.get(VERIFIES)) is not None:
-        link = element("a", str(study), href=f"/searches/{quote(str(study), safe='')}")
-        return [*found, element("p", "A stock Trainer trains as the search ", link, " exports it."),
-                element("section", verification_result(searches, job))]  # fmt: skip
-    if searches.store.study(job.study) is None:
-        if job.state not in ENDED:
-            found.append(element("p", "No trial has begun yet. This page shows each as it ends.", class_="empty"))
-        return found
-    report = searches.report(job)
-
-    def log_link(trial: TrialRecord) -> Child:
-        if trial.log_path is None:
-            return None
-        told = f"Log of trial {trial.number}"
-        path = f"/v1/searches/{job.id}/trials/{trial.number}/log"
-        return element("a", "Log", href=path, data_log=told, aria_label=told)
-
-    sections = report_sections(_with_best_so_far(report), log_link)
-    if job.state in ENDED and report.best is not None:
-        # After the answer and the chart of the trials.
-        sections[2:2] = [_exports(report, job), proof_section(searches, report, job, token)]
-    return [*found, *sections]
-
-
-def _state(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child]:
-    state: list[Child] = [badge(job.state)]
-    if job.state == "queued":
-        state.append(f" {searches.waits_for(job)}")
-    if job.is_cancel_asked and job.state == "running":
-        state.append(" is being cancelled")
-    elif job.state in ("queued", "running") and may_change(token, job):
-        button = element("button", "Cancel", data_busy="Cancelling …")
-        action = f"/searches/{job.id}/cancel"
-        state += [" ", element("form", button, class_="inline", method="post", action=action)]
-    return state
+def _to_come(job: JobRecord, report: Report | None) -> str | None:
+    """Say what may still come of a search that runs: how many trials at most, and until when."""
+    if job.state != "running" or report is None:
+        return None
+    most, budget = job.request.get("trials"), job.request.get("time_budget")
+    told = [f"{len(report.trials)} of at most {most} trials"] if most else []
+    if budget:
+        told.append(f"ends at {report.study.started_at + timedelta(seconds=budget):%H:%M} UTC at the latest")
+    if told:
+        return f"{'; '.join(told)}. It ends earlier where nothing that is left can be faster."
+    return f"{len(report.trials)} trials so far. It ends when nothing that is left can be faster."
 
 
 def _with_best_so_far(report: Report) -> Report:
@@ -140,36 +151,16 @@ def _with_best_so_far(report: Report) -> Report:
     return dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=tried.trial_id))
 
 
-def _exports(report: Report, job: JobRecord) -> Markup:
+@dataclass(frozen=True)
+class _Exports:
+    """The best configuration in several forms, and what is to be said beside."""
+
+    texts: tuple[tuple[str, str, str], ...]
+    """Form, name and text."""
+    beside: tuple[str, ...]
+
+
+def _exports(report: Report) -> _Exports:
     made = make_export(report)
-    buttons = [
-        element("button", f"Copy as {name}", type="button", data_copy=f"export-{form}") for form, name in _EXPORTS
-    ]
-    shown = [
-        element(
-            "details",
-            element("summary", f"Show as {name}"),
-            element(
-                "pre",
-                element("code", render(made, form).rstrip(), id=f"export-{form}"),
-                tabindex=0,
-                role="region",
-                aria_label=f"The configuration as {name}",
-            ),
-        )
-        for form, name in _EXPORTS
-    ]
-    links = [
-        element("a", "The report as a page", href=f"/v1/searches/{job.id}/report?format=html"),
-        element("a", "as JSON", href=f"/v1/searches/{job.id}/report"),
-        element("a", "compare with another search", href=f"/compare?a={quote(job.id)}"),
-    ]
-    notes = beside_lines(made)
-    return element(
-        "section",
-        element("h2", "Take it away"),
-        element("p", buttons, class_="buttons"),
-        shown,
-        element("ul", [element("li", line) for line in notes], class_="soft") if notes else None,
-        element("p", [[", " if place else "", link] for place, link in enumerate(links)]),
-    )
+    texts = tuple((form, name, render(made, form).rstrip()) for form, name in _EXPORTS)
+    return _Exports(texts, tuple(beside_lines(made)))
