@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface
@@ -80,33 +79,6 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
             f"{source.name} steps an optimizer whose parameters get no gradients",
             "make the optimizer of the parameters of the model that is trained, after the last change of it",
         )
-
-
-class UntilFirstStep:
-    """Calls ``on_step`` at the end of the first step."""
-
-    def __init__(self, on_step: Callable[[], NoReturn]) -> None:
-        self._on_step = on_step
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def step_begins(self) -> None:
-        """Do nothing."""
-
-    def micro_step_ends(self) -> None:
-        """Do nothing."""
-
-    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """End the inspection with the first step."""
-        self._on_step()
-
-    def step_is_dropped(self) -> None:
-        """End the inspection with a step of fewer samples, too."""
-        self._on_step()
-
-    def mark(self) -> Any:
-        """Do nothing."""
 
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:

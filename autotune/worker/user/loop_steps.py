@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.core.outcome import Measurement
 from autotune.worker.trial.listener import Listener
@@ -26,32 +26,26 @@ _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
 
 
-class StepListener(Protocol):
-    """What is told of the steps of a loop."""
+class StepListener:
+    """What is told of the steps of a loop; it does nothing with it."""
 
     def begin(self) -> None:
         """Take in that the first batch is about to be given."""
-        ...
 
     def step_begins(self) -> None:
         """Take in that the first batch of a step is there."""
-        ...
 
     def micro_step_ends(self) -> None:
         """Take in the end of a micro-step that is not the last of its step."""
-        ...
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
         """Take in the end of a whole step; ``marks`` were made before and after its optimizer's step."""
-        ...
 
     def step_is_dropped(self) -> None:
         """Take in the end of a step that cannot be counted."""
-        ...
 
     def mark(self) -> Any:
         """Mark this point on the device's timeline."""
-        ...
 
 
 class LoopSteps(Listener):
@@ -241,7 +235,7 @@ class LoopSteps(Listener):
         self._micro_steps, self._wait_seconds, self._is_short, self._marks = 0, 0.0, False, None
 
 
-class MeasuredSteps(MeasureCallback):
+class MeasuredSteps(MeasureCallback, StepListener):
     """Measures the steps of a loop, as ``MeasureCallback`` does those of a ``Trainer``."""
 
     _wait_seconds = 0.0

@@ -29,7 +29,7 @@ from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import UntilFirstStep, check_gradients, facts_of, problem_of
+from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
@@ -70,7 +70,6 @@ class StepsTrial(OwnTrial):
 
     def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
-        assert self._meter is not None
         arm, interface = self._candidate.arm, self._source.interface
         self._effort = with_prefetch_warmup(
             self._effort,
@@ -80,16 +79,7 @@ class StepsTrial(OwnTrial):
         )
         rehearses = rehearses and self._device_kind == "cuda"
         rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
-        self._callback = measured = MeasuredSteps(
-            self._meter,
-            self._candidate,
-            self._effort,
-            on_enough=self._enough,
-            on_step=lambda step: self._send(Progress(step=step)),
-            rehearsing=rehearsing,
-            busy=self._busy_step(),
-            checks=self._checks,
-        )
+        measured = self._measured_steps(rehearsing)
         may_skip = arm.precision == "fp16"
         assert self._checks is not None
         if not self._is_unmodified and "precision" in interface.searched:
@@ -104,6 +94,20 @@ class StepsTrial(OwnTrial):
         )
         self._checks.watch.listener = self._steps
         return self._steps
+
+    def _measured_steps(self, rehearsing: Rehearsing | None = None) -> MeasuredSteps:
+        assert self._meter is not None
+        self._callback = measured = MeasuredSteps(
+            self._meter,
+            self._candidate,
+            self._effort,
+            on_enough=self._enough,
+            on_step=lambda step: self._send(Progress(step=step)),
+            rehearsing=rehearsing,
+            busy=self._busy_step(),
+            checks=self._checks,
+        )
+        return measured
 
     def begins(self) -> None:
         """Let the code train, and measure it from now on."""
@@ -250,13 +254,20 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
     def refuse(message: str, hint: str) -> None:
         fail(UserCodeError(message, hint))
 
+    class UntilFirstStep(StepListener):
+        def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
+            on_step()
+
+        def step_is_dropped(self) -> None:
+            # A step of fewer samples shows as much.
+            on_step()
+
     guard = Guard(source, refuse)
-    listener: StepListener = UntilFirstStep(on_step)
 
     def look(batch: Any) -> None:
         shapes[:] = shapes or shapes_in((batch,))
 
-    steps = LoopSteps(source.name, None, listener, on_batch=look)
+    steps = LoopSteps(source.name, None, UntilFirstStep(), on_batch=look)
 
     class Looking(Announced):
         def batches(self, loader: Any) -> Any:

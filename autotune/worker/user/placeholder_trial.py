@@ -15,7 +15,6 @@ import torch
 
 from autotune.core.candidate import Candidate
 from autotune.core.code_interface import HowItSteps
-from autotune.core.messages import Progress
 from autotune.core.placeholders import Values, placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import Listener, ShapesByPlace
@@ -68,20 +67,11 @@ class PlaceholderTrial(StepsTrial):
         self._effort = with_prefetch_warmup(
             self._effort, self._candidate, interface.loader_workers, interface.loader_prefetch
         )
-        self._callback = measured = MeasuredSteps(
-            self._meter,
-            self._candidate,
-            self._effort,
-            on_enough=self._enough,
-            on_step=lambda step: self._send(Progress(step=step)),
-            busy=self._busy_step(),
-            checks=self._checks,
-        )
         steps = self._checks.watch.listener = HookedSteps(
             self._source.name,
             self._candidate,
             interface.steps,
-            measured,
+            self._measured_steps(),
             on_begin=self.begins,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),

@@ -20,6 +20,7 @@ from typing import Any
 from autotune.core.loop import LoopConfig
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
+from autotune.space.levers import applied_settings
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.on_import import on_import
@@ -71,7 +72,7 @@ def _prepare_trainer(training: RealTraining) -> None:
         wanted = [name for name in ("bf16", "fp16") if precision.get(name)]
         os.environ["ACCELERATE_MIXED_PRECISION"] = wanted[0] if wanted else "no"
     on_import("transformers.training_args", functools.partial(_set_fields, training.arguments))
-    if _beside_arguments(training):
+    if applied_settings(training.candidate.arm):
         on_import("transformers.trainer", functools.partial(_apply_to_trainers, training))
 
 
@@ -97,21 +98,8 @@ def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
     kind.__post_init__ = __post_init__
 
 
-def _beside_arguments(training: RealTraining) -> dict[str, Any]:
-    """Return the settings of the winner that are applied to the ``Trainer`` itself."""
-    arm = training.candidate.arm
-    values = {
-        "checkpointed_layers": arm.checkpointed_layers,
-        "unpadded": arm.unpadded,
-        "padding_free": arm.padding_free,
-        "fused_loss": arm.fused_loss,
-        "cuda_graphs": arm.cuda_graphs,
-    }
-    return {name: value for name, value in values.items() if value}
-
-
 def _apply(training: RealTraining, trainer: Any) -> Any:
-    if settings := _beside_arguments(training):
+    if settings := applied_settings(training.candidate.arm):
         from autotune.training import apply
 
         apply(trainer, **settings)
