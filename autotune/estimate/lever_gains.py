@@ -33,11 +33,12 @@ def share_in_passing(measured: Measurement) -> float:
     return sum(seconds for kind, seconds in kinds.items() if kind in _IN_PASSING) / total
 
 
-def gain_of(prior: Prior, measured: Measurement) -> float:
+def gain_of(prior: Prior, measured: Measurement, *, graphed: bool = False) -> float:
     """Return by which factor a step may become faster at most.
 
     A step is as long as its data takes and then the GPU or the host, whichever takes longer. Where the GPU limits it,
-    the gaps between its kernels are the host's.
+    the gaps between its kernels are the host's. In a step that is ``graphed`` the host waits for the GPU: what is left
+    of the host's time, and the gaps, come on top of the GPU's.
     """
     limit = what_limits(measured)
     busy, data = limit.gpu_busy_share, limit.data_share
@@ -45,6 +46,8 @@ def gain_of(prior: Prior, measured: Measurement) -> float:
         busy = _USUAL_BUSY_SHARE * (1 - data)
     gpu = busy * (1 - share_in_passing(measured) * (1 - prior.passing))
     idle = max(0.0, 1 - busy - data)
+    if graphed:
+        return 1 / (data + gpu + prior.host * idle)
     if busy < HOST_BOUND * (1 - data):
         return 1 / (data + max(gpu, prior.host * (1 - data)))
     return 1 / (data + max(gpu + prior.host * idle, prior.host * _BUSY_HOST))

@@ -105,13 +105,16 @@ def _disturbances(report: Report) -> list[str]:
 
 
 def compiled_notes(report: Report) -> list[str]:
-    """Say after how many steps the fastest compiled trial has made up for its compilation."""
+    """Say after how many steps the winner has made up for its compilation, else the fastest that was compiled."""
     feasible = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
     compiled = [(m, t) for m, t in feasible if t.candidate.arm.torch_compile]
     plain = [(m, t) for m, t in feasible if not t.candidate.arm.torch_compile]
     if not compiled or not plain:
         return []
-    (fast, trial), (usual, other) = (max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (compiled, plain))
+    wins = [(m, t) for m, t in compiled if report.best is not None and t.candidate == report.best.candidate]
+    (fast, trial), (usual, other) = (
+        max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (wins or compiled, plain)
+    )
     start = fast.compile_seconds or 0.0
     name = f"{trial.candidate.describe()} takes {format_seconds(start)} to compile"
     # In seconds a sample, since the steps of the two may differ in size.

@@ -152,7 +152,7 @@ class Anytime:
                 arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or "unpadded" in self._late)
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
-            yield row.name, with_it, gain_of(prior, measured)
+            yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
             if row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 yield from ((row.name, each, _ROOM) for each in self._with_more_room(history, with_it))
         if self.uses_levers(candidate):
@@ -172,7 +172,12 @@ class Anytime:
             and (row.name in self._late or row.part_of in self._late)
             and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
             and (row.prior.accumulates or not candidate.accumulates)
+            and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, failed))
         ]
+
+    def _can_have(self, name: str, candidate: Candidate, failed: Collection[str]) -> bool:
+        with_it = changed(candidate.arm, **{name: BY_NAME[name].values[1]})
+        return name in self._late and name not in failed and not excluding(with_it)
 
     def _with_more_room(self, history: History, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what a lever that saves memory may allow: to keep all activations, or a larger batch."""
