@@ -132,8 +132,8 @@ class TestOrder:
 
     @pytest.mark.parametrize("graphs", ["auto", "off"])
     def test_the_compilers_own_graphs_are_tried_where_no_others_can_be_had(self, graphs: str, tmp_path: Path) -> None:
-        _, runner = searched(Gpu(), tmp_path, cuda_graphs=graphs, workload=BERT_LARGE)
-        assert any(arm.torch_compile_mode for arm in late(runner)) == (graphs == "off")
+        _, runner = search_on_gpu(Gpu(), tmp_path, cuda_graphs=graphs, workload=BERT_LARGE)
+        assert any(arm.torch_compile_mode for arm in arms_with_levers(runner)) == (graphs == "off")
 
     def test_the_first_answer_is_that_of_a_quick_search(self, tmp_path: Path) -> None:
         quick, quick_runner = search_on_gpu(Gpu(), tmp_path / "quick", search_effort="quick")
