@@ -82,11 +82,11 @@ def test_a_name_is_no_pattern(read: Callable[..., Read], tokenizer: str, tmp_pat
 @pytest.mark.parametrize(
     ("model", "task", "changes", "longest"),
     [
-        ("bert-tiny", "sequence-classification", {"padding": "max_length"}, 64),
+        pytest.param("bert-tiny", "sequence-classification", {"padding": "max_length"}, 64, marks=pytest.mark.whole),
         ("bert-tiny", "masked-lm", {"pad_to_multiple_of": 8}, 32),
         ("gpt2-tiny", "causal-lm", {"group_by_length": True}, LONGEST),
-        ("gpt2-tiny", "causal-lm", {"padding": "max_length"}, 64),
-        ("t5-tiny", "seq2seq-lm", {"label_column": "text"}, LONGEST),
+        pytest.param("gpt2-tiny", "causal-lm", {"padding": "max_length"}, 64, marks=pytest.mark.whole),
+        pytest.param("t5-tiny", "seq2seq-lm", {"label_column": "text"}, LONGEST, marks=pytest.mark.whole),
         ("t5-tiny", "seq2seq-lm", {"label_column": "text", "padding": "max_length"}, 64),
     ],
 )
