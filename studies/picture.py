@@ -1,10 +1,11 @@
-"""Draw the chart of the README: a recorded search over the recorded grid of all candidates, light and dark.
+"""Draw the charts of the README and of what levers gain, light and dark.
 
     python studies/picture.py [FOLDER]
 
 Needs matplotlib (``pip install 'autotune[plot]'``). Reads a search that was recorded whole, and the same candidates
-measured one by one; both on an H200 whose memory was limited. Writes ``search-light.svg`` and ``search-dark.svg`` to
-the folder, by default ``docs/images``. The files are the same on every run, so that only new data changes them.
+measured one by one; both on an H200 whose memory was limited. The second chart has the trials of recorded searches
+with levers. Writes ``search-light.svg``, ``levers-light.svg`` and their dark versions to the folder, by default
+``docs/images``. The files are the same on every run, so that only new data changes them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from matplotlib import pyplot
 ROOT = Path(__file__).resolve().parents[1]
 SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_search.json"
 GRID = ROOT / "tests" / "landscapes" / "bert-large-uncased_h200_cap23.5GiB_effective64.jsonl"
+LEVERS = ROOT / "studies" / "runs" / "h200_levers.jsonl"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 BATCHES = (8, 16, 32, 64)
 # Out-of-memory marks stand below zero, one row each, so that they do not cover one another.
@@ -53,8 +55,11 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
     grid = [row for row in _rows() if row["attn_implementation"] == "sdpa"]
     search = json.loads(SEARCH.read_text(encoding="utf-8"))
+    searches = [json.loads(line) for line in LEVERS.read_text(encoding="utf-8").splitlines()]
     for theme in THEMES:
-        draw(theme, grid, search, folder / f"search-{theme.name}.svg")
+        with pyplot.rc_context(_settings(theme)):
+            draw(theme, grid, search, folder / f"search-{theme.name}.svg")
+            draw_levers(theme, searches, folder / f"levers-{theme.name}.svg")
 
 
 def _rows() -> Iterator[dict[str, Any]]:
@@ -63,8 +68,19 @@ def _rows() -> Iterator[dict[str, Any]]:
 
 
 def draw(theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any], file: Path) -> None:
-    """Draw one version."""
-    settings = {
+    """Draw one version of the search."""
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.6), layout="constrained")
+    for precision in PRECISIONS:
+        for checkpointing in (False, True):
+            _draw_arm(axes, theme, [r for r in grid if _is_of(r, precision, checkpointing)])
+    for trial in search["trials"]:
+        _draw_trial(axes, theme, trial, is_best=trial["number"] == search["best"]["number"])
+    _dress(axes, theme, grid, search)
+    _save(figure, file)
+
+
+def _settings(theme: Theme) -> dict[str, Any]:
+    return {
         "svg.hashsalt": "autotune",
         "svg.fonttype": "path",
         "font.size": 11,
@@ -74,16 +90,56 @@ def draw(theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any], file:
         "xtick.color": theme.text,
         "ytick.color": theme.text,
     }
-    with pyplot.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(8.4, 4.6), layout="constrained")
-        for precision in PRECISIONS:
-            for checkpointing in (False, True):
-                _draw_arm(axes, theme, [r for r in grid if _is_of(r, precision, checkpointing)])
-        for trial in search["trials"]:
-            _draw_trial(axes, theme, trial, is_best=trial["number"] == search["best"]["number"])
-        _dress(axes, theme, grid, search)
-        figure.savefig(file, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
+
+
+def _save(figure: Any, file: Path) -> None:
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _levers_of(described: str) -> str:
+    """Return what makes a trial fast, of its words: ``32 × 1  bf16, compiled by layer, CUDA graphs, no mask``."""
+    compiles, graphs = "compiled" in described, "CUDA graphs" in described or "reduce-overhead" in described
+    return {(0, 0): "none", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "both"}[compiles, graphs]
+
+
+def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> None:
+    """Draw the speed of every trial of searches with levers, over that of bf16 at the largest batch that fits."""
+    kinds = {"none": "tf32", "graphs": "fp16", "compiled": "fp32", "both": "bf16"}
+    words = {
+        "none": "neither",
+        "graphs": "CUDA graphs",
+        "compiled": "compiled",
+        "both": "both",
+    }
+    searches = sorted(searches, key=lambda found: float(found["expert"]["speedup"]))
+    figure, axes = pyplot.subplots(figsize=(8.4, 3.6), layout="constrained")
+    for place, found in enumerate(searches):
+        expert = found["expert"]["samples_per_second"]
+        for trial in found["tried"]:
+            if trial["state"] == "completed":
+                colour = theme.colours[kinds[_levers_of(trial["candidate"])]]
+                axes.plot(
+                    [trial["samples_per_second"] / expert], [place], marker="o", color=colour, markersize=8, alpha=0.8
+                )
+        gain = found["expert"]["speedup"]
+        axes.annotate(
+            f"{gain:.2f} ×", (gain, place), (10, 0), textcoords="offset points", va="center", fontweight="bold"
+        )
+    axes.set_yticks(range(len(searches)), [found["workload"] for found in searches])
+    axes.set_xlim(0, 3.5)
+    axes.set_ylim(-0.6, len(searches) - 0.4)
+    axes.axvline(1, color=theme.faint, linewidth=1)
+    axes.set_xlabel("speed over bf16 at the largest batch that fits")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("Every trial of five searches on H200s limited to 24 GiB", fontsize=11.5, loc="left")
+    line = matplotlib.lines.Line2D
+    handles = [
+        line([], [], linestyle="", marker="o", color=theme.colours[kinds[kind]], label=words[kind]) for kind in words
+    ]
+    axes.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
+    _save(figure, file)
 
 
 def _is_of(row: dict[str, Any], precision: str, checkpointing: bool) -> bool:
