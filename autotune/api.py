@@ -176,6 +176,8 @@ class SearchOptions(TypedDict, total=False):
     script: Sequence[str | os.PathLike[str]]
     task: Task | None
     seq_len: int | None
+    images: int | None
+    image_size: int | None
     padding: float | str
     effective_tokens: int | None
     dtype: DTypeName | None

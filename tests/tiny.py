@@ -27,6 +27,7 @@ ONE_OF_EACH_TASK: dict[Task, str] = {
     "seq2seq-lm": "t5-tiny",
     "image-classification": "vit-tiny",
     "speech-seq2seq": "whisper-tiny-random",
+    "image-text-to-text": "qwen2.5-vl-tiny",
 }
 
 
@@ -45,5 +46,9 @@ def tiny_workload(model: str, /, seq_len: int = 16, task: Task | None = None, **
     assert entry is not None
     config = {**entry.config, **_SMALLER.get(model, {}), **changes.pop("config", {})}
     chosen = task or infer_task(config)
+    if chosen == "image-text-to-text":
+        # An image of four tokens, or one of the size that the model takes, of as many.
+        side = 56 if "image_size" not in config["vision_config"] else int(config["vision_config"]["image_size"])
+        changes = {"images": 1, "image_side": side} | changes
     workload = Workload(model, config, chosen, choose_seq_len(config, chosen, seq_len))
     return dataclasses.replace(workload, **changes)

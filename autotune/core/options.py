@@ -178,6 +178,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("seq_len", COUNT, "Tokens in a sample [default: 512 or the model's maximum].", TRAINED, ALL,
            own_code_decides=True),
     Option(
+        "images", COUNT, "Images in each sample of image-text-to-text, tiles of larger ones counted [default: 1].",
+        TRAINED, ALL, own_code_decides=True,
+    ),
+    Option(
+        "image_size", COUNT, "Pixels of each side of the images [default: the model's, else about 448].", TRAINED, ALL,
+        own_code_decides=True, metavar="PIXELS",
+    ),
+    Option(
         "padding", SHARE, "Share of each text sample that is padding, masked by the attention_mask.", TRAINED, ALL,
         "0", own_code_decides=True,
     ),

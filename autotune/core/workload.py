@@ -25,6 +25,7 @@ Task = Literal[
     "seq2seq-lm",
     "image-classification",
     "speech-seq2seq",
+    "image-text-to-text",
     "own",
 ]
 """The training task; ``own`` where the user's own Trainer decides it."""
@@ -35,6 +36,7 @@ TASKS: tuple[Task, ...] = (
     "seq2seq-lm",
     "image-classification",
     "speech-seq2seq",
+    "image-text-to-text",
 )
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -81,6 +83,10 @@ class Workload:
     """Further arguments of peft's ``LoraConfig`` that differ from ``LORA_DEFAULTS``; ``None`` where none does."""
     quantize: QuantizeName | None = None
     """Quantization of the frozen weights in storage; they are computed in ``dtype``."""
+    images: int = 0
+    """Images of each sample, of a task with images and text."""
+    image_side: int | None = None
+    """Pixels of each side of those; ``None`` without."""
     source: TrainingSource | None = None
     """The user's own code that makes the model, data and Trainer; ``config`` and ``dtype`` then describe what it
     made."""
@@ -140,6 +146,8 @@ class Workload:
         """Return it as JSON-ready data for the record, with secrets among a script's options masked."""
         source = self.source.masked() if self.source is not None else None
         document = dataclasses.replace(self, source=source).document()
+        if not self.images:
+            del document["images"], document["image_side"]
         if source is not None:
             # Left out where they say nothing, as in workloads from before there were such fields.
             if not source.variables:

@@ -6,6 +6,7 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import TASKS, Task
+from autotune.models.images import takes_images
 
 AUTO_CLASS_OF_TASK: dict[str, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -14,12 +15,14 @@ AUTO_CLASS_OF_TASK: dict[str, str] = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-text-to-text": "AutoModelForImageTextToText",
 }
 """The class of transformers that builds a task's model."""
 
 PEFT_TASKS: dict[str, str] = {
     "sequence-classification": "SEQ_CLS",
     "causal-lm": "CAUSAL_LM",
+    "image-text-to-text": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
 }
 """peft's ``TaskType`` of a task, which tells it the head to train in full. Other tasks have none."""
@@ -54,6 +57,8 @@ def infer_task(config: dict[str, Any]) -> Task:
         return "speech-seq2seq"
     if model_type in _IMAGE_TYPES:
         return "image-classification"
+    if takes_images(config):
+        return "image-text-to-text"
     if config.get("is_encoder_decoder"):
         return "seq2seq-lm"
     architectures = config.get("architectures") or ()
@@ -93,8 +98,10 @@ def max_seq_len(config: dict[str, Any]) -> int | None:
 
 def _stated_seq_len(config: dict[str, Any]) -> int | None:
     """Return the length in the config, whether or not it is a limit."""
+    # Of models of images and text, those of the text.
+    text = {**config, **(config.get("text_config") or {})}
     for key in _POSITION_KEYS:
-        value = config.get(key)
+        value = text.get(key)
         if isinstance(value, int) and value > 0:
             return value - 2 if config.get("model_type") in _OFFSET_POSITION_TYPES else value
     return None

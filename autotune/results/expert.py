@@ -146,7 +146,8 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     """
     chip, weights = chip_of_device(report.environment["device_name"]), measured.linear_weights
     tokens = report.tokens_per_second(measured)
-    if chip is None or chip.rates is None or weights is None or tokens is None:
+    if chip is None or chip.rates is None or weights is None or tokens is None or report.workload.get("images"):
+        # Patches of images pass other layers than tokens.
         return None
     every, trained = weights
     rate = peak_flops(chip.rates, computed_in(arm.precision, report.workload["dtype"]))

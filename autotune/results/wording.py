@@ -80,8 +80,12 @@ def describe_data(workload: Document) -> str:
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
         return f"synthetic speech, {workload['seq_len']} target tokens"
-    padding = workload["padding"]
-    return f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
+    padding, images = workload["padding"], workload.get("images")
+    words = f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
+    if not images:
+        return words
+    side = workload["image_side"]
+    return f"{words}, of which {images} image{'s' if images > 1 else ''} of {side} × {side} pixels"
 
 
 def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:

@@ -461,9 +461,13 @@ def is_traced(arm: Arm) -> bool:
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors: not where DoRA dequantizes weights by itself."""
+    """Return whether memory can be predicted with fake tensors.
+
+    Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
+    where models put images among tokens.
+    """
     dequantizes = workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False)
-    return is_traced(arm) and not dequantizes
+    return is_traced(arm) and not dequantizes and workload.task != "image-text-to-text"
 
 
 def compiles(arm: Arm) -> bool:

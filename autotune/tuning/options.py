@@ -14,6 +14,7 @@ from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
 from autotune.devices import Device, Precision, find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
+from autotune.models.images import check_images_fit, choose_image_side
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import segments_expand
@@ -91,11 +92,13 @@ def build_workload(options: dict[str, Any]) -> Workload:
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
     data = _data(options, source, task)
+    seq_len = choose_seq_len(source.config, task, options["seq_len"])
+    images, image_side = _images(options, source, task, seq_len)
     return Workload(
         model=source.name,
         config=source.config,
         task=task,
-        seq_len=choose_seq_len(source.config, task, options["seq_len"]),
+        seq_len=seq_len,
         padding=options.get("padding") or 0.0,
         dtype=options["dtype"] or "float32",
         peft=options.get("peft"),
@@ -104,7 +107,22 @@ def build_workload(options: dict[str, Any]) -> Workload:
         quantize=options.get("quantize"),
         weights=_weights(source) if options.get("pretrained") else None,
         data=data,
+        images=images,
+        image_side=image_side,
     )
+
+
+def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: int) -> tuple[int, int | None]:
+    """Return how many images a sample has, and the pixels of their sides; raises an error where they do not fit."""
+    asked, side = options.get("images"), options.get("image_size")
+    if task != "image-text-to-text":
+        for name in ("images", "image_size"):
+            if options.get(name):
+                raise InvalidRequestError(f"{BY_NAME[name].parameter} does not apply to {task}", "leave it out")
+        return 0, None
+    images, side = asked or 1, choose_image_side(source.config, side)
+    check_images_fit(source.config, images, side, seq_len)
+    return images, side
 
 
 def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[str, Any]:
@@ -228,8 +246,9 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     """Raise ``InvalidRequestError`` for options that do not suit the dataset, or a dataset unsuited to the task."""
     name = options["dataset"]
-    if task == "speech-seq2seq":
-        raise InvalidRequestError(f"--dataset {name}: speech is measured with synthetic samples only", "leave it out")
+    only = {"speech-seq2seq": "speech is", "image-text-to-text": "images with text are"}.get(task)
+    if only is not None:
+        raise InvalidRequestError(f"--dataset {name}: {only} measured with synthetic samples only", "leave it out")
     if options.get("padding"):
         raise InvalidRequestError(
             f"--padding {options['padding']:g} is for synthetic samples; those of --dataset have their own lengths",

@@ -66,6 +66,11 @@ def predictions(
     """
     precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
     workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
+    if workload.task == "image-text-to-text":
+        raise InvalidRequestError(
+            f"--model {workload.model}: the memory of models of images and text is not predicted",
+            "measure it with autotune search",
+        )
     requests = [
         _request(workload, chip, limit_bytes, with_effective_batch(own, workload))
         for (chip, limit_bytes), own in zip(targets, options, strict=True)

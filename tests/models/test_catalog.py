@@ -61,7 +61,8 @@ PROMISED = [
     "openai/whisper-small",
     "openai/whisper-medium",
 ]
-FOR_TRYING_OUT = ("bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "vit-tiny", "whisper-tiny-random")
+FOR_TRYING_OUT = ("bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "vit-tiny", "whisper-tiny-random",
+                  "qwen2.5-vl-tiny", "smolvlm-tiny")  # fmt: skip
 
 # Millions of parameters as their authors or their hub pages give them; the catalog counts the head
 # of the inferred task too, which is under 1.5 % of any of these.
@@ -129,6 +130,9 @@ PUBLISHED_MILLIONS = {
     "OLMo-2-1124-7B": 7299,
     "OLMoE-1B-7B-0924": 6919,
     "gpt-oss-20b": 20915,
+    "Qwen2.5-VL-3B-Instruct": 3755,
+    "Qwen2.5-VL-7B-Instruct": 8292,
+    "SmolVLM-256M-Instruct": 256,
     "t5-small": 60.5,
     "t5-base": 223,
     "t5-large": 738,
@@ -159,6 +163,7 @@ TASK_OF_TYPE = {
     **dict.fromkeys(("t5", "bart"), "seq2seq-lm"),
     **dict.fromkeys(("vit", "dinov2"), "image-classification"),
     "whisper": "speech-seq2seq",
+    **dict.fromkeys(("qwen2_5_vl", "idefics3", "smolvlm"), "image-text-to-text"),
     **dict.fromkeys(("albert", "bert", "deberta-v2", "distilbert", "electra"), "sequence-classification"),
     **dict.fromkeys(("modernbert", "roberta", "xlm-roberta"), "sequence-classification"),
 }
@@ -176,6 +181,7 @@ AUTO = {
     "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
     "image-classification": transformers.AutoModelForImageClassification,
     "speech-seq2seq": transformers.AutoModelForSpeechSeq2Seq,
+    "image-text-to-text": transformers.AutoModelForImageTextToText,
 }
 counts = {}
 for name in sys.argv[1:]:
@@ -282,7 +288,7 @@ def test_families_stay_together_from_small_to_large() -> None:
 
 def test_about_tells_the_layers_of_the_config() -> None:
     for entry in catalog.entries():
-        config = entry.config
+        config = {**entry.config, **entry.config.get("text_config", {})}
         encoder = config.get("encoder_layers", config.get("num_layers"))
         layers = [encoder, config.get("decoder_layers", encoder)] if config.get("is_encoder_decoder") else []
         for key in ("num_hidden_layers", "n_layers", "n_layer"):
@@ -317,7 +323,8 @@ def test_every_entry_has_a_sensible_task() -> None:
 
 
 def test_every_entry_has_a_sensible_sequence_length() -> None:
-    shorter = {"gpt2-tiny": 128, "llama-tiny": 256, "t5-tiny": 128, "whisper-tiny-random": 64}
+    shorter = {"gpt2-tiny": 128, "llama-tiny": 256, "t5-tiny": 128, "whisper-tiny-random": 64,
+               "qwen2.5-vl-tiny": 256, "smolvlm-tiny": 256}  # fmt: skip
     for entry in catalog.entries():
         task = infer_task(entry.config)
         expected = {"image-classification": 1, "speech-seq2seq": 448}.get(task, 512)

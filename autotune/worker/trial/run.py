@@ -236,7 +236,8 @@ class Trial:
             micro_steps = _micro_steps(arguments) * self._ranks.count
             samples = self._candidate.per_device_train_batch_size * micro_steps
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
-            trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
+            trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
+                              data_collator=dataset.collator)  # fmt: skip
         if is_on_meta:
             shard_from_meta(trainer, workload)
         self._host_bytes = most_host_bytes()

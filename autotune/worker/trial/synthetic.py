@@ -8,14 +8,22 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune.core.workload import Workload
+from autotune.models.images import is_merging, tokens_of_image
 
 # Number of distinct samples. More would take memory and change nothing.
 _POOL = 64
 _IGNORED = -100  # torch.nn.CrossEntropyLoss's default ignore_index
 _MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
+_OF_PATCHES = ("pixel_values", "image_grid_thw")
 _LOWEST_TOKEN = 10  # below lie the special tokens of most vocabularies (padding would shift RoBERTa's positions)
 
 Sample = dict[str, torch.Tensor]
+
+
+def stack_texts(samples: list[Sample]) -> Sample:
+    """Return a batch of samples whose patches come as one list, and the sizes of their images as another."""
+    joined = {name: torch.cat if name in _OF_PATCHES else torch.stack for name in samples[0]}
+    return {name: join([sample[name] for sample in samples]) for name, join in joined.items()}
 
 
 class SyntheticDataset(Dataset[Sample]):
@@ -23,6 +31,8 @@ class SyntheticDataset(Dataset[Sample]):
 
     def __init__(self, pool: list[Sample], length: int) -> None:
         self._pool = pool
+        self.collator = stack_texts if "image_grid_thw" in pool[0] else None
+        """What makes batches of the samples; ``None`` where they are stacked."""
         self._length = length
 
     def __len__(self) -> int:
@@ -70,6 +80,32 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
     return sample
 
 
+def _with_images(workload: Workload, config: Any, sample: Sample, generator: torch.Generator) -> Sample:
+    """Return a sample of text with images at its beginning, of which nothing is predicted."""
+    assert workload.image_side is not None
+    side, count = workload.image_side, tokens_of_image(workload.config, workload.image_side)
+    tokens, labels = sample["input_ids"], sample["labels"]
+    # No text is taken for an image.
+    tokens[tokens == config.image_token_id] = _LOWEST_TOKEN
+    for start in range(0, workload.images * (count + 1), count + 1):
+        tokens[start] = getattr(config, "vision_start_token_id", None) or _LOWEST_TOKEN
+        tokens[start + 1 : start + 1 + count] = config.image_token_id
+        labels[start : start + 1 + count] = _IGNORED
+    vision = config.vision_config
+    if not is_merging(workload.model_type):
+        pixels = torch.rand((workload.images, getattr(vision, "num_channels", 3), side, side), generator=generator)
+        return {**sample, "pixel_values": pixels}
+    patches = side // vision.patch_size
+    # Each patch comes with its channels, twice for the two moments of a film.
+    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        **sample,
+        "mm_token_type_ids": (tokens == config.image_token_id).int(),
+        "pixel_values": torch.rand((workload.images * patches**2, numbers), generator=generator),
+        "image_grid_thw": torch.tensor([[1, patches, patches]] * workload.images),
+    }
+
+
 def _sample(workload: Workload, model: Any, real: int, generator: torch.Generator) -> Sample:
     config = model.config
     if workload.task == "image-classification":
@@ -82,6 +118,11 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
         features = torch.rand((config.num_mel_bins, frames), generator=generator)
         labels = torch.randint(0, config.vocab_size, (workload.seq_len,), generator=generator)
         return {"input_features": features, "labels": labels}
+    if workload.task == "image-text-to-text":
+        # Images are not padding.
+        of_images = workload.images * (tokens_of_image(workload.config, workload.image_side or 0) + 1)
+        sample = _text_sample(workload, vocabulary, 2, max(real, of_images + 2), generator)
+        return _with_images(workload, config, sample, generator)
     return _text_sample(workload, vocabulary, getattr(config, "num_labels", 2), real, generator)
 
 

@@ -41,11 +41,11 @@ _MOST_WARMUP_STEPS = 5
 class _Watch(TrainerCallback):  # type: ignore[misc]
     """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
 
-    def __init__(self, meter: Meter, work: StockWork, wait_for_ranks: Callable[[], None]) -> None:
+    def __init__(
+        self, meter: Meter, steps: int, evaluates: bool, wait_for_ranks: Callable[[], None], rows: int | None = None
+    ) -> None:
         self._meter = meter
-        data, steps, evaluates = work.workload.data, work.steps, work.evaluates
-        packs = data is not None and data.packing
-        self._rows = int(work.arguments["per_device_train_batch_size"]) if packs else None
+        self._rows = rows
         self._wait_for_ranks = wait_for_ranks
         self._steps = steps
         self._warmup = min(_MOST_WARMUP_STEPS, steps // 4)
@@ -138,7 +138,10 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
-    watch = _Watch(meter, work, wait_for_ranks=lambda: PartialState().wait_for_everyone())
+    data = work.workload.data
+    # Rows of several samples, of which a batch does not tell where they end.
+    rows = int(work.arguments["per_device_train_batch_size"]) if data is not None and data.packing else None
+    watch = _Watch(meter, work.steps, work.evaluates, lambda: PartialState().wait_for_everyone(), rows)
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:
@@ -190,8 +193,10 @@ def build_trainer(
         ingredients = dataset.ingredients(model, evaluated)
     else:
         per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
+        train_dataset = synthetic_dataset(workload, model, per_step * work.steps, work.seed)
         ingredients = {
-            "train_dataset": synthetic_dataset(workload, model, per_step * work.steps, work.seed),
+            "train_dataset": train_dataset,
+            "data_collator": train_dataset.collator,
             "eval_dataset": synthetic_dataset(workload, model, evaluated, work.seed),
         }
     trainer = Trainer(model=model, args=made, callbacks=callbacks, **ingredients)
