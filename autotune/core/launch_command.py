@@ -45,6 +45,13 @@ _LAUNCHER_MODULES = {
     "trl.cli": "trl",
 }
 
+# What torchrun tells a single process, for scripts that open a process group whatever starts them. With port 0 the
+# system chooses a free one.
+_ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+
 # torch 2.13, torch.distributed.run.get_args_parser: the options that take a value, and those that take none.
 _TORCHRUN_OPTIONS = frozenset(
     {
@@ -80,6 +87,8 @@ class Launched:
     """A file or ``-m`` and a module, then its own options."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of the environment that the launcher would have set and that scripts read."""
+    rank_variables: tuple[tuple[str, str], ...] = ()
+    """Those that tell a single process of ``torchrun`` which one it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,7 @@ class _Launch:
     ranks: int
     """The processes that each trial has."""
     variables: dict[str, str]
+    rank_variables: dict[str, str]
 
     def check_number(self, number: str, said: str, left: Sequence[str]) -> None:
         """Raise ``InvalidRequestError`` for a number of processes that a trial does not have."""
@@ -117,14 +127,15 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
     """
     command = shlex.join(words)
     filled, left = _split_filled_variables(words)
-    launch = _Launch(command, ranks, filled)
+    launch = _Launch(command, ranks, filled, {})
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
         if name is None:
             break
         left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
-    return Launched(tuple(left), tuple(sorted(launch.variables.items())))
+    each = (tuple(sorted(variables.items())) for variables in (launch.variables, launch.rank_variables))
+    return Launched(tuple(left), *each)
 
 
 def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -196,6 +207,8 @@ def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
         raise _several_hosts(launch.command, f"--nnodes {given['nnodes']}", left)
     if "nproc-per-node" in given:
         launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
+    if launch.ranks == 1:
+        launch.rank_variables.update(_ALONE)
     return left
 
 
@@ -297,6 +310,16 @@ def _take_off_axolotl(words: list[str], launch: _Launch) -> list[str]:
     return ["-m", "axolotl.cli.train", *left]
 
 
+def _take_off_llamafactory(words: list[str], launch: _Launch) -> list[str]:
+    # LLaMA-Factory 0.9.5, llamafactory.launcher: its train starts the module itself under torchrun where there are
+    # several GPUs or FORCE_TORCHRUN asks for that.
+    if words[:1] != ["train"]:
+        raise InvalidRequestError(
+            f"{launch.command[:80]!r} starts no training", "give: -- llamafactory-cli train config.yaml"
+        )
+    return ["-m", "llamafactory.launcher", *words[1:]]
+
+
 def _refuse_deepspeed(words: list[str], launch: _Launch) -> list[str]:
     at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     raise _unknown(launch.command, "starts a process for each GPU", words[at:] if at is not None else [])
@@ -332,6 +355,8 @@ _TAKE_OFF: dict[str, _TakeOff] = {
     "trl": _take_off_trl,
     "swift": _take_off_swift,
     "axolotl": _take_off_axolotl,
+    "llamafactory-cli": _take_off_llamafactory,
+    "lmf": _take_off_llamafactory,
     "deepspeed": _refuse_deepspeed,
     **dict.fromkeys(_ENVIRONMENT_RUNNERS, _refuse_environment),
     **dict.fromkeys(_SHELLS, _refuse_shell),

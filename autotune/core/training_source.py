@@ -168,6 +168,8 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
 
 def _script(file: Path, arguments: Sequence[str], launched: Launched, module: str | None = None) -> TrainingSource:
     template = read_template(arguments, launched.variables, os.getcwd())
+    # A Trainer, which has its settings replaced, would wrap its model for a process group of one.
+    ranks = launched.rank_variables if template.names else ()
     return TrainingSource(
         "script",
         str(file),
@@ -175,7 +177,7 @@ def _script(file: Path, arguments: Sequence[str], launched: Launched, module: st
         os.getcwd(),
         tuple(arguments),
         module,
-        variables=launched.variables,
+        variables=(*launched.variables, *ranks),
     )
 
 

@@ -300,9 +300,12 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
     (what,) = named
     for option in OPTIONS:
         if option.own_code_decides and option.name in given:
-            raise InvalidRequestError(
-                f"{option.parameter} cannot be combined with {what}, which decides it", f"leave {option.parameter} out"
-            )
+            instead = f"leave {option.parameter} out"
+            if option.name == "effective_tokens":
+                instead = (
+                    "give --effective-batch, the samples of a step; {effective_tokens} is filled with their tokens"
+                )
+            raise InvalidRequestError(f"{option.parameter} cannot be combined with {what}, which decides it", instead)
     if loop and options["effective_batch"] is None and options["objective"] == "throughput":
         raise InvalidRequestError(
             f"{what} has no effective batch of its own", "give --effective-batch, the samples of an optimizer step"

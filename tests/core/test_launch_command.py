@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trl sft --config sft.yaml", "-m trl.scripts.sft --config sft.yaml"),
         (".venv/bin/trl dpo --x 1", "-m trl.scripts.dpo --x 1"),
         ("swift sft --model m --output_dir out", "-m swift.cli.sft --model m --output_dir out"),
+        ("llamafactory-cli train c.yaml lr=1", "-m llamafactory.launcher c.yaml lr=1"),
         ("axolotl train c.yaml --launcher torchrun --num-processes 1 --lr 1", "-m axolotl.cli.train c.yaml --lr 1"),
         ("./ray/train.py", "./ray/train.py"),
     ],

@@ -220,6 +220,66 @@ def test_what_is_not_obeyed_is_refused_with_what_was_seen(
     assert problem.hint
 
 
+UPDATES = """
+import sys, torch
+batch, kind = int(sys.argv[1]), sys.argv[2]
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+weights = list(net.parameters())
+opt = torch.optim.LBFGS(weights, max_iter=4) if kind == "lbfgs" else torch.optim.SGD(weights, 0.01)
+for step in range(60):
+    x = torch.randn(batch, 8)
+    def closure():
+        opt.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+    if kind in ("lbfgs", "closure"):
+        opt.step(closure)
+    elif kind == "by hand":
+        closure()
+        with torch.no_grad():
+            [weight.sub_(0.01 * weight.grad) for weight in weights]
+    else:
+        for weight, gradient in zip(weights, torch.autograd.grad(net(x).square().mean(), weights)):
+            weight.grad = gradient
+        opt.step()
+"""
+
+
+def test_a_backward_pass_may_be_made_by_the_optimizer(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "loop.py").write_text(UPDATES)
+    told, _ = inspected(trial_server, "loop.py {batch} closure")
+    assert trial_server.trial(told, Candidate(Arm(), 8, 1)).completed.measurement.step_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("lbfgs", "LBFGS of loop.py makes 4 backward passes in each of its steps"),
+        ("'by hand'", "made 60 backward passes, and no optimizer of torch stepped"),
+        ("grad", "computes its gradients without a backward pass, as torch.autograd.grad does"),
+    ],
+)
+def test_updates_whose_samples_cannot_be_told_are_refused(
+    trial_server: ServerClient, folder: Path, kind: str, message: str
+) -> None:
+    (folder / "loop.py").write_text(UPDATES)
+    problem = trial_server.inspection(workload(f"loop.py {{batch}} {kind}")).problem
+    assert message in problem.message
+    assert problem.hint
+
+
+def test_a_process_group_of_one_is_there_for_what_torchrun_starts(trial_server: ServerClient, folder: Path) -> None:
+    group = "import torch.distributed\ntorch.distributed.init_process_group('gloo')\n"
+    text = LOOP.replace(
+        "net, other = Net(), Net()", "net, other = torch.nn.parallel.DistributedDataParallel(Net()), Net()"
+    )
+    (folder / "loop.py").write_text(group + text)
+    source = find_script(["torchrun", "--standalone", "loop.py", *shlex.split(OPTIONS)])
+    model = trial_server.model(Workload.of_source(source))
+    assert (model.class_name, model.interface.searched) == ("Net", ("batch", "accumulation"))
+
+
 def test_a_candidate_that_is_trained_otherwise_is_refused(trial_server: ServerClient) -> None:
     """It takes other batches than it was told where it accumulates; the two sets of values showed nothing of that."""
     told, _ = inspected(trial_server, OPTIONS)

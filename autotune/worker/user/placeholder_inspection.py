@@ -48,6 +48,8 @@ _MOST_CALLS = 256
 # Optimizers that a script makes and never steps are waited for until others have stepped so often: WGAN's critic
 # steps five times before its generator does.
 _MOST_STEPS = 12
+# So many backward passes before the first step of an optimizer are no accumulation. A choice.
+_MOST_PASSES = 4096
 # The script's own defaults may be far larger than what is searched. They are waited for so many times as long as a run
 # with a small batch took, and no less than this.
 _PATIENCE = 4.0
@@ -224,8 +226,10 @@ class _Inspecting:
                 keep_run()
                 send(seen)
 
-            _Watching(source, finish, fail, to_first_call=to_first_call)
+            watching = _Watching(source, finish, fail, to_first_call=to_first_call)
             run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
+            if watching.passes_without_step:
+                raise watching.not_stepped()
             raise UserCodeError(
                 f"{source.name} ended before the second step of its optimizer",
                 "give it the options with which it trains, and for more steps",
@@ -311,13 +315,13 @@ class _Inspecting:
                 raise UserCodeError(
                     f"{name} ignores {{precision}}: told {values.precision}, it trained with "
                     f"{seen.describe_numerics()}",
-                    "check what the script calls it: '{precision:fp32=float32,bf16=bfloat16}'",
+                    "name it as the script does, '{precision:fp32=float32,bf16=bfloat16}', or leave it out",
                 )
             if "checkpointing" in names and seen.checkpoints != values.checkpointing:
                 told, did = ("on", "nothing") if values.checkpointing else ("off", "activations")
                 raise UserCodeError(
                     f"{name} ignores {{checkpointing}}: told {told}, it recomputed {did}",
-                    "check what the script calls it: '{checkpointing:on=--grad-checkpointing}'",
+                    "name it as the script does, '{checkpointing:on=--grad-checkpointing}', or leave it out",
                 )
 
     def _own_settings(self, own: Seen, how: HowItSteps) -> OwnSettings:
@@ -347,6 +351,7 @@ class _Watching(Listener):
         self._optimizers: list[Any] = []
         self._steps: list[_Between] = []
         self._now = _Between()
+        self._is_stepping = False
         self._models = ModelNames()
         self._first: Any = None
         self._watch = TrainingWatch()
@@ -382,11 +387,33 @@ class _Watching(Listener):
     def backward_ends(self) -> None:
         """Count the pass."""
         self._now.passes += 1
+        self._now.passes_within += self._is_stepping
+        if self.passes_without_step > _MOST_PASSES:
+            self._fail(self.not_stepped())
+
+    @property
+    def passes_without_step(self) -> int:
+        """Backward passes before the first step of an optimizer; 0 after it."""
+        return 0 if self._steps else self._now.passes
+
+    def not_stepped(self) -> UserCodeError:
+        """Return what is wrong where there are only such passes."""
+        return UserCodeError(
+            f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
+            "have it update by a torch.optim.Optimizer, whose steps are what is measured",
+        )
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Take in that what follows is within the step."""
+        self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Take the step down, and end the run after two of every optimizer."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
+        self._is_stepping = False
+        if (problem := self._now.problem(optimizer, self._source.name)) is not None:
+            self._fail(problem)
         self._now.optimizer = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
         self._steps.append(self._now)
         self._now = _Between()
@@ -427,8 +454,26 @@ class _Between:
     optimizer: int = 0
     """The one that stepped at the end."""
     passes: int = 0
+    passes_within: int = 0
+    """Those of them that the optimizer's own step made."""
     without_gradients: int = 0
     calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
+
+    def problem(self, optimizer: Any, name: str) -> UserCodeError | None:
+        """Say why its samples cannot be told; ``None`` where they can."""
+        if self.passes_within > 1:
+            return UserCodeError(
+                f"{type(optimizer).__name__} of {name} makes {self.passes_within} backward passes in each of its "
+                "steps, so that batch and speed say little of its training",
+                "search with an optimizer that makes one step of each backward pass",
+            )
+        has_gradients = any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"])
+        if self.passes == 0 and self.calls and has_gradients:
+            return UserCodeError(
+                f"{name} computes its gradients without a backward pass, as torch.autograd.grad does",
+                "have it call loss.backward(): backward passes are what micro-steps are counted by",
+            )
+        return None
 
 
 def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:

@@ -198,8 +198,9 @@ class HookedSteps(Listener):
         """Mark the end of the update, and end the step with that of the anchor."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
-        if self._marks is not None:
-            self._marks = self._marks[0], self._listener.mark()
+        mark = self._listener.mark()
+        # Where its closure made the backward pass, nothing tells what of the step was its own.
+        self._marks = (self._marks or (mark,))[0], mark
         if self._has_begun and optimizer is next(iter(self._optimizers[self._how.anchor :]), None):
             self._end_step()
 
@@ -210,7 +211,7 @@ class HookedSteps(Listener):
         self._marks = None
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
-        if marks is None or not self._is_as_told(passes, rows):
+        if not self._is_as_told(passes, rows):
             self._refuse_if_lasting(passes, rows)
             self._listener.step_is_dropped()
         elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
