@@ -87,6 +87,8 @@ for step in range(args.steps):
                 loss = loss + other(new()).float().mean()
         (loss / accum).backward()
     if args.shape in ("gan", "wgan"):
+        if step % 50 == 0:
+            net(torch.zeros(batch, 8).long())  # to look at
         first.step(), first.zero_grad()
         if args.shape == "gan" or step % 3 == 2:
             for _ in range(accum):

@@ -486,7 +486,10 @@ Calls = tuple[tuple[str, ShapesByPlace], ...]
 
 
 def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
-    """Return the dimension that changed with the batch; ``None`` where none did. The smallest factor counts."""
+    """Return the dimension that changed with the batch; ``None`` where none did.
+
+    The smallest factor counts, then the model that is called last: one before it may be asked for samples to look at.
+    """
     (batch, calls), (other, others) = first, second
     found: list[Site] = []
     sizes, other_sizes = _sizes(calls), _sizes(others)
@@ -494,7 +497,8 @@ def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
         factor = size // batch
         if factor and size == factor * batch and other_sizes.get(place) == factor * other:
             found.append(Site(*place, factor=factor))
-    return min(found, key=lambda site: site.factor, default=None)
+    last = {model: at for at, (model, _) in enumerate(calls)}
+    return min(found, key=lambda site: (site.factor, -last[site.model]), default=None)
 
 
 def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:

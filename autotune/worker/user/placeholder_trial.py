@@ -50,11 +50,12 @@ class PlaceholderTrial(StepsTrial):
         set_variables(source.variables, variables)
         assert self._checks is not None
         self._checks.watch.watch_checkpoints()
-        self._steps = self._observed()  # type: ignore[assignment]
+        steps = self._observed()
+        self._steps = steps  # type: ignore[assignment]
         run_script(dataclasses.replace(source, argv=words), output_dir)
-        raise UserCodeError(
-            f"{source.name} ended before enough steps were measured", "have it train for more steps, or on more data"
-        )
+        # The last step of an epoch may be a short one.
+        what = steps.told_otherwise if steps.otherwise > 1 else f"{source.name} ended before enough steps were measured"
+        raise UserCodeError(what, "have it train for more steps, or on more data")
 
     def make_guard(self) -> Guard:
         """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
@@ -131,9 +132,13 @@ class HookedSteps(Listener):
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
         self._has_begun = False
-        self._whole_steps = self._otherwise = self._evaluations = 0
+        self._whole_steps = self._evaluations = 0
         self._marks: tuple[Any, Any] | None = None
         self._passes = self._rows = self._calls_without_gradients = 0
+        self.otherwise = 0
+        """How many steps in a row were not as it was told."""
+        self.told_otherwise = ""
+        """What it did in the last of them."""
         self.loss: Any = None
         """The last one that a backward pass began from."""
         self._loading = Loading()
@@ -205,6 +210,7 @@ class HookedSteps(Listener):
             self._end_step()
 
     def _end_step(self) -> None:
+        assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         evaluates = self._calls_without_gradients > self._most_without_gradients
         self._evaluations = self._evaluations + 1 if evaluates else 0
@@ -219,7 +225,7 @@ class HookedSteps(Listener):
         else:
             self._on_step()
             self._whole_steps += 1
-            self._otherwise = 0
+            self.otherwise = 0
             self._listener.step_ends(marks, wait_seconds)
         self._listener.step_begins()
 
@@ -233,18 +239,21 @@ class HookedSteps(Listener):
         """
         if self._may_skip and passes > self._wanted_passes and passes % self._wanted_passes == 0:
             return
-        self._otherwise += 1
-        if self._otherwise <= (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
-            return
+        self.otherwise += 1
+        self.told_otherwise = self._describe_otherwise(passes, rows)
+        if self.otherwise > (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
+            self._refuse(self.told_otherwise)
+
+    def _describe_otherwise(self, passes: int, rows: int) -> str:
         asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
         site = self._how.site
         if passes != self._wanted_passes or site is None:
-            self._refuse(
+            return (
                 f"{self._name} makes {passes} backward passes for a step of its optimizer, and {asked} makes "
                 f"{self._wanted_passes}"
             )
         seen = rows / site.factor / site.calls
-        self._refuse(
+        return (
             f"{self._name} puts {seen:g} samples into {site.model.partition('#')[0]} for a step of its optimizer, "
             f"and {asked} makes {self._wanted_rows // site.factor // site.calls}"
         )
