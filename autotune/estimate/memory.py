@@ -1,11 +1,9 @@
-"""Predict the peak memory of a candidate from traces with fake tensors, corrected by measured peaks."""
+"""Predict the peak memory of a candidate from traces with fake tensors; measured peaks say how far to trust that."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
@@ -102,79 +100,6 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
     return max(prediction.peak_allocated_bytes, round(predicted * (1 + low))), round(predicted * (1 + high))
 
 
-@dataclass(frozen=True)
-class Check:
-    """A predicted peak of allocated bytes, compared with what a trial measured."""
-
-    arm: Arm
-    """The prediction class of the measured arm."""
-    predicted_bytes: int
-    measured_bytes: int | None
-    """``None`` where the trial ran out of memory although it was predicted to need far less."""
-
-    @property
-    def relative_error(self) -> float | None:
-        """Measured over predicted peak, less one; ``None`` where nothing was measured."""
-        return None if self.measured_bytes is None else self.measured_bytes / self.predicted_bytes - 1
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the measured peak is near enough to the prediction for its class to be trusted."""
-        error = self.relative_error
-        return error is not None and abs(error) <= _ALLOCATED_DOUBT
-
-
-@dataclass(frozen=True)
-class _Correction:
-    """A linear correction of predicted peaks: ``ratio × predicted + offset``."""
-
-    ratio: float = 1.0
-    offset_bytes: float = 0.0
-
-    def applied_to(self, predicted_bytes: int) -> int:
-        """Return the corrected peak."""
-        return round(self.ratio * predicted_bytes + self.offset_bytes)
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    """What trials showed about the predictions of one class."""
-
-    trusted: bool
-    """Whether they may rule out candidates."""
-    correction: _Correction
-
-
-def _fitted_correction(checks: Sequence[Check]) -> _Correction:
-    """Fit a correction to the measured and predicted peaks of one class.
-
-    Where all checks agree, the ratio is 1 and the offset the median difference: what a prediction misses is about the
-    same at every batch. Else the ratio is the median slope between two measurements (Theil-Sen); with one measurement,
-    the line through zero.
-    """
-    points = [(check.predicted_bytes, check.measured_bytes) for check in checks if check.measured_bytes is not None]
-    if not points:
-        return _Correction()
-    ratio = 1.0
-    if not all(check.agrees for check in checks):
-        slopes = [(y - b) / (x - a) for (a, b), (x, y) in itertools.combinations(points, 2) if x != a]
-        ratio = statistics.median([slope for slope in slopes if slope > 0] or [y / x for x, y in points])
-        if not slopes:
-            return _Correction(ratio)
-    return _Correction(ratio, statistics.median(y - ratio * x for x, y in points))
-
-
-def _typical_correction(checks: Sequence[Check]) -> _Correction:
-    """Return the correction for a class without measurements.
-
-    The median ratio of the others, if any of them disagree.
-    """
-    errors = [check.relative_error for check in checks if check.relative_error is not None]
-    if not errors or all(check.agrees for check in checks):
-        return _Correction()
-    return _Correction(1 + statistics.median(errors))
-
-
 def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
     """Return whether ``over``, which ran out of memory, shows that the candidate does not fit.
 
@@ -214,7 +139,7 @@ def _prediction_at(
 
 
 class MemoryModel:
-    """The predictions for one GPU by prediction class, corrected by what trials measured."""
+    """The predictions for one GPU by prediction class, and what trials measured of them."""
 
     def __init__(self, ceiling: Ceiling, layers: int | None = None) -> None:
         """Start without predictions; ``layers`` is how many layers of the model can recompute their activations."""
@@ -230,10 +155,10 @@ class MemoryModel:
         """Prediction classes in which a trial failed for a reason other than memory."""
         self._asked: list[Candidate] = []
         """Candidates that were predicted."""
-        self._checks: list[Check] | None = None
+        self._checks: list[tuple[Arm, bool]] | None = None
         self._checkable: bool | None = None
-        self._learnt: dict[Arm, _Evidence] = {}
-        """What trials showed about each prediction class. Kept, since it is asked for very often."""
+        self._trusted: dict[Arm, bool] = {}
+        """By prediction class. Kept, since it is asked for very often."""
         self.version = 0
         """Increases with every prediction that is added."""
 
@@ -261,7 +186,7 @@ class MemoryModel:
         return self._operations.get(prediction_class(arm_that_computes(arm)))
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
-        """Return the uncorrected prediction for a candidate; ``None`` where there is none."""
+        """Return the prediction for a candidate; ``None`` where there is none."""
         of_class = self._predictions.get(prediction_class(candidate.arm), {})
         predicted = _prediction_at(of_class, candidate, self._ceiling) or self._derived(candidate)
         return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
@@ -321,7 +246,7 @@ class MemoryModel:
         return self._largest.get(prediction_class(arm))
 
     def learn(self, candidate: Candidate, outcome: Outcome, cap_bytes: int | None = None) -> None:
-        """Correct predictions, those there are and those to come, by the outcome of a trial.
+        """Check predictions, those there are and those to come, by the outcome of a trial.
 
         ``cap_bytes`` is the cap that the trial had, where it differs from this ceiling's.
         """
@@ -342,37 +267,27 @@ class MemoryModel:
     def _forget(self) -> None:
         """Drop what was derived from earlier predictions and measurements."""
         self._checks = self._checkable = None
-        self._learnt = {}
+        self._trusted = {}
 
-    def checks(self) -> list[Check]:
-        """Return every prediction that a trial confirmed or contradicted."""
+    def _agreements(self) -> list[tuple[Arm, bool]]:
+        """Return of each prediction that a trial checked its class, and whether the measured peak agreed with it.
+
+        One does not that ran out of memory although it was predicted to need far less.
+        """
         if self._checks is None:
+            most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
             measured = [
-                Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, measured_bytes)
+                (candidate.arm, abs(measured_bytes / predicted.peak_allocated_bytes - 1) <= _ALLOCATED_DOUBT)
                 for candidate, measured_bytes in self._measured.items()
                 if (predicted := self.prediction(candidate))
             ]
-            self._checks = [*measured, *self._contradictions()]
+            contradicted = [
+                (candidate.arm, False)
+                for candidate, cap_bytes in self._ran_out.items()
+                if (predicted := self.prediction(candidate)) and predicted.peak_allocated_bytes * most < cap_bytes
+            ]
+            self._checks = [(prediction_class(arm), agrees) for arm, agrees in (*measured, *contradicted)]
         return self._checks
-
-    def _contradictions(self) -> Iterator[Check]:
-        """Yield a check for each trial that ran out of memory although it was predicted to need far less."""
-        most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
-        for candidate, cap_bytes in self._ran_out.items():
-            predicted = self.prediction(candidate)
-            if predicted and predicted.peak_allocated_bytes * most < cap_bytes:
-                yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, None)
-
-    def _evidence(self, arm: Arm) -> _Evidence:
-        """Return what trials showed about the predictions for an arm."""
-        of_class = prediction_class(arm)
-        if of_class not in self._learnt:
-            checks = self.checks()
-            own = [check for check in checks if check.arm == of_class]
-            trusted = any(check.agrees for check in checks) and all(check.agrees for check in own or checks)
-            correction = _fitted_correction(own) if own else _typical_correction(checks)
-            self._learnt[of_class] = _Evidence(trusted, correction)
-        return self._learnt[of_class]
 
     def trusted(self, arm: Arm) -> bool:
         """Return whether predictions may rule out candidates of this arm.
@@ -380,14 +295,12 @@ class MemoryModel:
         At least one measured peak must agree with its prediction within 5 %. None may disagree: none in the arm's class
         where something was measured there, else none at all.
         """
-        return self._evidence(arm).trusted
-
-    def peak_allocated_bytes(self, candidate: Candidate) -> int | None:
-        """Return the predicted peak, corrected by measurements; ``None`` where nothing is predicted."""
-        predicted = self.prediction(candidate)
-        if predicted is None:
-            return None
-        return self._evidence(candidate.arm).correction.applied_to(predicted.peak_allocated_bytes)
+        of_class = prediction_class(arm)
+        if of_class not in self._trusted:
+            every = [agrees for _, agrees in self._agreements()]
+            own = [agrees for checked, agrees in self._agreements() if checked == of_class]
+            self._trusted[of_class] = any(every) and all(own or every)
+        return self._trusted[of_class]
 
     def surely_over(self, candidate: Candidate) -> bool:
         """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
@@ -400,23 +313,16 @@ class MemoryModel:
         Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
         waits, as long as a candidate that is predicted to fit is left to try.
         """
-        peak = self.peak_allocated_bytes(candidate)
-        if peak is None:
-            return False
-        least_bytes = peak * (1 - _ALLOCATED_DOUBT)
-        predicted = self.prediction(candidate)
-        once_bytes = math.ceil(least_bytes) + ((predicted.bucket_copy_bytes or 0) if predicted else 0)
-        may_fit = self._ceiling.bounds.fits(math.ceil(least_bytes), once_bytes)
-        if may_fit and not self._reserves_too_much(candidate):
-            return False
-        return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
-
-    def _reserves_too_much(self, candidate: Candidate) -> bool:
-        """Return whether the lower end of a rank's predicted reserved bytes exceeds the line."""
         predicted, arm = self.prediction(candidate), candidate.arm
-        if predicted is None or arm.ranks == 1 or arm.zero_stage is not None:
+        if predicted is None:
             return False
-        return reserved_interval(predicted, arm)[0] > self._ceiling.line_bytes
+        least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
+        may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
+        if arm.ranks > 1 and arm.zero_stage is None:
+            may_fit &= reserved_interval(predicted, arm)[0] <= self._ceiling.line_bytes
+        if may_fit:
+            return False
+        return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())
 
     def _can_be_checked(self) -> bool:
         """Return whether a candidate that is predicted to fit, and that no trial contradicts, is left to try."""
@@ -438,12 +344,6 @@ class MemoryModel:
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        correction = self._evidence(candidate.arm).correction
-        allocated_bytes = correction.applied_to(predicted.peak_allocated_bytes)
-        unused_bytes = reserved_interval(predicted, candidate.arm)[1] - predicted.peak_allocated_bytes
-        copy_bytes = predicted.bucket_copy_bytes
-        once_bytes = None if copy_bytes is None else allocated_bytes + copy_bytes
-        # Where measured peaks are below the predicted ones, a prediction that does not fit may do so after the
-        # correction.
-        is_possible = predicted.fits or correction.ratio < 1
-        return is_possible and self._ceiling.fits(allocated_bytes + unused_bytes, once_allocated_bytes=once_bytes)
+        most_bytes = reserved_interval(predicted, candidate.arm)[1]
+        once_bytes = None if predicted.bucket_copy_bytes is None else predicted.once_allocated_bytes
+        return predicted.fits and self._ceiling.fits(most_bytes, once_allocated_bytes=once_bytes)

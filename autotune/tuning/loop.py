@@ -168,7 +168,7 @@ class Search:
         self._optuna.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
-        """Correct predictions, and decide what is tried first, by trials on other machines of this kind."""
+        """Check predictions, and decide what is tried first, by trials on other machines of this kind."""
         kind = kind_fingerprint(self._prepared.environment)
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
