@@ -35,6 +35,8 @@ class Training:
     ranks: int
     task: Task
     is_own_code: bool = False
+    has_trainer: bool = True
+    """Whether a transformers ``Trainer`` trains, be it one of the user's own."""
     pads: bool = False
     """Whether samples are padded."""
     shapes_vary: bool = False
@@ -58,6 +60,7 @@ class Training:
             ranks,
             workload.task,
             is_own_code=workload.source is not None,
+            has_trainer=workload.source is None or workload.source.framework == "trainer",
             pads=workload.padding > 0 or len({*ends, *padded}) > 1,
             shapes_vary=len({*padded}) > 1,
             packs=data is not None and data.packing,
@@ -165,8 +168,8 @@ def _checkpointed(arm: Arm) -> float:
 def _no_graphs(training: Training) -> str | None:
     if training.device_kind != "cuda":
         return f"{training.device_kind} has no CUDA graphs"
-    if training.is_own_code:
-        return "a training of your own captures its steps itself"
+    if not training.has_trainer:
+        return "only the steps of a Trainer are captured"
     if training.shapes_vary:
         return "batches differ in length, and a graph has one shape"
     return "several ranks are not captured" if training.ranks > 1 else None
@@ -179,8 +182,10 @@ def _no_layers_to_choose(training: Training) -> str | None:
 
 
 def _needs_mask(training: Training) -> str | None:
+    if not training.has_trainer:
+        return "only a Trainer's batches are changed"
     if training.is_own_code:
-        return "your own code makes its batches"
+        return None
     if training.task in ("image-classification", "speech-seq2seq"):
         return f"{training.task} has no attention mask"
     if training.packs:

@@ -21,15 +21,16 @@ _POSITIONS = "position_ids"
 
 
 class WithoutFullMasks:
-    """Makes batches as another collator does, without the masks that mask nothing."""
+    """Makes batches as another collator does, without masks that mask nothing."""
 
     def __init__(self, collator: Callable[..., Any]) -> None:
         self._collator = collator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a batch. Its tensors are in the host's memory, so that looking at them costs the GPU nothing.
+        """Return a batch without masks, or with all of them where one masks padding.
 
-        Raises ``SettingUnavailableError`` for a batch whose samples are padded, or several of which share a row.
+        Its tensors are in the host's memory, so that looking at them costs the GPU nothing. Raises
+        ``SettingUnavailableError`` for a batch several of whose samples share a row.
         """
         batch = self._collator(*args, **kwargs)
         if not isinstance(batch, Mapping):
@@ -39,14 +40,13 @@ class WithoutFullMasks:
                 f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded"
             )
         masks = [name for name in _MASKS if isinstance(batch.get(name), torch.Tensor)]
-        for name in masks:
-            if not bool(batch[name].all()):
-                raise SettingUnavailableError(f"the {name} of a batch masks padding; train without unpadded")
+        if not all(bool(batch[name].all()) for name in masks):
+            return batch
         return {name: value for name, value in batch.items() if name not in masks}
 
 
 def leave_out_full_masks(trainer: Trainer) -> None:
-    """Have a ``Trainer`` pass no attention mask, as long as no sample is padded and none are packed."""
+    """Have a ``Trainer`` pass no attention mask with batches in which no sample is padded."""
     trainer.data_collator = WithoutFullMasks(trainer.data_collator)
     is_tracing = masking_utils.is_tracing
 

@@ -198,6 +198,14 @@ def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: 
     assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 2)
 
 
+def test_a_trainer_of_one_s_own_has_levers_without_a_field(trial_server: ServerClient, folder: Path) -> None:
+    candidate = Candidate(Arm("bf16", unpadded=True), 16, 2)
+    check_sane(trial_server.trial(trainer("build"), candidate), candidate)
+    graphed = trial_server.trial(trainer("build"), Candidate(Arm(cuda_graphs=True), 16, 2)).outcome
+    assert isinstance(graphed, Failed)
+    assert graphed.message == "CUDA graphs need a CUDA device; the training is on cpu"
+
+
 def test_the_baseline_is_unmodified(trial_server: ServerClient, folder: Path) -> None:
     candidate = Candidate(Arm(), 4, 2)
     answer = trial_server.trial(trainer("build"), candidate, unmodified=True)

@@ -12,6 +12,7 @@ from autotune.core.jobs import TrialWork
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.training.errors import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import MeasureCallback, prefetched_steps
 from autotune.worker.trial.meter import Meter
@@ -100,7 +101,7 @@ class OwnTrial(Trial):
         if isinstance(error, UserCodeError | SystemExit) and self._checks is not None and self._checks.has_run_out():
             message = f"{self._source.name} ran out of memory, and caught the error"
             return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
-        if isinstance(error, UserCodeError):
+        if isinstance(error, UserCodeError | SettingUnavailableError):
             print(f"autotune: {error}", file=sys.stderr)
             return Failed("error", str(error), during=self._phases.current)
         outcome = self._failure(error)

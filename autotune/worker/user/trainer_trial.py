@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 from autotune.core.candidate import Candidate, Document
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, LossOfBatch, Measurement
+from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
+from autotune.training import apply
 from autotune.worker.private.transformers import is_reporting, loss_of, mean_train_loss
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
@@ -155,6 +157,10 @@ class TrainerTrial(OwnTrial):
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
+        if settings := applied_settings(self._candidate.arm):
+            apply(trainer, **settings)
+            if self._candidate.arm.cuda_graphs and self._checks is not None:
+                trainer.training_step.on_replay = self._checks.watch.take_replay
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         self._hold_inputs(trainer)
         if self._checks is not None:
