@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -12,20 +13,24 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx2
 import pytest
 import uvicorn
 import yaml
 from checkout import ROOT
 from click.testing import CliRunner
+from processes import wait_until
 from serving import StandInEngine, run_recorded
 from starlette.testclient import TestClient
 
@@ -77,9 +82,99 @@ def test_the_compose_file_serves_this_machine_alone() -> None:
 
 
 def test_the_other_files_can_be_read() -> None:
-    assert yaml.safe_load((FILES / "prometheus.yaml").read_text())["scrape_configs"][0]["job_name"] == "autotune"
+    prometheus = yaml.safe_load((FILES / "prometheus.yaml").read_text())
+    assert prometheus["scrape_configs"][0]["job_name"] == "autotune"
     for entry in tomllib.loads((FILES / "allow.toml").read_text()).values():
         assert set(entry) - {"folder"} in ({"script"}, {"trainer"}, {"loop"})
+
+
+def test_alerts_and_the_dashboard_ask_for_metrics_that_there_are(writer: TestClient, on_cpu: StandInEngine) -> None:
+    told = writer.get("/metrics").text
+    rules = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((FILES / "grafana.json").read_text())["panels"]
+    asked = [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+    known = set(re.findall(r"^# TYPE (\w+) ", told, re.MULTILINE))
+    assert set(re.findall(r"autotune_\w+", " ".join(asked))) == known
+    states = set(re.findall(r'autotune_searches\{state="(\w+)"\}', told))
+    assert {name for each in re.findall(r'state=~?"([a-z|]+)"', " ".join(asked)) for name in each.split("|")} <= states
+
+
+NGINX = """
+daemon off;
+pid {folder}/pid;
+error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/a;
+    proxy_temp_path {folder}/b;
+    fastcgi_temp_path {folder}/c;
+    uwsgi_temp_path {folder}/d;
+    scgi_temp_path {folder}/e;
+{server}
+}}
+"""
+
+
+@pytest.fixture
+def behind_nginx(tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext, str]]:
+    """The address of a service behind the proxy of the documentation, whom to trust, and a token."""
+    program = shutil.which("nginx")
+    if program is None:
+        pytest.skip("there is no nginx here")
+    key, certificate, plan = tmp_path / "key", tmp_path / "certificate", tmp_path / "plan"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+             "-keyout", key, "-out", certificate, "-subj", "/CN=localhost",
+             "-addext", "subjectAltName=DNS:localhost"]  # fmt: skip
+    subprocess.run(words, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    plan.write_text(json.dumps({"devices": [{"name": "host", "gpus": 1}], "seconds": None}))
+    serve = [sys.executable, Path(__file__).with_name("standing_in.py"), plan, "serve", "--port", "0", "--behind-proxy",
+             "--storage", tmp_path / "a.db"]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
+        stack.callback(service.terminate)
+        assert service.stdout is not None
+        address, _, token = service.stdout.readline().strip().partition("/#token=")
+        server = (FILES / "nginx.conf").read_text()
+        changes = {"443 ssl": f"127.0.0.1:{port} ssl", "gpu-box.example;": "localhost;",
+                   "/etc/ssl/gpu-box.pem": str(certificate), "/etc/ssl/gpu-box.key": str(key),
+                   "http://127.0.0.1:8321": address}  # fmt: skip
+        for old, new in changes.items():
+            assert old in server
+            server = server.replace(old, new)
+        (tmp_path / "nginx.conf").write_text(NGINX.format(folder=tmp_path, server=server))
+        proxy = stack.enter_context(subprocess.Popen([program, "-p", tmp_path, "-c", tmp_path / "nginx.conf"]))
+        stack.callback(proxy.terminate)
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        url = f"https://localhost:{port}"
+
+        def is_up() -> bool:
+            with contextlib.suppress(OSError):
+                return bool(urllib.request.urlopen(f"{url}/healthz", timeout=5, context=trusted).read())
+            return False
+
+        assert wait_until(is_up, 60)
+        yield url, trusted, token
+
+
+@pytest.mark.service
+def test_the_proxy_of_the_documentation_passes_events_on_as_they_come_and_the_page_s_forms(
+    behind_nginx: tuple[str, ssl.SSLContext, str],
+) -> None:
+    url, trusted, token = behind_nginx
+    with httpx2.Client(base_url=url, verify=trusted, headers={"Origin": url}) as client:
+        signed_in = client.post("/session", data={"token": token})
+        assert signed_in.status_code == 303
+        assert "Secure" in signed_in.headers["set-cookie"]
+        assert client.post("/session", data={"token": token}, headers={"Origin": "https://other"}).status_code == 403
+        job = client.post("/v1/searches", json={"model": "bert-tiny", "effective_batch": 16}).json()
+        # The search lasts for ever, so whatever is held back never comes.
+        with client.stream("GET", f"/v1/searches/{job['id']}/events", timeout=20) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: state"
+            assert '"running"' in next(line for line in lines if line.startswith("data: ") and "running" in line)
 
 
 def test_a_token_can_be_made_before_the_first_start(tmp_path: Path) -> None:
