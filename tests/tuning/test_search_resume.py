@@ -128,12 +128,6 @@ class TestGoingOn:
         assert rest.jobs == []
         assert "time budget" in (second.study.stopped_because or "")
 
-    def test_two_fresh_studies_in_one_file_do_not_know_each_other(self, store: Store) -> None:
-        one, other = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
-        search(store, one, study="one", fresh=True)
-        search(store, other, study="other", fresh=True)
-        assert one.candidates == other.candidates
-
 
 class TestRefused:
     @pytest.mark.parametrize(

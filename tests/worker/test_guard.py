@@ -24,7 +24,6 @@ for _ in range(3):
     print("has trained", flush=True)
     optimizer.step()
 """
-STARTS = "import subprocess, sys\nsubprocess.run([sys.executable, 'loop.py'], check=True)\n"
 SPAWNS = """
 import torch.multiprocessing
 def train(_):
@@ -63,14 +62,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (LOOP, "run.py trains in a loop of its own at run.py:7", ""),
         (STEPS_ALONE, "run.py trains in a loop of its own at run.py:4", ""),
         (OWN_TRAIN, "Rollouts of run.py trains by a method of its own, which never calls Trainer.train", ""),
-        (STARTS, "run.py trains in another process that it starts: ", "-- python loop.py"),
         (SPAWNS, "run.py starts processes of its own to train in (torch.multiprocessing)", ""),
         (LAUNCHES, "run.py starts another process, in which nothing can be measured: torchrun",
          "-- python loop.py --lr 1"),
         (BECOMES, "run.py becomes another process, in which nothing can be measured: ", "-- python loop.py"),
         (FORKS, "run.py trains in a loop of its own at loop.py:7", ""),
     ],
-    ids=["loop", "step alone", "own train", "starts", "spawns", "launches", "becomes", "forks"],
+    ids=["loop", "step alone", "own train", "spawns", "launches", "becomes", "forks"],
 )  # fmt: skip
 def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     trial_server: ServerClient, folder: Path, text: str, message: str, hint: str
@@ -99,6 +97,8 @@ def test_what_starts_python_again_is_refused_with_the_whole_command(trial_server
     answer = trial_server.inspection(workload)
     words = shlex.split(answer.problem.hint.partition("-- ")[2])
     assert words == ["python", "loop.py", "--output_dir", "my/out", *long]
+    assert answer.problem.message.startswith("run.py trains in another process that it starts: ")
+    assert "has trained" not in answer.log
     assert "sitecustomize" not in answer.log
 
 
