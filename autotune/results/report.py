@@ -139,6 +139,16 @@ class Report:
         real = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
         return measured.samples_per_second * (facts.lengths.mean if facts and facts.lengths else real)
 
+    @property
+    def is_speedup_a_bound(self) -> bool:
+        """Whether the winner's speed-up may be smaller than stated: the baseline was disturbed, the winner was not."""
+        return self._was_disturbed(self.baseline) and not self._was_disturbed(self.best)
+
+    def _was_disturbed(self, trial: TrialRecord | None) -> bool:
+        """Return whether all trials that count for a trial's candidate were disturbed."""
+        counting = self.history.outcomes_of(trial.candidate) if trial is not None else []
+        return bool(counting) and all(getattr(tried.outcome, "disturbed", False) for tried in counting)
+
     def speedup(self) -> float | None:
         """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""
         best, baseline = self.speed(self.best), self.speed(self.baseline)

@@ -108,6 +108,8 @@ class StudyView:
     baseline_speed: Speed | None
     speedup: float | None
     """The speed of the best over the baseline's; ``None`` where either is missing."""
+    is_speedup_a_bound: bool
+    """Whether the speed-up may be smaller: the baseline was disturbed, the winner was not."""
     expert: Expert | None
     trials: tuple[TrialView, ...]
     """In order, each with its own measurement."""
@@ -132,6 +134,7 @@ def study_view(report: Report) -> StudyView:
         baseline_name=report.baseline_name,
         baseline_speed=report.speed(baseline),
         speedup=report.speedup(),
+        is_speedup_a_bound=report.is_speedup_a_bound,
         expert=expert_of(report),
         trials=tuple(trial_view(report, trial) for trial in report.trials),
         notes=tuple(notes(report)),

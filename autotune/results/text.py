@@ -53,7 +53,8 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     ]
     if view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
         baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline_speed.samples_per_second)}"
-        lines.append(f"{view.speedup:.2f} × {view.baseline_name} ({baseline} samples/s)")
+        bound, why = ("at most ", ", disturbed") if view.is_speedup_a_bound else ("", "")
+        lines.append(f"{bound}{view.speedup:.2f} × {view.baseline_name} ({baseline} samples/s{why})")
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":

@@ -32,6 +32,7 @@ from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
+from autotune.results.html.page import html_page
 from autotune.results.html.svg_charts import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
@@ -97,6 +98,22 @@ def test_the_summary() -> None:
         "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
         "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",
     ]
+
+
+def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:
+    """It was slowed down, so the winner gains less. A winner that was disturbed too may gain more or less."""
+    slowed, also = (
+        dataclasses.replace(
+            each, outcome=dataclasses.replace(each.outcome, disturbed=("a neighbour",), run_again=False)
+        )
+        for each in (BASELINE, WINNER)
+        if isinstance(each.outcome, Completed)
+    )
+    line = "at most 7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s, disturbed)"
+    told = study_view(report(slowed, WINNER))
+    assert f"  {line}" in summary_lines(told)
+    assert "at most 7.45×" in html_page(report(slowed, WINNER))
+    assert not any(study_view(report(*each)).is_speedup_a_bound for each in ((slowed, also), (BASELINE, WINNER)))
 
 
 def test_a_second_copy_of_ddps_buckets_is_told_beside_the_peak() -> None:
