@@ -24,41 +24,46 @@ def advice_lines(
         f"{workload.model} ({workload.task}, {workload.seq_len} tokens), effective batch {effective_batch}, "
         f"{samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
     ]
-    front = pareto_front(offers)
+    front, ordered = pareto_front(offers), in_order(offers)
+    has_prices = any(offer.cost is not None for offer in offers)
+    grades = {offer.graded.grade for offer in offers if offer.graded is not None}
+    head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]
     rows = []
-    for offer in in_order(offers):
-        if offer.best is None:
-            rows.append(["", _name(offer), offer.why_not or "", *[""] * 7])
+    for offer in ordered:
+        name = f"{'* ' if offer in front else '  ' if has_prices else ''}{_name(offer)}"
+        if offer.best is None or offer.hours is None or offer.graded is None:
+            rows.append([name, offer.why_not or "", *[""] * (len(head) - 2)])
             continue
-        low, high = offer.best.interval_samples_per_second
-        assert offer.graded is not None
-        assert offer.hours is not None
-        cost = offer.interval_cost
-        rows.append(
-            [
-                f"{rank(offer, offers) or ''}{' *' if offer in front else ''}",
-                _name(offer),
-                offer.best.candidate.describe(),
-                format_rate(offer.best.samples_per_second),
-                f"{format_rate(low)} to {format_rate(high)}",
-                offer.graded.grade,
-                offer.best.limited_by,
-                format_rate(offer.hours),
-                "" if offer.cost is None else format_rate(offer.cost),
-                "" if cost is None else f"{format_rate(cost[0])} to {format_rate(cost[1])}",
-            ]
-        )
-    head = ["rank", "GPU", "best", "samples/s", "interval", "grade", "limited by", "hours", "cost", "interval of cost"]
+        speed = _with_ends(offer.best.samples_per_second, offer.best.interval_samples_per_second)
+        told = "" if len(grades) == 1 else f" {offer.graded.grade}"
+        cost = "" if offer.cost is None or offer.interval_cost is None else _with_ends(offer.cost, offer.interval_cost)
+        row = [name, offer.best.candidate.describe(), f"{speed}{told}", format_rate(offer.hours), cost]
+        rows.append(row[: len(head)])
     lines += table_lines(head, rows)
-    lines.append(
-        "Cheapest first. * none is both as fast and as cheap. GPUs of one rank may cost the same: "
-        "their intervals overlap."
-    )
+    lines.append(_undecided(ordered) + (" * none is both as fast and as cheap." if front else ""))
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
     if steps:
         most = max(steps, key=lambda step: step.unknown_share)
         lines.append(unknown_line(most.unknown_operations, most.unknown_share))
     return lines
+
+
+def _with_ends(value: float, interval: tuple[float, float]) -> str:
+    """Return ``67.3 (42.0–108.6)``."""
+    low, high = map(format_rate, interval)
+    return f"{format_rate(value)} ({low}–{high})"
+
+
+def _undecided(ordered: list[Offer]) -> str:
+    """Say by what the GPUs are sorted, and which of them may be the first although they are not."""
+    best = "cheapest" if any(offer.cost is not None for offer in ordered) else "fastest"
+    ranked = [(rank(offer, ordered), _name(offer)) for offer in ordered]
+    tied, behind = ([name for number, name in ranked if number and (number > 1) is late] for late in (False, True))
+    line = f"{best.capitalize()} first, by what is predicted"
+    if len(tied) < 2:
+        return f"{line}."
+    which = f"all but {', '.join(behind)}" if 0 < len(behind) < len(tied) else ", ".join(tied) if behind else "all"
+    return f"{line}. The intervals overlap: {which} may be the {best}."
 
 
 def _name(offer: Offer) -> str:

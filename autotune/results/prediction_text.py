@@ -75,12 +75,12 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
     ]
     speed = _SPEED_HEAD if best is not None else []
     shown = [arm for arm in gpu.arms if not _has_plain_twin(arm, gpu.arms)]
+    has_allocated = all_batches or anatomy
+    head = ["configuration", "batch×acc", *(["allocated"] if has_allocated else []), "reserved"]
     if all_batches:
-        head = ["configuration", "batch × acc", "allocated", "reserved", "of the line", "fits"]
+        head.append("fits")
         rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes, anatomy, speed)]
     else:
-        head = ["configuration", f"{'fastest' if speed else 'largest'} batch × acc"]
-        head += ["allocated", "reserved", "of the line"]
         rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
     lines += table_lines(head + speed + (list(_PARTS) if anatomy else []), rows)
     if anatomy:
@@ -235,7 +235,7 @@ def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str])
     name = arm.arm.describe()
     for batch in arm.batches:
         fits = "yes" if batch.memory.fits else "no"
-        peak = [*_peak_cells(batch, line_bytes), fits, *_speed_cells(batch, speed)]
+        peak = [*_peak_cells(batch, line_bytes, has_allocated=True), fits, *_speed_cells(batch, speed)]
         rows.append([name, batch_cell(batch.candidate), *peak, *_part_cells(batch, anatomy)])
         name = ""
     return rows
@@ -253,10 +253,11 @@ def _chosen_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]
         shown = min(arm.batches, key=lambda batch: batch.memory.peak_reserved_bytes)
         cell = f"none; {batch_cell(shown.candidate)} needs"
     else:
-        empty = len(speed) + (len(_PARTS) if anatomy else 0)
-        return [name, "not predicted", "", "", "", *([""] * empty)]
+        empty = 1 + len(speed) + (1 + len(_PARTS) if anatomy else 0)
+        return [name, "not predicted", *([""] * empty)]
     speeds = _speed_cells(shown, speed) if fastest is not None else [""] * len(speed)
-    return [name, cell, *_peak_cells(shown, line_bytes), *speeds, *_part_cells(shown, anatomy)]
+    peak = _peak_cells(shown, line_bytes, has_allocated=anatomy)
+    return [name, cell, *peak, *speeds, *_part_cells(shown, anatomy)]
 
 
 def _speed_cells(batch: BatchView, head: list[str]) -> list[str]:
@@ -266,9 +267,11 @@ def _speed_cells(batch: BatchView, head: list[str]) -> list[str]:
     return [format_rate(batch.samples_per_second), utilization, batch.speed.limited_by]
 
 
-def _peak_cells(batch: BatchView, line_bytes: int) -> list[str]:
+def _peak_cells(batch: BatchView, line_bytes: int, *, has_allocated: bool) -> list[str]:
+    """Return the peaks, reserved bytes with their share of the line; without allocated ones a row takes 80 columns."""
     allocated, reserved = batch.memory.peak_allocated_bytes, batch.memory.peak_reserved_bytes
-    return [format_bytes(allocated), format_bytes(reserved), f"{reserved / line_bytes:.0%}"]
+    cells = [format_bytes(allocated)] if has_allocated else []
+    return [*cells, f"{format_bytes(reserved):>8} {reserved / line_bytes:>4.0%}"]
 
 
 def _part_cells(batch: BatchView, anatomy: bool) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices.gpus import CHIPS
+from autotune.devices.prices import Prices
 from autotune.estimate.advice import Offer, in_order, pareto_front, rank
 from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
+from autotune.results.advice_text import advice_lines
 
 
 def offer(name: str, seconds: float, price: float | None, doubt: float = 1.1) -> Offer:
@@ -52,3 +55,19 @@ def test_the_front_has_what_nothing_beats() -> None:
     cheap, fast, worse = offer("l4", 4.0, 0.5), offer("h100-80gb", 1.0, 4.0), offer("a10", 4.5, 0.6)
     none = replace(cheap, graded=None, why_not="too small")
     assert pareto_front([cheap, fast, worse, none]) == [cheap, fast]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ((2.0, 2.1, 9.0), "The intervals overlap: all but h100-80gb may be the cheapest."),
+        ((2.0, 2.1, 2.2), "The intervals overlap: all may be the cheapest."),
+        ((2.0, 4.0, 9.0), "Cheapest first, by what is predicted."),
+    ],
+)
+def test_which_gpus_cannot_be_told_apart_is_said(seconds: tuple[float, float, float], said: str) -> None:
+    """Numbers beside the rows would not rise from row to row, since the intervals differ in width."""
+    offers = [offer(name, each, 1.0) for name, each in zip(("l4", "a10", "h100-80gb"), seconds, strict=True)]
+    lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
+    assert said in lines[-1]
+    assert all(len(line) <= 80 for line in lines[1:-1])
