@@ -174,10 +174,42 @@ def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def app_over(storage: DashboardStorage) -> WSGIApplication:
-    """Return the dashboard over a storage, as a WSGI application that only reads."""
+# What would change a study is hidden, since it is refused: these names are those of optuna-dashboard 0.20 and 0.21.
+_HIDDEN = """<style>
+button[aria-label="rename study"], button[aria-label="delete study"], button:has([data-testid="AddBoxIcon"]),
+button:has([data-testid="EditIcon"]), a[href$="/note"] { display: none; }
+.way-back { position: fixed; top: 1.1rem; right: 1.2rem; z-index: 2000; padding: .1rem .6rem; border-radius: 4px;
+  background: #fff; color: #0b57d0; font: 600 15px/1.6 system-ui, sans-serif; text-decoration: none; }
+@media (max-width: 40rem) { .way-back { top: auto; bottom: 1rem; } }
+</style>
+</head>"""
+
+
+def _read_only_page(way_back: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a bottle plugin that hides what changes a study from the page, and adds a link back."""
+    link = f'<body><a class="way-back" href="{way_back}">← autotune</a>' if way_back is not None else "<body>"
+
+    def plugin(view: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*positional: Any, **named: Any) -> Any:
+            response = view(*positional, **named)
+            is_page = "text/html" in str(getattr(response, "content_type", ""))
+            if is_page and hasattr(response.body, "read"):
+                with response.body as file:
+                    page = file.read().decode().replace("</head>", _HIDDEN, 1).replace("<body>", link, 1)
+                response.body = page.encode()
+                response.set_header("Content-Length", str(len(response.body)))
+            return response
+
+        return answer
+
+    return plugin
+
+
+def app_over(storage: DashboardStorage, way_back: str | None = None) -> WSGIApplication:
+    """Return the dashboard over a storage, as a WSGI application that only reads; ``way_back`` is where it links to."""
     bottle_app: Any = optuna_dashboard.wsgi(storage)
     bottle_app.install(_drop_infeasible_best)
+    bottle_app.install(_read_only_page(way_back))
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         # Any port is allowed, since a tunnel may end at another one.

@@ -49,5 +49,5 @@ class WithDashboard:
         await self._dashboard({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)
 
     def _make(self) -> Any:
-        app: Any = app_over(DashboardStorage(self._store))
+        app: Any = app_over(DashboardStorage(self._store), way_back="/")
         return WSGIMiddleware(app)

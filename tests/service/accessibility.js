@@ -23,7 +23,7 @@
     const size = parseFloat(style.fontSize), isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
     if (ratio < (isLarge ? 3 : 4.5)) found.push(`contrast ${ratio.toFixed(2)}: ${name(e)}`);
   }
-  for (const e of document.querySelectorAll("input, select, textarea")) {
+  for (const e of document.querySelectorAll("input:not([type=hidden]), select, textarea")) {
     if (!e.labels?.length && !e.ariaLabel) found.push("no label: " + name(e));
     const edge = parse(getComputedStyle(e).borderTopColor), ground = behind(e.parentElement);
     const [a, b] = [light(over(edge, ground)), light(ground)].sort((x, y) => y - x);

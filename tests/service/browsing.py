@@ -24,7 +24,7 @@ _ARGUMENTS = (
 )
 _WAIT_MILLISECONDS = 20_000
 CHECKS = Path(__file__).with_name("accessibility.js")
-WIDE, PHONE = (1200, 900), (390, 844)
+WIDE, PHONE = (1200, 900), (360, 780)
 
 
 @dataclass

@@ -91,7 +91,7 @@ def service(storage: str) -> Iterator[str]:
 def photograph(visitor: Visitor, folder: Path) -> None:
     """Save a picture of each page that the documentation shows."""
     result = f"{visitor.url}/searches/bert-large-uncased-64"
-    comparison = f"{visitor.url}/compare?a=bert-large-uncased-64&b=bert-large-uncased-64-fp32"
+    comparison = f"{visitor.url}/compare?s=bert-large-uncased-64&s=bert-large-uncased-64-fp32"
     with open_tab(visitor.url, WIDE) as tab:
         tab.page.goto(f"{visitor.url}/#token={visitor.token}")
         for label, text in {"Model": "bert-large-uncased", "Effective batch": "64", "GPU": "b200"}.items():

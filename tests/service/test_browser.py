@@ -68,8 +68,8 @@ def test_the_way_from_the_form_to_the_export(scene: Scene, pictures: Path) -> No
         page.get_by_text("More options").click()
         page.get_by_label("Tokens a sample").fill("32")
         page.get_by_label("At most trials").fill("4")
-        command = f"autotune search --server {scene.url} --model bert-tiny --effective-batch 16 --device cpu"
-        page.locator("#command", has_text=f"{command} --seq-len 32 --trials 4").wait_for()
+        command = f"autotune search --server {scene.url} --model bert-tiny --effective-batch 16"
+        page.locator("#command", has_text=f"{command} --seq-len 32 --device cpu --trials 4").wait_for()
         assert page.locator("#command-note").inner_text() == ""
         page.get_by_role("button", name="Search", exact=True).click()
         page.get_by_role("heading", name="bert-tiny-16").wait_for()
@@ -121,7 +121,9 @@ def test_every_page_can_be_read_in_both_themes_and_on_a_phone(
         shown = {
             "home": "/",
             "result": f"/searches/{search}",
-            "compare": f"/compare?a={search}&b={search}",
+            "list": "/searches?sort=took",
+            "compare": f"/compare?s={search}",
+            "clone": "/?model=bert-tiny&effective_batch=16&fresh=on",
             "nothing": "/searches/nothing",
         }
         for name, path in shown.items():
@@ -133,6 +135,33 @@ def test_every_page_can_be_read_in_both_themes_and_on_a_phone(
             tab.picture(pictures, f"{name}-{tag}")
         assert [text for text in tab.complaints if "404" not in text] == []
         assert tab.foreign == []
+
+
+def test_searches_are_chosen_compared_and_asked_again(scene: Scene, pictures: Path) -> None:
+    search = finished_search(scene)
+    with open_tab(scene.url) as tab:
+        sign_in(tab, scene)
+        page = tab.page
+        page.get_by_role("link", name="All searches", exact=True).click()
+        page.get_by_role("textbox", name="Find").fill("TINY")
+        page.keyboard.press("Enter")
+        page.get_by_role("link", name="took").click()
+        page.get_by_role("checkbox", name="Compare bert-tiny-16").check()
+        page.get_by_role("button", name="Compare the chosen ones").click()
+        page.get_by_text("nothing is ranked").wait_for()
+        page.goto(f"{scene.url}/searches/{search}")
+        page.get_by_role("link", name="Clone").click()
+        assert page.get_by_label("Effective batch").input_value() == "16"
+        assert page.get_by_label("Tokens a sample").input_value() == "32"
+        assert tab.problems() == []
+        page.go_back()
+        page.get_by_role("button", name="Search again").click()
+        page.get_by_role("heading", name="bert-tiny-16-2").wait_for()
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_text("cancelled", exact=True).wait_for(timeout=_SEARCH_MILLISECONDS)
+        assert tab.problems() == []
+        tab.picture(pictures, "cancelled")
+        assert (tab.complaints, tab.foreign) == ([], [])
 
 
 def test_the_form_can_be_used_with_the_keyboard_alone(scene: Scene) -> None:
@@ -153,12 +182,19 @@ def test_the_form_can_be_used_with_the_keyboard_alone(scene: Scene) -> None:
         assert tab.problems() == []
 
 
-def test_the_optuna_dashboard_shows_a_study_and_asks_no_other_host(scene: Scene) -> None:
+def test_the_optuna_dashboard_shows_a_study_and_leads_back(scene: Scene, pictures: Path) -> None:
     finished_search(scene)
     with open_tab(scene.url) as tab:
         sign_in(tab, scene)
         tab.page.get_by_role("link", name="Optuna dashboard").click()
         tab.page.get_by_text("bert-tiny-16").first.wait_for()
+        # What would be refused is not offered.
+        assert tab.page.get_by_role("button", name="Reload").is_visible()
+        for name in ("Create", "rename study", "delete study"):
+            assert not tab.page.get_by_role("button", name=name).is_visible()
+        tab.picture(pictures, "dashboard")
+        tab.page.get_by_role("link", name="← autotune").click()
+        tab.page.get_by_role("heading", name="Search for the fastest configuration").wait_for()
         assert tab.foreign == []
 
 

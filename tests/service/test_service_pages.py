@@ -6,13 +6,15 @@ import dataclasses
 import re
 
 import pytest
-from searching import H200
+from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
+from searching import H200, search
 from serving import URL, StandInEngine, run_recorded, waits_for_state
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
+from autotune.core.units import GIB
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -229,7 +231,10 @@ def test_the_optuna_dashboard_is_for_those_who_have_a_token(
         assert client.get("/dashboard").headers["location"] == "/"
         assert client.get("/api/studies").status_code == 303
         client.post("/session", data={"token": add_token(store.queue, "bob", "read")})
-        assert "<html" in client.get("/dashboard/").text
+        page = client.get("/dashboard/").text
+        assert '<body><a class="way-back" href="/">' in page
+        # What would change a study is not shown.
+        assert 'button[aria-label="delete study"]' in page
         assert client.get("/api/studies").json()["study_summaries"][0]["study_name"] == "bert-large-uncased-64"
         refused = client.post("/api/studies", json={"study_name": "x", "directions": ["minimize"]})
         assert refused.status_code == 405
@@ -267,3 +272,96 @@ def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, on_gp
     event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
     assert list(searches.result_lines(jobs).values()) == ["no result"] * 5
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
+
+
+def test_a_search_says_what_was_asked_and_is_asked_again(
+    visitor: TestClient, searches: Searches, on_gpu: StandInEngine
+) -> None:
+    asked = {**LARGE, "memory_limit": "23.5GiB", "precision": "bf16,tf32", "time_budget": "300", "device": "h200"}
+    visitor.post("/searches", data=asked)
+    first = run_recorded(searches, on_gpu)
+    page = visitor.get(f"/searches/{first.job}").text
+    for words in ("by ann, ", "; took ", "NVIDIA H200 on host", "<code>--memory-limit 23.5GiB</code>"):
+        assert words in page
+    command = re.search(r'<code id="again">(.*)</code>', page)
+    assert command is not None
+    assert command[1] == (
+        f"autotune search --server {URL} --model bert-large-uncased --effective-batch 64 --device h200 "
+        "--memory-limit 23.5GiB --precision bf16,tf32 --time-budget 300s"
+    )
+    clone = re.search(r'class="button" href="([^"]*)"', page)
+    assert clone is not None
+    form = visitor.get(clone[1].replace("&amp;", "&")).text
+    for name, value in {**asked, "time_budget": "300s"}.items():
+        assert re.search(rf'name="{name}"[^>]* value="{value}"', form), name
+    again = visitor.post(f"/searches/{first.job}/again")
+    second = searches.job(again.headers["location"].rpartition("/")[2])
+    assert second.request == {**searches.job(first.job).request, "fresh": True}
+    assert (second.id != first.job, second.study) == (True, "bert-large-uncased-64-2")
+    assert second.needs == searches.job(first.job).needs
+    # One that was cancelled goes on with what it has.
+    visitor.post(f"/searches/{second.id}/cancel")
+    waits_for_state(searches, second.id, "cancelled")
+    assert ">Go on</button>" in visitor.get(f"/searches/{second.id}").text
+    third = searches.job(visitor.post(f"/searches/{second.id}/again").headers["location"].rpartition("/")[2])
+    assert (third.study, third.id != second.id) == (second.study, True)
+
+
+def test_options_without_a_field_of_their_own_are_in_a_form_that_was_cloned(visitor: TestClient) -> None:
+    form = {"model": "bert-tiny", "effective_batch": "16", "fresh": "on", "seed": "3"}
+    shown = visitor.get("/", params=form).text
+    assert '<input type="checkbox" name="fresh" id="field-fresh" checked>' in shown
+    assert 'name="seed"' in shown
+    page = visitor.get(visitor.post("/searches", data=form).headers["location"]).text
+    assert "--fresh" in page
+    assert "--seed 3" in page
+
+
+def test_searches_are_found_and_sorted(visitor: TestClient, store: Store) -> None:
+    for name, batch, owner in (("alpha", 32, "bob"), ("beta", 8, "ann"), ("gamma", None, "ann")):
+        store.queue.submit(name, {"model": f"model-{name}", "effective_batch": batch}, Needs(), submitted_by=owner)
+    for number, job in enumerate(reversed(store.queue.jobs())):
+        if job.study != "gamma":
+            store.queue.start(job.id, {"host": "here", "name": f"GPU {number}", "uuids": []})
+            store.queue.end(job.id, 1, "finished")
+
+    def listed(**params: str) -> list[str]:
+        return re.findall(r">(alpha|beta|gamma)<", visitor.get("/searches", params=params).text)
+
+    assert listed() == ["gamma", "beta", "alpha"]
+    assert listed(sort="study", up="true") == ["alpha", "beta", "gamma"]
+    assert listed(sort="batch", up="true") == ["beta", "alpha", "gamma"]
+    assert listed(sort="batch") == ["alpha", "beta", "gamma"]
+    assert sorted(listed(sort="took")[:2]) == ["alpha", "beta"]
+    assert listed(sort="owner") == ["alpha", "gamma", "beta"]
+    assert listed(find="ANN") == ["gamma", "beta"]
+    assert listed(find="gpu 1") == ["beta"]
+    assert listed(find="model-al") == ["alpha"]
+    assert listed(find="%") == []
+    assert listed(find="ann", state="ended") == ["beta"]
+    assert visitor.get("/searches", params={"sort": "odd"}).status_code == 422
+
+
+def test_only_searches_of_one_effective_batch_are_ranked(
+    visitor: TestClient, searches: Searches, store: Store, on_gpu: StandInEngine
+) -> None:
+    runs = [EFFECTIVE_64, EFFECTIVE_64, ComputedRunner(lambda candidate: 4 * GIB)]
+    options: list[Document] = [{}, {"precisions": ("fp32",)}, {"effective_batch": 32}]
+    for name, landscape, more in zip(("both", "fp32", "smaller"), runs, options, strict=True):
+        visitor.post("/searches", data={**LARGE, "study": name, "seed": str(len(name))})
+        run = on_gpu.next_run()
+        runner = landscape if isinstance(landscape, ComputedRunner) else RecordedRunner(landscape)
+        search(store, runner, study=name, **more)
+        run.end("finished")
+        waits_for_state(searches, run.job, "finished")
+    page = visitor.get("/compare", params={"s": ["both", "fp32", "smaller"]}).text
+    assert page.count("<h2>") == 2
+    of_32, of_64 = page.split("<h2>")[1:]
+    assert re.search(r"both is [\d.]+ ± [\d.]+ times as fast as fp32", of_64)
+    assert "nothing is ranked" in of_32
+    assert ">both</a>" in of_64
+    assert ">smaller</a>" in of_32
+    assert ">smaller</a>" not in of_64
+    assert "are not ranked" in page
+    like = visitor.get("/compare", params={"like": "fp32"}).text
+    assert all(f">{name}</a>" in like for name in ("both", "fp32", "smaller"))
