@@ -173,8 +173,7 @@ def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
 def verify_remotely(server: str, study: str, steps: int, *, as_json: bool, again: bool = False) -> None:
     """Have a service verify one of its studies, and print the result; raises where a promise was not kept."""
     client = Client(server)
-    # A service of an earlier version does not know the option.
-    asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps, **({"again": True} if again else {})})
+    asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps, "again": again})
     problem = _watch(client, asked)
     if problem is not None:
         raise error_of(problem)
@@ -183,17 +182,11 @@ def verify_remotely(server: str, study: str, steps: int, *, as_json: bool, again
 
 
 def print_verification(shown: Document, *, as_json: bool) -> None:
-    """Print a verification that a service shows; raises where a promise was not kept.
-
-    Earlier versions recorded no lines.
-    """
+    """Print a verification that a service shows; raises where a promise was not kept."""
     if shown["verification"] is None:
         raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the service's log")
     if as_json:
         print_json(shown["verification"])
-    elif shown.get("lines") is None:
-        verdict = str(shown["verification"].get("verdict", "no verdict")).replace("_", " ")
-        click.echo(f"{verdict}; an earlier autotune recorded no text of it, --json prints its figures")
     else:
         click.echo(as_printed("\n".join(shown["lines"])))
     if shown["missed"] is not None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from autotune.devices import Device
 from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind, problem_of
 from autotune.service.change_events import ChangeEvents
 from autotune.service.verifications import VERIFIES
-from autotune.store.leases import LEASE_SECONDS as STUDY_LEASE_SECONDS
-from autotune.store.leases import RENEWALS, name_of_study
+from autotune.store.leases import name_of_study, renewed
 from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer
 from autotune.store.records import new_id
 from autotune.store.repository import Store
@@ -272,10 +271,9 @@ class Runner:
 
     def _hold(self, stack: contextlib.ExitStack, study: str) -> None:
         """Hold the lease of a study that is searched elsewhere and recorded here, as soon as nobody else has it."""
-        held = Held(self.store, name_of_study(study), f"the study {study!r}")
         while not self._is_closing:
             try:
-                stack.enter_context(held)
+                stack.enter_context(held(self.store, name_of_study(study), f"the study {study!r}"))
                 return
             except StorageError as error:
                 log.warning("what a search says cannot be recorded now: %s", error)
@@ -372,33 +370,14 @@ class Runner:
             log.warning("the log of a trial cannot be kept: %s", error)
 
 
-class Held:
-    """A context manager that holds a lease, and raises ``StorageError`` where another process has it."""
-
-    def __init__(self, store: Store, name: str, what: str) -> None:
-        self._leases = store.leases
-        self._name, self._what, self._token = name, what, new_id()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-
-    def __enter__(self) -> None:
-        holder = self._leases.take(self._name, this_owner(), self._token)
-        if holder is not None:
-            raise StorageError(
-                f"{self._what} is held by {holder.describe()}", "wait for its end, or name another database"
-            )
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        with contextlib.suppress(StorageError):
-            self._leases.release(self._name, self._token)
-
-    def _renew(self) -> None:
-        while not self._ended.wait(STUDY_LEASE_SECONDS / RENEWALS):
-            with contextlib.suppress(StorageError):
-                self._leases.renew(self._name, self._token)
+@contextlib.contextmanager
+def held(store: Store, name: str, what: str) -> Iterator[None]:
+    """Hold a lease for as long as the block lasts; raises ``StorageError`` where another process has it."""
+    token = new_id()
+    if (holder := store.leases.take(name, this_owner(), token)) is not None:
+        raise StorageError(f"{what} is held by {holder.describe()}", "wait for its end, or name another database")
+    with renewed(store.leases, name, token):
+        yield
 
 
 def trial_log_path(storage: str, study: str, number: int) -> Path:

@@ -28,7 +28,7 @@ from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
 from autotune.service.retention import forget_hourly
-from autotune.service.runner import Held
+from autotune.service.runner import held
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
@@ -132,7 +132,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         _listen(settings) as listener,
         open_store(settings.storage) as store,
         # Two would start each other's searches anew.
-        Held(store, "service", "the queue of this database"),
+        held(store, "service", "the queue of this database"),
     ):
         settings = _with_port(settings, listener)
         # Else each event would wait for the disk, and all writers for each other.

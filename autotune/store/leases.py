@@ -6,13 +6,16 @@ and a write whose lease was lost is refused. Hosts that share a database need cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, select, update
 
+from autotune.core.errors import StorageError
 from autotune.core.owner import Owner
 from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.records import now
@@ -109,6 +112,30 @@ class Leases:
 
     def _is_held(self, lease: Lease) -> bool:
         return lease.expires_at > self._clock() and not lease.owner.is_gone()
+
+
+@contextlib.contextmanager
+def renewed(leases: Leases, name: str, token: str) -> Iterator[None]:
+    """Renew a taken lease from a thread for as long as the block lasts or until it is lost; then give it back."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(LEASE_SECONDS / RENEWALS):
+            # A database that is locked just now may be free the next time.
+            with contextlib.suppress(StorageError):
+                if not leases.renew(name, token):
+                    return
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        # A lease that cannot be given back expires.
+        with contextlib.suppress(StorageError):
+            leases.release(name, token)
 
 
 def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lease | None:

@@ -6,7 +6,6 @@ File locks tell the processes of one host apart, a lease in the database those o
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -191,7 +190,7 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
     process has is a ``StorageError``.
     """
     from autotune.core.owner import this_owner
-    from autotune.store.leases import name_of_study
+    from autotune.store.leases import name_of_study, renewed
     from autotune.store.records import new_id
 
     name, token, has_waited = name_of_study(study), new_id(), False
@@ -204,37 +203,9 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
         time.sleep(_POLL_SECONDS)
     if has_waited and wait is not None:
         wait(None)
-    store.hold(study, token)
-    renewal = _Renewal(store, name, token)
-    try:
-        yield has_waited
-    finally:
-        renewal.stop()
-        store.let_go()
-        # A lease that cannot be given back expires.
-        with contextlib.suppress(StorageError):
-            store.leases.release(name, token)
-
-
-class _Renewal:
-    """Renews a lease from a thread of its own, until it is stopped or the lease is lost."""
-
-    def __init__(self, store: Store, name: str, token: str) -> None:
-        self._store, self._name, self._token = store, name, token
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Renew no more."""
-        self._ended.set()
-        self._thread.join()
-
-    def _renew(self) -> None:
-        from autotune.store import leases
-
-        while not self._ended.wait(leases.LEASE_SECONDS / leases.RENEWALS):
-            # A database that is locked just now may be free the next time.
-            with contextlib.suppress(StorageError):
-                if not self._store.leases.renew(self._name, self._token):
-                    return
+    with renewed(store.leases, name, token):
+        store.hold(study, token)
+        try:
+            yield has_waited
+        finally:
+            store.let_go()

@@ -103,15 +103,17 @@ def test_a_repeated_trial_is_asked_for_by_name(searched: None, writer: TestClien
     assert without["request"] == {"verify_study": STUDY, "steps": 50}
 
 
-def test_verifications_that_an_earlier_version_recorded_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verification_is_printed_as_text_or_json_and_raises_what_was_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown: Document = {
         "study": "verify mine",
         "verification": {"verdict": "cannot_tell"},
-        "lines": None,
+        "lines": ["cannot tell: too noisy"],
         "missed": None,
     }
     print_verification(shown, as_json=False)
-    assert capsys.readouterr().out.startswith("cannot tell; an earlier autotune recorded no text of it")
+    assert capsys.readouterr().out == "cannot tell: too noisy\n"
     print_verification(shown, as_json=True)
     assert '"verdict": "cannot_tell"' in capsys.readouterr().out
     missed = {"exit_code": 11, "message": "slower than promised", "hint": "search again"}
