@@ -202,6 +202,7 @@ class SearchOptions(TypedDict, total=False):
     gradient_checkpointing: CheckpointingChoice
     strategy: str | Sequence[str] | None
     attn: str | Sequence[str] | None
+    experts: str | Sequence[str] | None
     optim: str | Sequence[str] | None
     expandable_segments: LeverChoice | None
     torch_compile: LeverChoice

@@ -105,6 +105,10 @@ class Arm:
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
     unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))
     """No attention mask is passed, since no sample is padded."""
+    experts_implementation: str | None = field(
+        default=None, metadata=_said(lambda arm: f"experts {arm.experts_implementation}", sparse=True)
+    )
+    """How the products of a mixture of experts are computed; ``None`` is transformers' own choice."""
     padding_free: bool = field(default=False, metadata=_said("padding-free", sparse=True))
     """The samples of a batch come in one row, each attending to itself alone, so that none is padded."""
     fused_loss: bool = field(default=False, metadata=_said("fused loss", sparse=True))

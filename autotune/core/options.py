@@ -317,6 +317,12 @@ OPTIONS: tuple[Option, ...] = (
         own_code_decides=True, request_field="attn_implementations", recorded_as="attn_implementation",
     ),
     Option(
+        "experts", WORDS,
+        "How a mixture of experts is computed, e.g. grouped_mm,batched_mm,eager [default: as transformers chooses].",
+        TRIED, own_code_decides=True, request_field="experts_implementations", recorded_as="experts_implementation",
+        sparse=True,
+    ),
+    Option(
         "optim", WORDS,
         "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", TRIED, ALL,
         help_in=dict.fromkeys(PREDICTED, "Values of TrainingArguments.optim [default: adamw_torch_fused]."),

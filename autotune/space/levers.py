@@ -210,6 +210,9 @@ def _no_logits(training: Training) -> str | None:
     return None if training.task == "causal-lm" else f"{training.task} has no loss over a vocabulary for every token"
 
 
+EXPERTS = ("grouped_mm", "batched_mm", "eager")
+"""How transformers computes a mixture of experts without further packages: all by one kernel, a copy of the weights for
+each token, or one after the other."""
 _PLAIN_ATTENTIONS = ("sdpa", "eager")
 
 # Among precisions of equal speed: bf16 needs no loss scaling.
@@ -314,6 +317,10 @@ LEVERS: tuple[Lever, ...] = (
         "unpadded", is_applied=True, saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_,
         obstacle=_needs_mask, option="unpadded",
         prior=Prior("passing no mask", "an estimate; compiled code and graphs need it", passing=0.97),
+    ),
+    # Which kernels run decides what is allocated.
+    Lever(
+        "experts_implementation", (None, *EXPERTS), is_applied=True, preference=12, is_traced=lambda name: name is None
     ),
     # Asked for by name: it changes what a batch is for kernels and for code that looks at it.
     Lever(

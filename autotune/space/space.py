@@ -231,6 +231,7 @@ def choose_arms(
     model_checkpoints: bool,
     expandable_segments: LeverChoice = "off",
     liger: LeverChoice = "off",
+    experts: Sequence[str | None] = (None,),
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Arm, ...]:
     """Return every combination as an arm, those without checkpointing first, then by preference of precision.
@@ -245,11 +246,16 @@ def choose_arms(
         )
     choices = choice_of(checkpointing if model_checkpoints else "off")
     arms = (
-        changed(Arm(precision, checkpointed, attention, optim, expands, use_liger_kernel=fused), **(settings or {}))
+        changed(
+            Arm(precision, checkpointed, attention, optim, expands, use_liger_kernel=fused),
+            experts_implementation=how,
+            **(settings or {}),
+        )
         for expands in choice_of(expandable_segments)
         for checkpointed in choices
         for attention in attn_implementations
         for optim in optims
+        for how in experts
         for fused in choice_of(liger)
         for precision in precisions
     )

@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from autotune.training.checkpointing import checkpoint_some_layers
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
+from autotune.training.experts import choose_experts
 from autotune.training.graphs import use_cuda_graphs
 from autotune.training.loss import fuse_loss
 from autotune.training.masks import leave_out_full_masks
@@ -28,6 +29,7 @@ def apply(
     trainer: AnyTrainer,
     *,
     checkpointed_layers: int | None = None,
+    experts_implementation: str | None = None,
     unpadded: bool = False,
     padding_free: bool = False,
     fused_loss: bool = False,
@@ -36,13 +38,16 @@ def apply(
     """Apply settings to a ``Trainer`` that has not begun to train, and return it.
 
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
-    ``TrainingArguments``. ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the
-    samples of a batch of a causal language model in one row, without padding. ``fused_loss``: compute its loss without
-    all logits. ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises
-    ``SettingUnavailableError`` where a training does not allow one.
+    ``TrainingArguments``. ``experts_implementation``: compute a mixture of experts in the way that transformers calls
+    so. ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of
+    a causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
+    ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
+    training does not allow one.
     """
     if checkpointed_layers is not None:
         checkpoint_some_layers(trainer, checkpointed_layers)
+    if experts_implementation is not None:
+        choose_experts(trainer, experts_implementation)
     if unpadded:
         leave_out_full_masks(trainer)
     if padding_free:

@@ -17,7 +17,7 @@ from autotune.space.features import (
     require,
     shards_with,
 )
-from autotune.space.levers import LEVERS, Training
+from autotune.space.levers import EXPERTS, LEVERS, Training
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
@@ -56,11 +56,27 @@ def _check_levers(request: SearchRequest) -> None:
         if is_cpu:
             raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
         require("liger-kernel", "--liger")
+    _check_experts(request)
     _check_settings(request, _MANY_LAYERS)
     if FLASH_ATTENTION in (request.attn_implementations or ()):
         if is_cpu:
             raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
         require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+
+# Fields in which configs keep the number of experts.
+_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _check_experts(request: SearchRequest) -> None:
+    asked = request.experts_implementations or ()
+    if asked and not any(request.workload.config.get(name) for name in _EXPERTS_FIELDS):
+        raise InvalidRequestError(
+            f"--experts {','.join(asked)}: {request.workload.model} is no mixture of experts", "leave it out"
+        )
+    for name in asked:
+        if name not in EXPERTS:
+            raise InvalidRequestError(f"--experts {name} is not known", f"use some of {', '.join(EXPERTS)}")
 
 
 _MANY_LAYERS = 2**31

@@ -83,6 +83,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
         liger=request.liger,
+        experts=request.experts_implementations or (None,),
         settings={**request.settings(), "cpu_affinity": request.pins == "on"},
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))

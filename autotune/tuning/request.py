@@ -72,6 +72,8 @@ class SearchRequest:
     """How several ranks share the model; ``None`` means every way that this model and device can."""
     attn_implementations: tuple[str, ...] | None = None
     """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
+    experts_implementations: tuple[str, ...] | None = None
+    """``None`` leaves it to transformers."""
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
     expandable_segments: LeverChoice = "off"
     """``auto`` tries it where memory keeps the best arm from a larger batch."""

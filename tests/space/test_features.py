@@ -289,7 +289,7 @@ class TestAdapters:
 
     def test_they_make_another_workload_and_their_absence_the_same_as_ever(self) -> None:
         assert len({w.fingerprint() for w in (BERT_LARGE, self.LORA, replace(self.LORA, lora_rank=8))}) == 3
-        later = ("peft", "lora_rank", "lora_options", "quantize", "data", "source")
+        later = ("peft", "lora_rank", "lora_options", "quantize", "data", "images", "image_side", "source")
         before = {k: v for k, v in BERT_LARGE.document().items() if k not in later}
         assert Workload.from_document(before) == BERT_LARGE
         facts = {k: v for k, v in before.items() if k not in ("model", "weights")}

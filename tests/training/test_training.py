@@ -17,6 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from autotune.space.levers import EXPERTS
 from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
@@ -289,3 +290,29 @@ class TestPartialCheckpointing:
             return
         assert checkpoint_layers(model, count) == 4
         assert sum(layer.gradient_checkpointing for layer in model.model.layers) == count
+
+
+class TestExperts:
+    def trainer(self, folder: Path) -> Trainer:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model(
+            "qwen3_moe", **sizes, intermediate_size=64, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+            head_dim=8, vocab_size=VOCABULARY,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return trainer_of(AutoModelForCausalLM.from_config(config), samples(), folder)
+
+    def test_every_way_trains_the_same(self, tmp_path: Path) -> None:
+        stock, weights = train(self.trainer(tmp_path))
+        for name in EXPERTS:
+            trainer = apply(self.trainer(tmp_path), experts_implementation=name)
+            assert trainer.model.config._experts_implementation == name
+            losses, found = train(trainer)
+            assert losses == pytest.approx(stock, rel=1e-4)
+            assert torch.allclose(found, weights, atol=1e-3)
+
+    def test_a_model_without_experts_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(SettingUnavailableError, match="experts of LlamaForCausalLM"):
+            apply(trainer_of(language_model(), samples(), tmp_path), experts_implementation="eager")
+        with pytest.raises(SettingUnavailableError, match="no experts by something"):
+            apply(self.trainer(tmp_path), experts_implementation="something")
