@@ -29,6 +29,9 @@ from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.execution.process_outcome import tail
 
+LIMIT_SECONDS = 2.0
+"""Of trials that are to be seen to begin, and then to be ended: what a busy machine takes for the first of the two."""
+
 
 def server() -> int:
     """The process id of the one server that stands in."""
@@ -82,15 +85,15 @@ def test_a_failure_says_what_was_under_way(stand_in_runner: TrialServer) -> None
 
 def test_a_result_counts_whatever_happens_after_it(stand_in_runner: TrialServer) -> None:
     assert isinstance(run_trial(stand_in_runner, "complete, signal SIGSEGV"), Completed)
-    assert isinstance(run_trial(stand_in_runner, "complete, hang", timeout_seconds=0.5), Completed)
+    assert isinstance(run_trial(stand_in_runner, "complete, hang", timeout_seconds=LIMIT_SECONDS), Completed)
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "close, hang", "descend, hang"])
 def test_a_trial_that_hangs_is_ended_at_its_time_limit(
     stand_in_runner: TrialServer, tmp_path: Path, behaviour: str
 ) -> None:
-    outcome = run_trial(stand_in_runner, behaviour, timeout_seconds=0.5, log_path=tmp_path / "trial.log")
-    why = "stopped after the time limit of 0.5 s, before its first step ended; --trial-timeout gives it longer"
+    outcome = run_trial(stand_in_runner, behaviour, timeout_seconds=LIMIT_SECONDS, log_path=tmp_path / "trial.log")
+    why = "stopped after the time limit of 2 s, before its first step ended; --trial-timeout gives it longer"
     assert outcome == Failed("timeout", why, "train")
     assert all_gone(descendants_in(tmp_path / "trial.log"))
     assert children(server()) == []
@@ -98,7 +101,8 @@ def test_a_trial_that_hangs_is_ended_at_its_time_limit(
 
 
 def test_a_trial_that_is_too_slow_says_what_it_would_have_needed(stand_in_runner: TrialServer) -> None:
-    outcome = run_trial(stand_in_runner, "progress 2, hang", timeout_seconds=0.5, effort=Effort(2, busy_steps=1))
+    effort = Effort(2, busy_steps=1)
+    outcome = run_trial(stand_in_runner, "progress 2, hang", timeout_seconds=LIMIT_SECONDS, effort=effort)
     assert isinstance(outcome, Failed)
     assert " with 2 of at least 5 steps done: it would have needed about " in outcome.message
 
@@ -318,7 +322,7 @@ def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_p
 
 def test_time_limits_hold_while_nobody_reads(stand_in_runner: TrialServer) -> None:
     # More than the pipe holds, and none of it is read.
-    stand_in_runner.submit("progress 20000, hang", PredictionWork(Arm(), Chip(), 1, 1, (), None), 0.5)
+    stand_in_runner.submit("progress 20000, hang", PredictionWork(Arm(), Chip(), 1, 1, (), None), LIMIT_SECONDS)
     assert wait_until(lambda: bool(children(server())), 10)
     assert wait_until(lambda: not children(server()), 30)
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
@@ -332,7 +336,7 @@ def test_an_inspection_that_takes_too_long_is_not_repeated(
         TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
         pytest.raises(TrialServerError, match="could not be inspected: it was still at work when its time limit"),
     ):
-        runner.inspect(0.5)
+        runner.inspect(LIMIT_SECONDS)
     assert (tmp_path / "inspections").read_text() == "one\n"
 
 
