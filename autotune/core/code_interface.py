@@ -103,6 +103,8 @@ class CodeInterface:
     """Of a script with placeholders."""
     has_own_settings: bool = True
     """Whether it trains without being told anything."""
+    batch_matters: str | None = None
+    """Why n batches of one sample train otherwise than one batch of n; ``None`` where nothing shows that they do."""
     memory_unknown: str | None = None
     """Why its memory is not predicted; ``None`` where it is, or was not asked for."""
     untraceable: str | None = None

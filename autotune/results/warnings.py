@@ -210,6 +210,8 @@ def _own_batch_notes(report: Report) -> list[str]:
 
 def _objective_notes(report: Report) -> list[str]:
     """Say that another per-device batch is another training, whatever the accumulation."""
+    if report.source is not None and (why := report.source.interface.batch_matters) is not None:
+        return [f"{why}: with another per-device batch it is another training, also at the same effective batch"]
     measured = measurement(report.baseline)
     if report.baseline is None or measured is None or measured.loss_of_batch != "other":
         return []

@@ -238,6 +238,11 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(PROTECTED[model.interface.protection])
     if model is not None and (unknown := model.interface.memory_unknown):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
+    if model is not None and model.interface.batch_matters is not None:
+        observer.note(
+            f"{model.interface.batch_matters}: another per-device batch is another training; "
+            "leave {accumulation} out, or give --batch-multiple and --effective-batch the batch that you mean"
+        )
     if model is not None and model.in_batch_loss is not None and model.own is not None:
         own = model.own.per_device_train_batch_size
         observer.note(

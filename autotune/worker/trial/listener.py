@@ -14,8 +14,8 @@ class Listener:
     def call_begins(self, *, trains: bool) -> None:
         """Take in a call of an outermost module with parameters; one that ``trains`` computes gradients."""
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Take in the end of such a call, and the shapes that went in."""
+    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
+        """Take in the end of such a call, the shapes that went in, and what came out."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Take in the start of a backward pass, with what it begins from."""

@@ -239,7 +239,7 @@ class TrainingWatch:
             self._keeping.__exit__()
             self._keeping = None
         self._turn_on()
-        self._tell_of_call(called, given, named)
+        self._tell_of_call(called, given, named, result)
         # Where the call failed there is no result, and this is called from where its error is handled.
         if result is None and (error := sys.exc_info()[1]) is not None:
             self._note(error)
@@ -252,17 +252,17 @@ class TrainingWatch:
             self._weights[id(called)] = _name(first.dtype) if first is not None else None
         return self._weights[id(called)]
 
-    def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if self.listener is not None and not is_in_autograd():
             shapes = {place: tuple(each.shape) for place, each in _tensors_by_place((*given, named))}
-            self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
+            self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if (weights := self._weights_of(called)) is None:
             return
         self.weight_dtypes.add(weights)
         self._forward_calls += 1
-        outputs = [each for each in _first_tensors(result) if each.requires_grad and not each.is_leaf]
+        outputs = [each for each in first_tensors(result) if each.requires_grad and not each.is_leaf]
         if not outputs:
             return
         shapes = tuple(shapes_in((*given, *named.values())))
@@ -348,7 +348,7 @@ class TrainingWatch:
             finally:
                 self._turn_on()
             if isinstance(owner, torch.nn.Module):
-                self._tell_of_call(owner, given, named)
+                self._tell_of_call(owner, given, named, result)
                 if torch.is_grad_enabled():
                     self._take_call(owner, given, named, result)
             return result
@@ -410,7 +410,7 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _first_tensors(value: Any) -> list[torch.Tensor]:
+def first_tensors(value: Any) -> list[torch.Tensor]:
     """List the first tensors in a value, nested no deeper than outputs of models are."""
     return [each for _, (_, each) in zip(range(_MOST_TENSORS), _tensors_by_place(value, "", 3), strict=False)]
 

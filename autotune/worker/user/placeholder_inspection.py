@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
@@ -29,7 +30,8 @@ from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.listener import Listener, ShapesByPlace
-from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
+from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
@@ -56,6 +58,10 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_SECONDS = 30.0
 
 
+# With half the micro-steps, the share of a sample in a sum is twice as large, and in a mean the same. A choice.
+_LEAST_OF_SUM = 1.6
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What one run of a script showed up to its second step."""
@@ -72,6 +78,10 @@ class Seen:
     computes_in_tf32: bool = False
     loader_workers: int = 0
     loader_prefetch: int | None = None
+    loss: LossOfSamples | None = None
+    """``None`` where it is not known."""
+    normalizes: bool = False
+    """Whether a batch norm was at work."""
     problem: Problem | None = None
 
     @property
@@ -297,10 +307,26 @@ class _Inspecting:
                 loader_prefetch=one.loader_prefetch,
                 tunes_loader=False,
                 has_own_settings=own is not None,
+                batch_matters=self._why_batch_matters(site, one, two, accumulates=tells_total),
                 memory_unknown="its batches are made by its own command line" if self._predicts else None,
             ),
             own=self._own_settings(own, how) if own is not None else None,
         )
+
+    def _why_batch_matters(self, site: Site | None, one: Seen, two: Seen, *, accumulates: bool) -> str | None:
+        """Say why n batches of one sample train otherwise than one of n; ``None`` where nothing shows that they do."""
+        model = one.facts.class_name if one.facts is not None else "the model"
+        if one.normalizes:
+            return f"{model} has a batch norm, whose statistics are those of each forward pass"
+        if one.loss is None or two.loss is None or site is None or site.dimension:
+            return None
+        if one.loss.compares and two.loss.compares:
+            return f"the loss of {self._source.name} compares the samples of a batch"
+        # The two runs have as many samples in a step, so that each has the same share of a mean.
+        share = one.loss.gradient / two.loss.gradient if two.loss.gradient else 1.0
+        if accumulates and one.loss.is_summed and two.loss.is_summed and share > _LEAST_OF_SUM:
+            return f"the loss of {self._source.name} adds up the samples of a batch, and is divided by the accumulation"
+        return None
 
     def _total(self) -> str:
         names = [
@@ -352,6 +378,9 @@ class _Watching(Listener):
         self._steps: list[_Between] = []
         self._now = _Between()
         self._is_stepping = False
+        self._outputs: list[torch.Tensor] = []
+        self._loss: LossOfSamples | None = None
+        self._normalizes = False
         self._models = ModelNames()
         self._first: Any = None
         self._watch = TrainingWatch()
@@ -372,17 +401,27 @@ class _Watching(Listener):
 
         kind.__init__ = __init__
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
         name = self._models.name(called)
         if not trains:
             self._now.without_gradients += 1
             return
         self._first = called if self._first is None else self._first
+        self._normalizes = self._normalizes or any(
+            isinstance(part, _BatchNorm) and part.training for part in called.modules()
+        )
+        self._outputs += [each for each in first_tensors(result) if each.requires_grad and each.ndim and len(each) > 1]
         if len(self._now.calls) < _MOST_CALLS:
             self._now.calls.append((name, shapes))
         if self._to_first_call and shapes:
             self._finish(Seen(calls=((name, shapes),)))
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Look at the first loss that tells something, before its graph is gone."""
+        if self._loss is None:
+            self._loss = loss_of_samples(tensors, self._outputs)
+        self._outputs.clear()
 
     def backward_ends(self) -> None:
         """Count the pass."""
@@ -444,6 +483,8 @@ class _Watching(Listener):
             torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
             self._loading.workers,
             self._loading.prefetch,
+            self._loss,
+            self._normalizes,
         )
 
 

@@ -162,7 +162,7 @@ class HookedSteps(Listener):
         if trains:
             self._begin()
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Count the samples that went in."""
         name = self._models.name(called)
         if not trains:
