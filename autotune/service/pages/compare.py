@@ -63,7 +63,7 @@ class Group:
         """Which is the fastest, and whether that can be told."""
         lead = self.lead
         if lead is None:
-            return "Nothing else was searched for this workload and effective batch, so nothing is ranked."
+            return "No other search that was chosen has this workload and effective batch, so nothing is ranked."
         first, second = (each.job.study for each in self.members[:2])
         if not self.has_winner:
             return f"{first} and {second} cannot be told apart."
