@@ -51,6 +51,7 @@ PREDICTING_MODULES = (
     "core/prediction.py",
     "core/schema.py",
     "core/workload.py",
+    "models/images.py",
     "models/tasks.py",
     "space/features.py",
     "space/training_arguments.py",
