@@ -310,7 +310,8 @@ class MeasuredSteps(MeasureCallback, StepListener):
         data_seconds = step.data_seconds + self._wait_seconds
         run = max(1, self.micro_steps_seen)
         # What a further micro-step takes is the time between two marks, which is the sum of both.
-        micro_seconds = step.micro_seconds - data_seconds / run if step.micro_seconds else 0.0
+        # Its own wait may have been shorter than the mean of all.
+        micro_seconds = max(0.0, step.micro_seconds - data_seconds / run)
         counted: _Step = dataclasses.replace(step, data_seconds=data_seconds, micro_seconds=micro_seconds)
         return counted
 

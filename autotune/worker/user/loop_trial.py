@@ -269,11 +269,6 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
 
     steps = LoopSteps(source.name, None, UntilFirstStep(), on_batch=look)
 
-    class Looking(Announced):
-        def batches(self, loader: Any) -> Any:
-            loaders.append(loader)
-            return super().batches(loader)
-
     def begin() -> None:
         guard.lift()
         watch.begin()
@@ -284,7 +279,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         LoaderOverlay().install()
         watch.listener = steps
         watch.install()
-        loop_interface.listen(Looking(steps, begin))
+        loop_interface.listen(Announced(steps, begin, loaders.append))
         load_function(source)(config)
         raise UserCodeError(
             f"{source.name} ended without a step of an optimizer within autotune.steps",

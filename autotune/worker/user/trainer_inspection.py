@@ -32,7 +32,7 @@ from autotune.worker.user.code import UserCodeError, enter
 from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
+from autotune.worker.user.inspection import facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
@@ -278,11 +278,9 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
     batch, accumulation = own_batch(args)
     checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
     without_fsdp2 = why_no_fsdp2()
-    return ModelFacts(
-        type(model).__name__,
-        sum(p.numel() for p in model.parameters()),
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-        (attention_of(config),),
+    return dataclasses.replace(
+        facts_of(model, None),
+        attn_implementations=(attention_of(config),),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         layer_classes=tuple(layer_classes(model)) if without_fsdp2 is None else (),
         sharding_error=without_fsdp2,
@@ -295,8 +293,6 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
             attention_of(config),
         ),
         interface=interface,
-        config=config_document(config),
-        dtype=weight_dtype(model),
         samples=length(getattr(trainer, "train_dataset", None)),
         always_checkpoints=checkpoints(model) and not checkpointing,
         dataloader_num_workers=args.dataloader_num_workers,

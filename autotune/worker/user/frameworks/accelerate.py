@@ -130,8 +130,10 @@ class AccelerateOverlay:
 
         @functools.wraps(make)
         def __init__(accelerator: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+            from autotune.worker.user.loader_overlay import line_of_maker
+
             given = signature.bind(accelerator, *words, **options)
-            self.made_at = _line_of_maker()
+            self.made_at = line_of_maker()
             self.passed = {name for name in _SETTINGS if given.arguments.get(name) is not None}
             given.arguments.update(self._wanted(given.arguments))
             make(*given.args, **given.kwargs)
@@ -181,12 +183,6 @@ class AccelerateOverlay:
         self.arguments = None if given else set(named)
         if self._on_training_call is not None and model.training and sys.modules["torch"].is_grad_enabled():
             self._on_training_call()
-
-
-def _line_of_maker() -> str:
-    from autotune.worker.user.loader_overlay import line_of_maker
-
-    return line_of_maker()
 
 
 def silence() -> None:
