@@ -8,7 +8,7 @@ from typing import Literal
 from autotune.core.candidate import Precision
 from autotune.core.protection import ProtectionKind
 
-Framework = Literal["trainer", "loop", "accelerate", "lightning", "placeholders"]
+Framework = Literal["trainer", "loop", "accelerate", "fabric", "lightning", "placeholders"]
 """What code trains with; ``placeholders``: a script that is told its settings by its command line, whatever it trains
 with."""
 MadeFrom = Literal["flags", "file", "code"]

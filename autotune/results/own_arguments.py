@@ -22,6 +22,14 @@ _NAMES: dict[str, dict[str, str]] = {
         "workers": "dataloader_num_workers",
         "prefetch": "dataloader_prefetch_factor",
     },
+    "fabric": {
+        "batch": "batch_size",
+        "accumulation": "gradient_accumulation_steps",
+        "precision": "precision",
+        "checkpointing": "gradient_checkpointing",
+        "workers": "num_workers",
+        "prefetch": "prefetch_factor",
+    },
     "lightning": {
         "batch": "batch_size",
         "accumulation": "accumulate_grad_batches",
@@ -37,7 +45,11 @@ _NAMES: dict[str, dict[str, str]] = {
         "checkpointing": "gradient_checkpointing",
     },
 }
-_PRECISIONS = {"accelerate": precision_names.ACCELERATE, "lightning": precision_names.LIGHTNING}
+_PRECISIONS = {
+    "accelerate": precision_names.ACCELERATE,
+    "fabric": precision_names.LIGHTNING,
+    "lightning": precision_names.LIGHTNING,
+}
 
 
 class OwnArguments(TypedDict, total=False):
@@ -113,7 +125,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
         "accumulate_grad_batches": "accumulate_grad_batches of the Trainer",
         "gradient_accumulation_steps": "gradient_accumulation_steps of the Accelerator",
         "mixed_precision": "mixed_precision of the Accelerator",
-        "precision": "precision of the Trainer",
+        "precision": "precision of Fabric" if kind == "fabric" else "precision of the Trainer",
         **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in by_loader.items()},
     }
     for argument, value in by_hand.items():

@@ -113,3 +113,36 @@ class Adapter(Protocol):
     def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
         """Look at what the script trains with, from now on; return what tells whether it has begun to."""
         ...
+
+
+GivesBatches = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
+"""Gives the batches of a loader; called with the loader, and with what gives its own."""
+
+
+def give_batches(kinds: Iterable[Any], gives: GivesBatches) -> None:
+    """Have a function give the batches of every loader of some classes."""
+
+    def given(own: Any) -> Any:
+        return lambda loader: gives(loader, lambda: own(loader))
+
+    for kind in kinds:
+        kind.__iter__ = given(kind.__iter__)
+
+
+def measured_batches(changes: Changes, trial: Measured) -> GivesBatches:
+    """Return what has the trial give the batches of the loader that is trained with."""
+
+    class Batches:
+        def __init__(self, give: Callable[[], Iterator[Any]]) -> None:
+            self._give = give
+
+        def __iter__(self) -> Iterator[Any]:
+            return self._give()
+
+    def gives(loader: Any, own: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        from autotune.worker.user.loader_overlay import key_of
+
+        is_trained_with = key_of(loader) == changes.interface.loader_key
+        return trial.batches(Batches(own)) if is_trained_with else own()
+
+    return gives

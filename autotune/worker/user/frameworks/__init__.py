@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from autotune.core.code_interface import Framework
 from autotune.worker.user.adapter import Adapter
-from autotune.worker.user.frameworks import accelerate, lightning
+from autotune.worker.user.frameworks import accelerate, fabric, lightning
 
-ADAPTERS: dict[Framework, Adapter] = {"accelerate": accelerate, "lightning": lightning}
+ADAPTERS: dict[Framework, Adapter] = {"accelerate": accelerate, "fabric": fabric, "lightning": lightning}

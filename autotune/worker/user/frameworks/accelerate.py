@@ -10,19 +10,19 @@ import functools
 import inspect as python_inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
-from autotune.worker.trial.listener import Listener
-from autotune.worker.user.adapter import Changes, Inspecting, Measured
+from autotune.worker.user.adapter import Changes, Inspecting, Measured, give_batches, measured_batches
 from autotune.worker.user.code import UserCodeError
+from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
-from autotune.worker.user.script_options import set_options, watch_options
+from autotune.worker.user.script_options import set_options
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import Memory, OwnStep
@@ -41,8 +41,6 @@ _OPTIONS = {
 # More epochs or steps than any trial trains for: what comes after the training is not reached.
 _MANY = 1_000_000
 _SETTINGS = ("mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin")
-GivesBatches = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
-"""Gives the batches of a loader; called with the loader, and with what gives its own."""
 
 
 def overlay(changes: Changes) -> None:
@@ -52,17 +50,10 @@ def overlay(changes: Changes) -> None:
 
 def measure(changes: Changes, trial: Measured) -> None:
     """Do that in a trial, and tell it of the steps."""
-    from autotune.worker.user.loader_overlay import key_of
-
     AccelerateOverlay(changes, is_quiet=True).install()
     set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
     silence()
-
-    def measured(loader: Any, batches: Callable[[], Iterator[Any]]) -> Any:
-        is_trained_with = key_of(loader) == changes.interface.loader_key
-        return trial.batches(_Iterable(batches)) if is_trained_with else batches()
-
-    give_batches(measured)
+    give_batches(_loaders(), measured_batches(changes, trial))
 
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:
@@ -70,16 +61,6 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
     inspection = AccelerateInspection(inspecting)
     inspection.install()
     return inspection.is_at_work
-
-
-class _Iterable:
-    """A loader by what gives its batches."""
-
-    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches()
 
 
 class AccelerateOverlay:
@@ -208,85 +189,47 @@ def silence() -> None:
         setattr(HfApi, name, nothing)
 
 
-def give_batches(batches: GivesBatches) -> None:
-    """Have a function give the batches of every loader that accelerate prepared."""
+def _loaders() -> tuple[type, ...]:
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
-    for kind in (DataLoaderShard, DataLoaderDispatcher):
-        kind.__iter__ = _given_by(batches, kind.__iter__)
+    return DataLoaderShard, DataLoaderDispatcher
 
 
-def _given_by(batches: GivesBatches, own: Any) -> Any:
-    def __iter__(loader: Any) -> Iterator[Any]:  # noqa: N807
-        return batches(loader, lambda: own(loader))
-
-    return __iter__
-
-
-class AccelerateInspection(Listener):
+class AccelerateInspection(LoopInspection):
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
     def __init__(self, inspecting: Inspecting) -> None:
-        from autotune.worker.trial.training_watch import TrainingWatch
-
-        self._inspecting = inspecting
-        self._watch = TrainingWatch()
-        self._watch.listener = self
+        super().__init__(inspecting)
         self._overlay = AccelerateOverlay(Changes(), is_quiet=True, on_call=self._on_call)
-        self._options = watch_options()
         self._traces = inspecting.work.arms is not None and inspecting.work.arms.chip is not None
-        self._given: Any = None
-        self._loader: Any = None
         self._calls = 0
         """Forward passes of prepared models before the first backward pass."""
-        self._passes = 0
-        self._steps = 0
         self._memory: Memory | None = None
 
     def install(self) -> None:
         """Watch what the script makes."""
         self._overlay.install()
-        give_batches(self._watched_batches)
-        self._watch.install(calls=False)
+        give_batches(_loaders(), self.batches)
+        super().install()
 
-    def is_at_work(self) -> bool:
-        """Return whether the script has begun to train with an ``Accelerator``."""
-        return self._given is not None
-
-    def _watched_batches(self, loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        for batch in batches():
-            self._given = loader
-            yield batch
+    def accumulates_itself(self) -> bool:
+        """Return whether the script divides its steps by ``Accelerator.accumulate``."""
+        return self._overlay.accumulates
 
     def _on_call(self) -> None:
-        if not self.is_at_work() or self._loader is not None:
+        if not self.is_at_work() or self.loader is not None:
             return
         self._calls += 1
         if self._traces:
             # Nothing else is asked for, so that not even the first forward pass has to be computed.
-            self._loader = self._given
+            self.take_loader()
+            self.finish()
+
+    def take_loader(self) -> None:
+        """Take the loader down, and trace the memory of a step."""
+        super().take_loader()
+        if self._traces:
             self._memory = self._traced()
-            self._inspecting.finish(self._facts())
-
-    def backward_begins(self, tensors: Any) -> None:
-        """Take down which loader is trained with, and count the pass."""
-        if not self.is_at_work():
-            return
-        if self._loader is None:
-            self._loader = self._given
-            if self._traces:
-                # The loop does not call the model that it prepared.
-                self._memory = self._traced()
-        self._passes += 1
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """End the inspection once it is known how the script accumulates."""
-        if self._loader is None:
-            return
-        self._steps += 1
-        if self._overlay.accumulates or self._steps == 2:
-            self._inspecting.finish(self._facts())
-        self._passes = 0
 
     def _traced(self) -> Memory | None:
         """Trace the memory of a step, before the first backward pass: no fork could compute gradients after it."""
@@ -295,26 +238,23 @@ class AccelerateInspection(Listener):
 
         config = getattr(self._overlay.models[0], "config", None) if len(self._overlay.models) == 1 else None
         attention = attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"
-        make = functools.partial(_traced_step, self._overlay, self._loader)
-        return traced(self._inspecting.work, attention, OWN_OPTIM, make)
+        make = functools.partial(_traced_step, self._overlay, self.loader)
+        return traced(self.inspecting.work, attention, OWN_OPTIM, make)
 
-    def _facts(self) -> ModelFacts:
+    def facts(self) -> ModelFacts:
+        """Return what the script trains with."""
         import torch
 
         from autotune.worker.user.fake_steps import with_memory
-        from autotune.worker.user.inspection import check_gradients, facts_of_script
+        from autotune.worker.user.inspection import facts_of_script
 
-        source = self._inspecting.source
-        check_gradients(self._watch, source)
+        source = self.inspecting.source
         accelerator, models = self._overlay.accelerator, self._overlay.models
         if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(
                 f"{source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
             )
-        asked = self._options.values.get("gradient_accumulation_steps")
-        by: Literal["accelerator", "option", "script"] = (
-            "accelerator" if self._overlay.accumulates else "option" if asked == self._passes else "script"
-        )
+        by = self.accumulates_by()
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
         many_calls = f"its loop calls the model {self._calls} times for a backward pass"
@@ -322,14 +262,14 @@ class AccelerateInspection(Listener):
             CodeInterface(
                 "accelerate",
                 accumulates_by=by,
-                flags=self._options.flags(_OPTIONS),
+                flags=self.options.flags(_OPTIONS),
                 accelerator=os.path.basename(self._overlay.made_at),
                 passed=tuple(sorted(self._overlay.passed)),
                 untraceable=many_calls if self._calls > 1 else None,
             ),
             models[0] if models else None,
-            self._loader,
-            accumulation=accelerator.gradient_accumulation_steps if by == "accelerator" else self._passes,
+            self.loader,
+            accumulation=accelerator.gradient_accumulation_steps if by == "accelerator" else self.passes,
             precision=precision if precision != "no" else "tf32" if is_tf32 else "fp32",
             takes_accumulation=by != "script",
             takes_precision=True,

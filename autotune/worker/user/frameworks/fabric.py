@@ -1,0 +1,143 @@
+"""Scripts whose own training loop uses Lightning's ``Fabric`` (``lightning.fabric``, ``lightning_fabric``).
+
+Precision is put over that of the ``Fabric`` that the script makes. The script accumulates by itself: that can be
+searched where an option ``--gradient_accumulation_steps`` decides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from autotune.core.candidate import Precision
+from autotune.core.code_interface import CodeInterface
+from autotune.core.inspection import ModelFacts
+from autotune.space import precision_names
+from autotune.worker.user.adapter import Changes, GivesBatches, Inspecting, Measured, give_batches, measured_batches
+from autotune.worker.user.loop_inspection import LoopInspection
+from autotune.worker.user.on_import import on_import
+from autotune.worker.user.script_options import set_options
+
+HINT = "have it train for more steps, or on more data"
+_OPTIONS = {
+    "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size", "--batch-size"),
+    "accumulation": ("--gradient_accumulation_steps",),
+    "precision": ("--precision",),
+    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers"),
+}
+_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def overlay(changes: Changes) -> None:
+    """Have every ``Fabric`` made with other settings."""
+    FabricOverlay(changes).install()
+
+
+def measure(changes: Changes, trial: Measured) -> None:
+    """Do that in a trial, and tell it of the steps."""
+    FabricOverlay(changes, _quiet(on_cpu=trial.is_on_cpu), measured_batches(changes, trial)).install()
+
+
+def inspect(inspecting: Inspecting) -> Callable[[], bool]:
+    """Look at what the script trains with, up to its second step."""
+    inspection = FabricInspection(inspecting)
+    inspection.install()
+    return inspection.is_at_work
+
+
+def _quiet(*, on_cpu: bool) -> dict[str, Any]:
+    return {"devices": 1, "num_nodes": 1, "loggers": None, **({"accelerator": "cpu"} if on_cpu else {})}
+
+
+class FabricOverlay:
+    """What is put over every ``Fabric`` that is made in this process, and seen of it."""
+
+    def __init__(
+        self, changes: Changes, quiet: dict[str, Any] | None = None, gives: GivesBatches | None = None
+    ) -> None:
+        self._changes = changes
+        self._quiet = quiet
+        """What it is given beside, in a training that is only looked at; ``None`` in one that is for real."""
+        self._gives = gives
+        self.precision: str = "32-true"
+        """Of the one that was made last."""
+        self.models: list[Any] = []
+
+    def install(self) -> None:
+        """Wrap the class wherever it is imported from, once it is."""
+        if self._changes.accumulation is not None:
+            set_options({"gradient_accumulation_steps": self._changes.accumulation})
+        for package in ("lightning.fabric", "lightning_fabric"):
+            on_import(f"{package}.fabric", self._wrap)
+
+    def _wrap(self, module: ModuleType) -> None:
+        kind: Any = module.Fabric
+        make, changes = kind.__init__, self._changes
+        wanted = {} if changes.precision is None else {"precision": precision_names.LIGHTNING[changes.precision]}
+
+        @functools.wraps(make)
+        def __init__(fabric: Any, **options: Any) -> None:  # noqa: N807
+            make(fabric, **{**changes.over(options, wanted), **(self._quiet or {})})
+            self.precision = fabric._precision.precision
+
+        kind.__init__ = __init__
+        for name in ("setup", "setup_module"):
+            setattr(kind, name, self._seen(getattr(kind, name)))
+        if self._quiet is None:
+            return
+
+        def nothing(*_: Any, **__: Any) -> None:
+            return None
+
+        for name in ("save", "log", "log_dict"):
+            setattr(kind, name, nothing)
+        if self._gives is not None:
+            give_batches((module._FabricDataLoader,), self._gives)
+
+    def _seen(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(setup)
+        def watched(fabric: Any, model: Any, *words: Any, **options: Any) -> Any:
+            self.models.append(model)
+            self._changes.apply_to(model)
+            return setup(fabric, model, *words, **options)
+
+        return watched
+
+
+class FabricInspection(LoopInspection):
+    """What a script is seen to train with, up to its second step."""
+
+    def __init__(self, inspecting: Inspecting) -> None:
+        super().__init__(inspecting)
+        is_on_cpu = inspecting.work.devices.kind == "cpu"
+        self._overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)
+
+    def install(self) -> None:
+        """Watch what the script makes."""
+        self._overlay.install()
+        super().install()
+
+    def facts(self) -> ModelFacts:
+        """Return what the script trains with."""
+        from autotune.worker.user.inspection import facts_of_script
+
+        by, precision = self.accumulates_by(), _NAMES.get(self._overlay.precision)
+        is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
+        return facts_of_script(
+            CodeInterface(
+                "fabric",
+                accumulates_by=by,
+                flags=self.options.flags(_OPTIONS),
+                untraceable="a loop with Fabric is not traced",
+            ),
+            self._overlay.models[0] if self._overlay.models else None,
+            self.loader,
+            accumulation=self.passes,
+            # Weights of 16 bits are computed in without an autocast.
+            precision="tf32" if is_tf32 and precision == "fp32" else precision or "fp32",
+            takes_accumulation=by == "option",
+            takes_precision=precision is not None,
+        )

@@ -1,0 +1,71 @@
+"""Trials of unmodified scripts that train with Lightning's Fabric, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+from own_memory import inspected
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+from autotune.results.own_arguments import hand_over, own_arguments
+
+SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "fabric_loop.py"
+
+
+@pytest.fixture(autouse=True)
+def has_fabric() -> None:
+    """Fabric is there."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: make test-clients")
+
+
+def test_a_script_with_fabric_is_measured_unmodified(
+    trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = find_script(["python", str(SCRIPT)])
+    model = trial_server.model(Workload.of_source(source))
+    assert (model.class_name, model.samples) == ("BertForSequenceClassification", 64)
+    assert model.interface.searched == ("batch", "accumulation", "precision", "checkpointing")
+    assert model.own is not None
+    assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
+    source = dataclasses.replace(source, interface=model.interface)
+    workload = Workload.of_source(source)
+    candidate = Candidate(Arm("bf16", gradient_checkpointing=True, optim=OWN_OPTIM), 8, 3)
+    answer = trial_server.trial(workload, candidate)
+    measured = answer.completed.measurement
+    assert (measured.micro_steps_run, len(measured.step_seconds_each)) == (3, QUICK.max_steps)
+    assert measured.samples_per_second == pytest.approx(24 / measured.step_seconds)
+    assert "trained" not in answer.log
+    answer = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 4, 2), unmodified=True)
+    assert answer.completed.measurement.micro_steps_run == 2
+    assert list(tmp_path.iterdir()) == []
+    arguments = own_arguments(source, candidate)
+    assert arguments == {
+        "batch_size": 8, "gradient_accumulation_steps": 3, "precision": "bf16-mixed", "gradient_checkpointing": True,
+    }  # fmt: skip
+    lines = hand_over(source, arguments, candidate)
+    assert lines == [
+        "give them to fabric_loop.py after its other options (--format cli)",
+        "call gradient_checkpointing_enable() of the model",
+    ]
+
+
+def test_an_accumulation_in_the_code_is_left_and_memory_is_not_predicted(
+    trial_server: ServerClient, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    text = SCRIPT.read_text().replace("args.gradient_accumulation_steps", "3")
+    script.write_text(text.replace('parser.add_argument("--gradient_accumulation_steps", type=int, default=2)', ""))
+    model = inspected(trial_server, Workload.of_source(find_script(["python", str(script)])), precisions=("bf16",))
+    assert model.interface.searched == ("batch", "precision", "checkpointing")
+    assert model.own is not None
+    assert model.own.gradient_accumulation_steps == 3
+    assert (model.interface.memory_unknown, model.memory) == ("a loop with Fabric is not traced", ())
