@@ -17,7 +17,6 @@ from machine import Machine, compile_library
 from postgres import NoPostgresError, PostgresServer, shared_server
 
 from autotune.devices import Device, find_device
-from autotune.execution import launch
 
 _ENOUGH_BYTES = 4 << 30
 """The folders of three runs, which pytest keeps, took 1.0 GB."""
@@ -41,7 +40,7 @@ os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
 atexit.register(shutil.rmtree, os.environ["AUTOTUNE_LOCKS"], ignore_errors=True)
 
 # Runners start their servers warm, but within warm.cold(): most of a cold search is imports.
-launch.start_module = warm.start_module
+warm.take_over()
 
 # Compiled kernels of tests stay among themselves, too.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autotune-test-cache-")

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import zygote
@@ -124,6 +125,15 @@ def start_module(
         env=dict(environment),
         start_new_session=True,
     )
+
+
+def take_over() -> None:
+    """Have processes for trials and for searches of a service started here as well, but within ``cold()``."""
+    from autotune.engine import local
+    from autotune.execution import launch
+
+    launch.start_module = start_module
+    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})  # type: ignore[assignment]
 
 
 def keep_environment() -> None:

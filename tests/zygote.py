@@ -44,7 +44,7 @@ _MODULES = (
     "autotune.api", "autotune.cli.main", "autotune.cli.advise", "autotune.cli.search", "autotune.cli.session",
     "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.report", "autotune.cli.studies", "autotune.cli.export",
     "autotune.cli.verify", "autotune.cli.view", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
-    "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
+    "autotune.engine.local", "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
     "autotune.results.json_document", "autotune.store.migrate", "autotune.tuning.answer_cache", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.stored_predictions",
     "autotune.worker.dataset.reading", "autotune.worker.user.run", "autotune.worker.dataset.prepared",
@@ -308,10 +308,8 @@ def _have_zygote(fds: list[int], base: list[str], variables: dict[str, str]) -> 
     high = fcntl.fcntl(ours.detach(), fcntl.F_DUPFD_CLOEXEC, _HIGH_FD * 2)
     import warm
 
-    from autotune.execution import launch
-
     warm.connect(Connection(socket.socket(fileno=high)), variables)
-    launch.start_module = warm.start_module
+    warm.take_over()
 
 
 def _arrange_files(fds: list[int], targets: list[int]) -> None:

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 from searching import write_empty_database
 from serving import StandInEngine
 
-from autotune.results.html.markup import Child
 from autotune.service import feeds
 from autotune.service.access import Access
 from autotune.service.change_events import ChangeEvents
@@ -141,9 +141,9 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
 def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before() -> None:
     changes, renderings = ChangeEvents(), []
 
-    def render() -> list[Child]:
+    def render() -> Markup:
         renderings.append(changes.count)
-        return [str(changes.count)]
+        return Markup(changes.count)
 
     async def run() -> None:
         rendered = Rendered(changes)

@@ -138,7 +138,7 @@ class TestResuming:
 
     def changes(self, recorded: Document, given: Prepared | None = None, **workload: Any) -> list[str]:
         given = given or prepared()
-        return changes_since(given, given.request.document(), {**BERT_LARGE.document(), **workload}, recorded)
+        return changes_since(given, given.request.document(), {**BERT_LARGE.recorded_document(), **workload}, recorded)
 
     @pytest.fixture(autouse=True)
     def _plain(self, monkeypatch: pytest.MonkeyPatch) -> None:
