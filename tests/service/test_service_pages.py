@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+from processes import wait_until
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
 from searching import H200, search
 from serving import URL, StandInEngine, run_recorded, waits_for_state
@@ -116,6 +117,24 @@ def test_a_page_of_a_running_search_lets_it_be_cancelled(
     page = visitor.get(path).text
     assert "&lt;b&gt;nothing fits&lt;/b&gt;" in page
     assert "<script>alert" not in page
+
+
+def test_a_search_that_waits_for_another_program_is_shown_as_waiting(
+    visitor: TestClient, searches: Searches, on_gpu: StandInEngine
+) -> None:
+    job, _ = searches.store.queue.submit("shared", {"model": "bert-tiny"}, Needs())
+    searches.runner.wake()
+    run = on_gpu.next_run()
+    why = "waiting for cuda:0 (NVIDIA H200), which process 71 of ada searches"
+    run.add("status", {"running": why, "best": "", "waits_for": why})
+    assert wait_until(lambda: searches.job(job.id).status is not None)
+    for path in ("/searches", f"/searches/{job.id}"):
+        shown = visitor.get(path).text
+        assert '<span class="badge queued">waiting</span>' in shown
+        assert '<span class="badge running">' not in shown
+    run.add("status", {"running": "preparing the search", "best": ""})
+    assert wait_until(lambda: "waits_for" not in (searches.job(job.id).status or {}))
+    assert '<span class="badge running">running</span>' in visitor.get(f"/searches/{job.id}").text
 
 
 def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, on_gpu: StandInEngine) -> None:
