@@ -153,9 +153,11 @@ def find_command(name: str) -> str | None:
 
     Raises ``InvalidRequestError`` for a command that belongs to another Python, whose packages trials do not have.
     """
-    if os.sep in name or (found := shutil.which(name)) is None:
-        return None
     beside = os.path.join(os.path.dirname(sys.executable), name)
+    # An environment that is not activated has its commands beside its Python alone.
+    found = None if os.sep in name else shutil.which(name) or shutil.which(beside)
+    if found is None:
+        return None
     try:
         with open(found, "rb") as file:
             first = file.readline(300).decode(errors="replace")

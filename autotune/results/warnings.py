@@ -298,6 +298,8 @@ def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:
     if facts is not None and facts.samples < 8:
         return f"the data has {plural(facts.samples, 'sample')}"
     tried = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size % 8 == 0]
+    if not tried and report.study.stop_reason is not StopReason.NOTHING_LEFT:
+        return "the search ended before one of those was tried"
     if any(isinstance(trial.outcome, Failed) for trial in tried):
         return "none of those completed"
     if any(report.feasible(trial) and trial.candidate != best.candidate for trial in tried):

@@ -173,6 +173,10 @@ def test_a_console_command_is_found_on_the_path(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(commands))
     assert find_script(["trainer-cli", "train", "x.yaml"]).file == str(own)
     assert find_command("no-such-command") is None
+    with monkeypatch.context() as inactive:
+        inactive.setenv("PATH", "/nowhere")
+        inactive.setattr(sys, "executable", str(commands / "python"))
+        assert find_command("trainer-cli") == str(own)
     with pytest.raises(InvalidRequestError, match="foreign-cli belongs to another Python, /opt/other/bin/python3"):
         find_script(["foreign-cli", "train"])
 

@@ -240,6 +240,10 @@ NOTES: dict[str, tuple[Report, str]] = {
     "world": (report(BASELINE, WINNER, world_size=4), "4 devices also spend time"),
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
     "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "not a multiple of 8"),
+    "few trials": (
+        report(trial(0, FP32, 4, completed(300, micro_steps=16), "baseline")),
+        "not a multiple of 8: the search ended before one of those was tried",
+    ),
     "own memory": (
         dataclasses.replace(
             report(BASELINE, WINNER),
