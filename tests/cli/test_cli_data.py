@@ -108,7 +108,8 @@ def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, pla
     assert obtained["measured_steps"] == 15
     # The warm-up is steps 1 to 5; the 19th is an epoch's last.
     assert obtained["measured_samples"] == 14 * BATCH + 601 % BATCH
-    assert 0 < obtained["new_lengths"] < 15 * best["gradient_accumulation_steps"]
+    # None, where the warm-up has met all that the winner's batches have.
+    assert 0 <= obtained["new_lengths"] < 15 * best["gradient_accumulation_steps"]
     assert document["peak_judged"] == "allocated"
     # A CPU has nothing to build for them.
     ratio = obtained["samples_per_second"] / document["promised"]["samples_per_second"]

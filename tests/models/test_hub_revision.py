@@ -111,7 +111,7 @@ def test_a_study_goes_on_unless_the_dataset_has_changed(
     given = prepared()
     workload = dataclasses.replace(BERT_LARGE, data=spec(today))
     given = dataclasses.replace(given, request=dataclasses.replace(given.request, workload=workload))
-    then = dataclasses.replace(BERT_LARGE, data=spec(recorded)).document()
+    then = dataclasses.replace(BERT_LARGE, data=spec(recorded)).recorded_document()
     found = changes_since(given, given.request.document(), then, given.environment)
     assert found == (["acme/texts has changed since"] if has_changed else [])
 

@@ -241,7 +241,10 @@ NOTES: dict[str, tuple[Report, str]] = {
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
     "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "not a multiple of 8"),
     "few trials": (
-        report(trial(0, FP32, 4, completed(300, micro_steps=16), "baseline")),
+        report(
+            trial(0, FP32, 4, completed(200, micro_steps=16), "baseline"),
+            trial(1, BF16, 4, completed(300, micro_steps=16)),
+        ),
         "not a multiple of 8: the search ended before one of those was tried",
     ),
     "own memory": (

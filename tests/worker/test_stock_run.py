@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.worker.verify import stock
 
@@ -42,3 +43,13 @@ def test_a_rank_does_not_time_the_checkpoint_that_another_writes(monkeypatch: py
             watch.on_evaluate(None, state, control)
             watch.on_save(None, state, control)
     assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
+
+
+def test_new_lengths_are_counted_after_the_warm_up() -> None:
+    """And a last batch with fewer samples is no new length."""
+    watch: Any = stock._Watch(_Meter(), 8, False, lambda: None)  # type: ignore[arg-type]
+    for step, shape in enumerate([(4, 8), (4, 9), (4, 9), (4, 10), (4, 8), (3, 9), (4, 11), (4, 12)], start=1):
+        watch.count({"input_ids": torch.zeros(shape)}, None)
+        watch.on_step_end(None, SimpleNamespace(global_step=step), SimpleNamespace())
+    assert sum(stretch.new_shapes for stretch in watch.stretches) == 3
+    assert sum(stretch.samples for stretch in watch.stretches) == 23

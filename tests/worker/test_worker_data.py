@@ -25,7 +25,8 @@ def test_a_batch_goes_through_the_model_and_has_a_loss(task: Task, padding: floa
     workload = tiny_workload(ONE_OF_EACH_TASK[task], task=task, padding=padding)
     model = build_model(workload, "eager", torch.device("cpu"))
     dataset = synthetic_dataset(workload, model, 2, seed=1)
-    batch = torch.utils.data.default_collate([dataset[0], dataset[1]])
+    collate = dataset.collator or torch.utils.data.default_collate
+    batch = collate([dataset[0], dataset[1]])
     loss = model(**batch).loss
     assert torch.isfinite(loss)
     loss.backward()
