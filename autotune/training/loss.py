@@ -27,9 +27,9 @@ _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _piece(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, count: torch.Tensor
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of some tokens, and the gradient of the mean's with respect to their logits."""
+    """Return the summed cross entropy of some tokens, and its gradient by their logits over ``divisor``."""
     logits = functional.linear(hidden, weight, bias).float()
     is_counted = labels != _IGNORED
     labels = labels.where(is_counted, 0).unsqueeze(1)
@@ -39,7 +39,7 @@ def _piece(
     gradient = logits.sub_(normaliser).exp_()
     gradient.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
     # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
-    return loss, gradient.mul_(is_counted.unsqueeze(1) / count).to(hidden.dtype)
+    return loss, gradient.mul_(is_counted.unsqueeze(1) / divisor).to(hidden.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -54,6 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         count: torch.Tensor,
         piece: _Piece,
+        loss_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Autocast is off inside of a Function: the same casts by hand.
@@ -68,10 +69,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        divisor = count if loss_scale is None else count / loss_scale
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], tokens):
                 part = hidden[start : start + tokens].to(dtype)
-                entropy, gradient = piece(part, used, used_bias, labels[start : start + tokens], count)
+                entropy, gradient = piece(part, used, used_bias, labels[start : start + tokens], divisor)
                 loss += entropy
                 if of_hidden is not None:
                     of_hidden[start : start + tokens] = gradient @ used
@@ -79,19 +81,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     of_weight += gradient.T @ part
                 if of_bias is not None:
                     of_bias += gradient.float().sum(0)
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias, loss_scale)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return loss / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        of_hidden, of_weight, of_bias, loss_scale = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
+        scale = scale if loss_scale is None else scale / loss_scale
         return (
             of_hidden.mul_(scale) if of_hidden is not None else None,
             of_weight.mul_(scale).to(weight_dtype) if of_weight is not None else None,
             of_bias.mul_(scale).to(bias_dtype) if of_bias is not None else None,
+            None,
             None,
             None,
             None,
@@ -110,26 +114,30 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     count: torch.Tensor | int | None = None,
     piece: _Piece = _piece,
+    loss_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of a linear layer's output; labels of -100 do not count.
 
     ``hidden``: (tokens, size); ``weight``: (vocabulary, size); ``labels``: (tokens). The sum over the tokens is divided
     by ``count``, by default the number of tokens that count. The result is float32. Gradients are computed with it, so
     that it can be differentiated once. ``piece`` computes some tokens' losses and gradients; it may be compiled.
+    ``loss_scale`` is what a gradient scaler will multiply the loss by: in float16 the gradients of logits are too small
+    without it.
     """
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     divisor = (labels != _IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece, loss_scale)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _FusedLoss:
     """Takes the place of a model's output layer and of its loss, where nothing but the loss is asked for."""
 
-    def __init__(self, layer: torch.nn.Linear, piece: _Piece) -> None:
+    def __init__(self, layer: torch.nn.Linear, piece: _Piece, scaler: torch.amp.GradScaler | None) -> None:
         self._layer = layer
         self._piece = piece
+        self._scaler = scaler
         self._logits = layer.forward
         self.is_evaluated_for_loss = False
         """Whether an evaluation runs that asks for no logits."""
@@ -163,7 +171,11 @@ class _FusedLoss:
         flat = shift_labels.reshape(-1).to(logits.device)
         flat = flat.where(flat != ignore_index, _IGNORED)
         hidden = logits.reshape(-1, logits.shape[-1])
-        return linear_cross_entropy(hidden, self._layer.weight, self._layer.bias, flat, num_items_in_batch, self._piece)  # type: ignore[no-any-return]
+        one = torch.ones((), device=hidden.device)
+        return linear_cross_entropy(  # type: ignore[no-any-return]
+            hidden, self._layer.weight, self._layer.bias, flat, num_items_in_batch, self._piece,
+            self._scaler.scale(one) if self._scaler is not None else None,
+        )  # fmt: skip
 
 
 def fuse_loss(trainer: Trainer) -> None:
@@ -189,7 +201,7 @@ def fuse_loss(trainer: Trainer) -> None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
     piece = torch.compile(_piece) if trainer.args.torch_compile else _piece
-    fused = _FusedLoss(layer, piece)
+    fused = _FusedLoss(layer, piece, trainer.accelerator.scaler)
     layer.forward = fused.logits  # type: ignore[method-assign, assignment]
     model.loss_function = fused.loss
     step = trainer.prediction_step

@@ -224,6 +224,21 @@ class TestFusedLoss:
         for one, other in zip(ours, plain, strict=True):
             assert torch.linalg.vector_norm(one.grad - other.grad) <= tolerance * torch.linalg.vector_norm(other.grad)
 
+    def test_gradients_in_float16_are_scaled_before_they_are_rounded(self) -> None:
+        """Most probabilities over the number of an optimizer step's tokens are below the smallest number of float16."""
+        generator, count = torch.Generator().manual_seed(0), 2**20
+        hidden, weight = (torch.randn(rows, 8, generator=generator) for rows in (64, VOCABULARY))
+        labels = torch.randint(0, VOCABULARY, (64,), generator=generator)
+        ours, plain = ([t.clone().requires_grad_() for t in (hidden, weight)] for _ in range(2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+        with torch.autocast("cpu", torch.float16):
+            stock = functional.cross_entropy(functional.linear(*plain).float(), labels, reduction="sum") / count
+            fused = linear_cross_entropy(*ours, None, labels, count, loss_scale=scaler.scale(torch.ones(())))
+        for loss in (stock, fused):
+            scaler.scale(loss).backward()
+        for one, other in zip(ours, plain, strict=True):
+            assert torch.linalg.vector_norm(one.grad - other.grad) <= 1e-2 * torch.linalg.vector_norm(other.grad)
+
     def test_a_frozen_output_layer_gets_no_gradient(self) -> None:
         hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(VOCABULARY, 8)
         linear_cross_entropy(hidden, weight, None, torch.arange(6)).backward()
