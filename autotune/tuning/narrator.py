@@ -75,8 +75,8 @@ class Narrator:
         self._say(self._row(trial, history, self._prepared, best), None)
         self._running.pop(trial.number, None)
         self._idle = "choosing the next trial"
-        if best is not None and best.measurement is not None:
-            rate = format_rate(best.measurement.samples_per_second)
+        if best is not None and (speed := history.speed(best.candidate)) is not None:
+            rate = format_rate(speed.samples_per_second)
             self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
 
     def _winner(self, history: History, prepared: Prepared) -> Tried | None:
@@ -190,11 +190,13 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
     if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
         return "baseline, derived" if is_derived else "baseline"
     words = ["derived"] if is_derived else []
-    baseline = history.speed(prepared.baseline)
-    if baseline is not None:
-        words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
-    if best is not None and best.trial_id == trial.id:
+    baseline, speed = history.speed(prepared.baseline), history.speed(trial.candidate)
+    if baseline is not None and speed is not None:
+        words.append(times(speed.samples_per_second / baseline.samples_per_second))
+    if best is not None and best.candidate == trial.candidate:
         words.append("best")
-    if trial.stage == "final":
-        words.append("(final)")
-    return " ".join(words)
+    told = " ".join(words)
+    # The result has the mean of all processes that measured the candidate; this line's speed is that of one.
+    return (
+        f"{told}, mean {format_rate(speed.samples_per_second)}" if speed is not None and speed.processes > 1 else told
+    )

@@ -81,7 +81,10 @@ def test_every_kind_of_line() -> None:
     assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("310.7 ± 0.3%    22.1 GiB   2.0 s  7.45× best")
     assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith(" 6.64×")
     assert shown.ends(WIDEST, 64, completed(400.0, 22.9)).endswith(" low headroom")
-    assert shown.ends(BF16, 8, completed(417.0, 9.0), "final").endswith(" 10.0× best (final)")
+    # What all processes of the winner gave, as the result says it.
+    assert shown.ends(BF16, 32, completed(330.7, 22.1), "final").endswith(
+        "330.7 ± 0.3%    22.1 GiB   2.0 s  7.69× best, mean 320.5"
+    )
     assert shown.ends(Arm("tf32"), 8, OutOfMemory("no memory", where="host")).rstrip().endswith("2.0 s")
     assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
     assert line.endswith("RuntimeError: no")

@@ -297,9 +297,10 @@ def measure(
         for study in studies:
             results = scene.results(study)
             found["studies lost"] += states.get(study) != "finished"
-            found["trials doubled"] += len(results) - len({row[:2] for row in results})
             # How often the winner is measured again depends on how well this machine is known by then.
-            is_wrong = searched(results) != searched(expected) or scene.winner(study) != winner
+            once = searched(results)
+            found["trials doubled"] += len(once) - len({row[:2] for row in once})
+            is_wrong = once != searched(expected) or scene.winner(study) != winner
             found["wrong answers"] += is_wrong
             if is_wrong or states.get(study) != "finished":
                 problem = scene.call("GET", f"/v1/searches/{study}")["problem"]

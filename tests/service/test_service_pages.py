@@ -172,7 +172,7 @@ def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
     assert "Best so far" in part
     assert "302.9 samples/s" in part
     assert f'href="/v1/searches/{run.job}/trials/0/log"' in part
-    assert "Take it away" not in part
+    assert "Use this configuration" not in part
 
 
 def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
@@ -321,7 +321,7 @@ def test_a_search_says_what_was_asked_and_is_asked_again(
     # One that was cancelled goes on with what it has.
     visitor.post(f"/searches/{second.id}/cancel")
     waits_for_state(searches, second.id, "cancelled")
-    assert ">Go on</button>" in visitor.get(f"/searches/{second.id}").text
+    assert ">Continue</button>" in visitor.get(f"/searches/{second.id}").text
     third = searches.job(visitor.post(f"/searches/{second.id}/again").headers["location"].rpartition("/")[2])
     assert (third.study, third.id != second.id) == (second.study, True)
 

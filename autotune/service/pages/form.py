@@ -47,10 +47,10 @@ MORE_FIELDS = (
     Field("code", "Listed code", "in place of a model", list="codes"),
     Field("seq_len", "Tokens a sample", "512 or the model's most"),
     Field("precision", "Precisions", "bf16,tf32"),
-    Field("dataset", "Dataset", "a name on the hub, or a path the operator allows"),
+    Field("dataset", "Dataset", "on the hub, or an allowed path"),
     Field("trials", "At most trials", "as many as it takes"),
     Field("time_budget", "Time budget", "5m"),
-    Field("study", "Name of the study", "chosen from the model and the batch"),
+    Field("study", "Name of the study", "chosen for you"),
     Field("priority", "Priority", "0 to 10"),
 )
 _LABELS = {field.name: field.label.lower() for field in (*FIELDS, *MORE_FIELDS)}
