@@ -79,9 +79,9 @@ _MOST_FRAGMENTED = 0.27
 _RESERVED_SPREAD = (-0.005, 0.014)
 _RESERVED_SPREAD_CHECKPOINTED = (-0.055, 0.022)
 # The same upper end for DeepSpeed, an estimate: three recorded peaks, one of each stage, were 4.7 to 5.0 % above the
-# predicted ones (BERT-large on two H200, studies/rank_memory.py). What it allocates is not traced but repeated by size.
+# predicted ones (BERT-large on two H200, studies/peak_memory.py). What it allocates is not traced but repeated by size.
 _ZERO_EXCESS = 0.07
-# The same for several ranks under DDP and FSDP: of 62 recorded peaks (four models, two H200, studies/rank_memory.py)
+# The same for several ranks under DDP and FSDP: of 62 recorded peaks (four models, two H200, studies/peak_memory.py)
 # all but two differed by at most 1.5 %. One under DDP, which held its buckets twice, was 10 % larger than predicted;
 # one under FSDP that reduced gradients in each micro-step was 4.5 % smaller.
 _RANKS_SPREAD = 0.015

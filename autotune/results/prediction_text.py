@@ -20,7 +20,7 @@ SPEED_ACCURACY = (
     "within 9 %; 478 of 484 step times were in their interval; other GPUs are computed from their specified rates, and "
     "were not measured"
 )
-# python studies/rank_memory.py and studies/several_gpus.py
+# python studies/peak_memory.py and studies/several_gpus.py
 _RANKS_NOTES = (
     "bytes are those of each GPU",
     "of 62 peaks of four models on two H200 (DDP, FSDP2) the allocated bytes were predicted within 0.2 % but for one, "

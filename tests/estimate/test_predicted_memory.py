@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,52 +22,51 @@ RECORDED = dict.fromkeys(
 SAMPLE = {"distilbert-base-uncased": "23", "ModernBERT-base": "01"}
 """Each precision and each choice of checkpointing once, without and with rotary positions."""
 
-CELLS = ROOT / "studies" / "landscapes" / "memory_cells_h200.jsonl"
+LANDSCAPES = ROOT / "studies" / "landscapes"
+CELLS = LANDSCAPES / "memory_cells_h200.jsonl"
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
+def predicted(*words: str) -> list[dict[str, Any]]:
+    """Cells beside their predictions, which are made in a process of their own."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return warm.run([sys.executable, *words], capture_output=True, text=True, timeout=280, cwd=ROOT, env=variables)
+    command = [sys.executable, str(ROOT / "studies" / "peak_memory.py"), "--json", *words]
+    done = warm.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=variables)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module", params=[SAMPLE, pytest.param(RECORDED, marks=pytest.mark.whole)], ids=["sample", "all"])
 def cells(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Every completed cell of the recorded boundaries with its prediction."""
-    folder = ROOT / "studies" / "landscapes"
-    files = [f"{arms}:{folder / f'{name}_h200_24GiB_boundary.jsonl'}" for name, arms in request.param.items()]
-    script = Path(__file__).with_name("predict_recorded.py")
-    done = run(str(script), *files)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return predicted(*[f"{LANDSCAPES / name}_h200_24GiB_boundary.jsonl:{arms}" for name, arms in request.param.items()])
 
 
-def arms_of(cells: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+def arms_of(cells: list[dict[str, Any]]) -> set[tuple[str, str]]:
     """Each arm of each model."""
-    return {(cell["model"], *cell["arm"]) for cell in cells}
+    return {(cell["model"], cell["arm"]) for cell in cells}
 
 
 def test_peak_allocated_is_within_a_hundredth(cells: list[dict[str, Any]]) -> None:
-    errors = [abs(cell["allocated_mib"] / cell["measured_allocated_mib"] - 1) for cell in cells]
+    errors = [abs(cell["allocated_error"]) for cell in cells]
     assert len(errors) > 3.75 * len(arms_of(cells))
     assert max(errors) < 0.005
     assert statistics.median(errors) < 0.001
 
 
 def test_peak_reserved_is_near(cells: list[dict[str, Any]]) -> None:
-    errors = [abs(cell["reserved_mib"] / cell["measured_reserved_mib"] - 1) for cell in cells]
+    errors = [abs(cell["reserved_error"]) for cell in cells]
     assert statistics.median(errors) < 0.005
     assert max(errors) < 0.1
 
 
 def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
     arms = {
-        (cell["model"], *cell["arm"]): (cell["largest"], cell["measured_largest"])
+        (cell["model"], cell["arm"]): (cell["largest"], cell["measured_largest"])
         for cell in cells
         if cell["largest"] is not None
     }
     assert len(arms) == len(arms_of(cells))
-    assert len({tuple(arm) for _, *arm in arms}) == 4
+    assert len({arm for _, arm in arms}) == 4
     multiples_off = [(predicted - measured) // 8 for predicted, measured in arms.values()]
     assert max(multiples_off) <= 1
     assert min(multiples_off) >= -4
@@ -91,15 +89,12 @@ def accumulating(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     In the ordinary run, ``tests/worker/test_fake_allocator.py`` has the same on small models: the inputs of all
     micro-steps count, and a scaled trace is the trace at that batch.
     """
-    script = ROOT / "studies" / "memory_cells.py"
-    done = run(str(script), "compare", str(CELLS), "--json", "--models", *request.param)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return predicted(str(CELLS), "--models", *request.param)
 
 
 def test_the_inputs_of_up_to_32_micro_steps_are_predicted(accumulating: list[dict[str, Any]]) -> None:
-    longest = max(accumulating, key=lambda cell: int(cell["gradient_accumulation_steps"]))
-    assert longest["gradient_accumulation_steps"] == (32 if longest["model"].startswith("google/vit") else 8)
+    longest = max(accumulating, key=lambda cell: int(cell["accumulation"]))
+    assert longest["accumulation"] == (32 if longest["model"].startswith("google/vit") else 8)
     assert max(abs(cell["allocated_error"]) for cell in accumulating) < 0.0015
     # Without the inputs of 30 of 32 micro-steps, 2 % of an image model's memory were missing.
     assert abs(longest["reserved_error"]) < 0.005

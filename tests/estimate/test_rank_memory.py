@@ -24,7 +24,7 @@ from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.scaling import telling_batch
 from autotune.worker.fake.tracer import DEATH
 
-STUDY = Path(__file__).parents[2] / "studies" / "rank_memory.py"
+STUDIES = Path(__file__).parents[2] / "studies"
 
 
 def test_a_freed_block_is_used_again_in_its_own_stream_alone() -> None:
@@ -242,10 +242,11 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
 
 @pytest.mark.whole
 def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
-    words = [sys.executable, str(STUDY), "--json", "--models", "bert-large-uncased"]
+    recordings = map(str, (STUDIES / "landscapes").glob("bert-large-uncased_2xh200_*.jsonl"))
+    words = [sys.executable, str(STUDIES / "peak_memory.py"), *recordings, "--json"]
     done = warm.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) >= 41
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row
