@@ -41,6 +41,7 @@ def advise(
         if options[name] is None:
             hint = "--" + name.replace("_", "-")
             raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="option")
+    from autotune.cli.view import waiting
     from autotune.core.schema import encode
     from autotune.devices.gpus import ALIASES, find_chip
     from autotune.devices.prices import read_prices
@@ -60,7 +61,10 @@ def advise(
     chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
-    with AnswersBeside(storage) as answers:
+    with (
+        waiting(f"predicting {options['model']}"),
+        AnswersBeside(storage) as answers,
+    ):
         prepared, models = models_of(chips, options, answers, gpu_counts)
     workload = prepared.request.workload
     grades = Grades(

@@ -43,9 +43,11 @@ def predict(
         named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         predicted = predict_remotely(server, {name: ctx.params[name] for name in named})
     else:
+        from autotune.cli.view import waiting
         from autotune.tuning.predictions import predicted_document
 
-        predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
+        with waiting(f"predicting {options['model']}"):
+            predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
         if problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
             click.echo(f"autotune: what was predicted is not kept: {problem.message}", err=True)
     if as_json:

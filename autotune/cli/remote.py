@@ -34,9 +34,9 @@ class _RemoteView(ConsoleView):
         self._started = time.monotonic()
         self.status: Document = {"running": "waiting for a device"}
 
-    def status_line(self) -> str:
+    def status_line(self, columns: int | None = None) -> str:
         """Return what the search said last of what it runs."""
-        return status_line(self.status, time.monotonic() - self._started)
+        return status_line(self.status, time.monotonic() - self._started, columns)
 
 
 # A prediction of a model that nobody asked for before takes a minute or two of the service's processor.

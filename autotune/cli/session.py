@@ -25,6 +25,7 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
+    from autotune.results.export import make_export
     from autotune.results.json_document import report_document
     from autotune.results.study_view import study_view
     from autotune.results.text import summary_lines
@@ -38,12 +39,9 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:
-        takes_options = report.source is not None and report.source.kind == "script"
+        form = make_export(report).usual_form
         file = "settings.json" if report.is_loop else "training_arguments.json"
-        form = "--format cli" if takes_options else f"> {file}"
-        if report.best.candidate.arm.needs_launcher and (takes_options or report.workload["task"] != "own"):
-            form = "--format torchrun"
-        click.echo(f"  autotune export {name}{where} {form}")
+        click.echo(f"  autotune export {name}{where} {f'> {file}' if form == 'json' else f'--format {form}'}")
         if report.workload["task"] == "own":
             click.echo(f"  autotune run {name}{where}")
     if report.study.state != "finished":

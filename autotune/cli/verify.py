@@ -11,6 +11,7 @@ from autotune.cli.options import table_options
 from autotune.cli.output import print_json
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode
+from autotune.core.units import format_seconds
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -115,34 +116,37 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
 
 
 def _verified(target: Target, steps: int, storage: str, *, again: bool = False) -> Verification:
+    from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import check_steps, verify
 
     check_steps(steps)
-    click.echo(
-        f"training {target.report.workload['model']} of the study {target.report.study.name} for {steps} steps: "
-        f"{target.best.candidate.describe()} on {target.placement.label} in a process of its own, "
-        "without instruments …",
-        err=True,
-    )
-    log_path = log_folder(storage, target.report.study.name) / "verify.log"
-    return verify(target, steps, log_path, again=again, note=lambda text: click.echo(text, err=True))
+    name, seconds = target.report.study.name, format_seconds(steps * target.promised.step_seconds)
+    log_path = log_folder(storage, name) / "verify.log"
+    with waiting(f"training {steps} steps, which take {seconds} at the promised speed") as view:
+        view.print_line(
+            f"training {target.report.workload['model']} of the study {name} for {steps} steps: "
+            f"{target.best.candidate.describe()} on {target.placement.label} in a process of its own, "
+            "without instruments …"
+        )
+        return verify(target, steps, log_path, again=again, note=view.now)
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses and print the result; raises where the two do not train alike."""
+    from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.json_document import comparison_document
     from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
     check_can_compare(target)
     name = target.report.study.name
-    click.echo(
-        f"training {target.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner and "
-        "of the baseline, without dropout …",
-        err=True,
-    )
-    comparison = compare_losses(target, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
+    with waiting("training the winner, then the baseline") as view:
+        view.print_line(
+            f"training {target.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner "
+            "and of the baseline, without dropout …"
+        )
+        comparison = compare_losses(target, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
     if as_json:
         print_json(encode(comparison_document(comparison)))
     elif comparison.is_same:

@@ -1,4 +1,4 @@
-"""Show a running search on stderr: a line for each trial and, on a terminal, a status line."""
+"""Show what runs on stderr: of a search a line for each trial and, on a terminal, a status line with a clock."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from autotune.cli.output import as_printed
+from autotune.core.units import format_seconds
 from autotune.tuning.narrator import Narrator
 
 # Without a terminal, so many seconds without a line are followed by one that says what runs. A choice.
 _QUIET_SECONDS = 20.0
 # Kept low, since trials are measured on the same CPU cores.
 _REFRESHES_PER_SECOND = 4
+_SPINNER_COLUMNS = 2
 
 
 class ConsoleView(ABC):
@@ -29,8 +31,8 @@ class ConsoleView(ABC):
         self._printed = time.monotonic()
 
     @abstractmethod
-    def status_line(self) -> str:
-        """Return the status as it is now."""
+    def status_line(self, columns: int | None = None) -> str:
+        """Return the status as it is now; without its less important part where it would be longer than ``columns``."""
 
     def print_line(self, text: str, style: str | None = None) -> None:
         """Print a line as it is, but for what a terminal would obey."""
@@ -39,7 +41,8 @@ class ConsoleView(ABC):
 
     def __rich__(self) -> Text:
         """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""
-        return Text(as_printed(self.status_line()), no_wrap=True, overflow="ellipsis")
+        columns = self._console.width - _SPINNER_COLUMNS
+        return Text(as_printed(self.status_line(columns)), no_wrap=True, overflow="ellipsis")
 
     def keep_saying(self, ended: threading.Event) -> None:
         """Print the status after each quiet time, which gets longer, until the event is set."""
@@ -56,6 +59,24 @@ class View(Narrator, ConsoleView):
     def __init__(self, console: Console) -> None:
         ConsoleView.__init__(self, console)
         Narrator.__init__(self, self.print_line)
+
+
+class Clock(ConsoleView):
+    """Shows what one thing is waited for, and for how long."""
+
+    def __init__(self, console: Console, waits_for: str) -> None:
+        super().__init__(console)
+        self._waits_for = waits_for
+        self._started = time.monotonic()
+
+    def now(self, waits_for: str) -> None:
+        """Print what is waited for from now on."""
+        self._waits_for = waits_for
+        self.print_line(waits_for)
+
+    def status_line(self, columns: int | None = None) -> str:
+        """Return the seconds so far, and what is waited for."""
+        return f"{format_seconds(time.monotonic() - self._started)}; {self._waits_for}"
 
 
 V = TypeVar("V", bound=ConsoleView)
@@ -76,3 +97,8 @@ def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
         return
     with console.status(view, refresh_per_second=_REFRESHES_PER_SECOND):
         yield view
+
+
+def waiting(for_what: str) -> AbstractContextManager[Clock]:
+    """Show on stderr what is waited for, with a clock."""
+    return open_view(lambda console: Clock(console, for_what))

@@ -50,16 +50,19 @@ class Progress:
 
     phase: str | None = None
     step: int | None = None
+    of: int | None = None
+    """The most steps that it may run; it ends earlier once they say enough."""
 
     def describe(self, seconds: float = 0.0) -> str:
         """Say in a few words what the job does, so many seconds after it said so, where that is long.
 
-        ``building the model``, ``building the model for 42 s``, ``step 7`` or ``step 7, 42 s ago``.
+        ``building the model``, ``building the model for 42 s``, ``step 7 of at most 14`` or ``step 7, 42 s ago``.
         """
         is_long = seconds >= _LONG_SECONDS
         if self.phase is None:
             ago = f", {format_seconds(seconds)} ago" if is_long else ""
-            return f"step {'?' if self.step is None else self.step}{ago}"
+            most = "" if self.of is None else f" of at most {self.of}"
+            return f"step {'?' if self.step is None else self.step}{most}{ago}"
         return f"{_DOING.get(self.phase, self.phase)}{f' for {format_seconds(seconds)}' if is_long else ''}"
 
 

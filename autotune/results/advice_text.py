@@ -28,11 +28,11 @@ def advice_lines(
     has_prices = any(offer.cost is not None for offer in offers)
     grades = {offer.graded.grade for offer in offers if offer.graded is not None}
     head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]
-    rows = []
+    rows, refused = [], []
     for offer in ordered:
         name = f"{'* ' if offer in front else '  ' if has_prices else ''}{_name(offer)}"
         if offer.best is None or offer.hours is None or offer.graded is None:
-            rows.append([name, offer.why_not or "", *[""] * (len(head) - 2)])
+            refused.append((name, offer.why_not or ""))
             continue
         speed = _with_ends(offer.best.samples_per_second, offer.best.interval_samples_per_second)
         told = "" if len(grades) == 1 else f" {offer.graded.grade}"
@@ -40,6 +40,9 @@ def advice_lines(
         row = [name, offer.best.candidate.describe(), f"{speed}{told}", format_rate(offer.hours), cost]
         rows.append(row[: len(head)])
     lines += table_lines(head, rows)
+    # Outside the table, whose second column such a sentence would widen beyond 80 characters.
+    width = max((len(name) for name, *_ in (*rows, *refused)), default=0)
+    lines += [f"{name:<{width}}  {why}" for name, why in refused]
     lines.append(_undecided(ordered) + (" * none is both as fast and as cheap." if front else ""))
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
     if steps:

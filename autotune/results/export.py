@@ -97,6 +97,22 @@ class Export:
         return not is_function and self.interface.made_from == "flags"
 
     @property
+    def usual_form(self) -> Format | LaunchFormat:
+        """The form in which what trains takes the settings."""
+        is_script = self.source is not None and self.source.kind == "script"
+        if self.candidate.arm.needs_launcher and (is_script or self.source is None):
+            return "torchrun"
+        if not is_script:
+            return "json"
+        match self.interface.made_from:
+            case "flags":
+                return "cli"
+            case "code":
+                return "python"
+            case "file":
+                return "json"
+
+    @property
     def template(self) -> Template | None:
         """The command line of a script that is told its settings by placeholders; ``None`` for other code."""
         return self.source.template if self.source is not None and self.framework == "placeholders" else None
@@ -254,6 +270,7 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             ),
             *several,
             *_placement(export),
+            *_applying(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
             f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
             f"measured on {export.measured}",
@@ -265,7 +282,7 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         *several,
         *_placement(export),
         *_zero(export, form),
-        *([f"before it trains: from autotune.training import apply; {export.applied}"] if export.applied else []),
+        *_applying(export),
         f"load the model with from_pretrained(…, {options})",
         *(
             [f"put peft's adapters around it: get_peft_model(model, {_call('LoraConfig', export.lora)})"]
@@ -274,6 +291,11 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         ),
         f"measured on {export.measured}",
     ]
+
+
+def _applying(export: Export) -> list[str]:
+    """Say how to apply what has no field in ``TrainingArguments``."""
+    return [f"before it trains: from autotune.training import apply; {export.applied}"] if export.applied else []
 
 
 def _by_hand(template: Template) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PREPARING = "preparing the search"
 # Eighty columns hold a line of the widest default arm.
-_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
+_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13} {peak:>10} {took:>6}  {verdict}"
 
 
 class Narrator:
@@ -114,9 +114,9 @@ class Narrator:
         words = {"running": ", ".join(trials) or self._idle, "best": self._best}
         return words if self._waits_for is None else {**words, "waits_for": self._waits_for}
 
-    def status_line(self) -> str:
+    def status_line(self, columns: int | None = None) -> str:
         """Return the status in a line, with the seconds since the start."""
-        return status_line(self.status(), time.monotonic() - self._started)
+        return status_line(self.status(), time.monotonic() - self._started, columns)
 
     def _begin_table(self) -> None:
         if self._prepared is None or self._is_table_begun:
@@ -133,9 +133,11 @@ class Narrator:
         return max(len(arm.describe()) for arm in (*prepared.space.arms, prepared.baseline.arm))
 
 
-def status_line(status: Document, seconds: float) -> str:
-    """Return ``12 s; trial 3: 32 × 2  bf16 (step 4); best so far …``."""
-    return "; ".join(filter(None, (format_seconds(seconds), str(status["running"]), str(status.get("best") or ""))))
+def status_line(status: Document, seconds: float, columns: int | None = None) -> str:
+    """Return ``12 s; trial 3: 32 × 2  bf16 (step 4); best so far …``, without the best where the columns end before."""
+    now = f"{format_seconds(seconds)}; {status['running']}"
+    whole = "; ".join(filter(None, (now, str(status.get("best") or ""))))
+    return now if columns is not None and len(whole) > columns else whole
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:

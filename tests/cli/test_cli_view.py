@@ -78,12 +78,12 @@ def test_every_kind_of_line() -> None:
     assert shown.ends(FP32, 8, completed(41.7, 11.5), "baseline").endswith("2.0 s  baseline")
     over = shown.ends(BF16, 64, OutOfMemory("no memory", peak_reserved_bytes=int(22.9 * GIB)))
     assert over.split()[4:] == ["bf16", "out", "of", "memory", ">", "22.9", "GiB", "2.0", "s"]
-    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("310.7 ± 0.3%    22.1 GiB   2.0 s  7.45× best")
+    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("310.7 ± 0.3%   22.1 GiB  2.0 s  7.45× best")
     assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith(" 6.64×")
     assert shown.ends(WIDEST, 64, completed(400.0, 22.9)).endswith(" low headroom")
     # What all processes of the winner gave, as the result says it.
     assert shown.ends(BF16, 32, completed(330.7, 22.1), "final").endswith(
-        "330.7 ± 0.3%    22.1 GiB   2.0 s  7.69× best, mean 320.5"
+        "330.7 ± 0.3%   22.1 GiB  2.0 s  7.69× best, mean 320.5"
     )
     assert shown.ends(Arm("tf32"), 8, OutOfMemory("no memory", where="host")).rstrip().endswith("2.0 s")
     assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
@@ -134,19 +134,23 @@ def test_the_best_is_what_the_result_would_recommend() -> None:
 
 @pytest.mark.parametrize("columns", [20, 80, 200])
 def test_the_status_line_stays_one_line(columns: int) -> None:
-    """It is cut where the terminal ends, and its clock runs."""
+    """Where the terminal is too narrow, the best so far is left out before anything is cut; its clock runs."""
     shown = Shown(columns, terminal=True)
     shown.ends(BF16, 32, completed(310.7, 22.1))
     shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")
     shown.view.progress(1, Progress("train"))
-    shown.view.progress(1, Progress(step=7))
+    shown.view.progress(1, Progress(step=7, of=14))
     console = Console(file=io.StringIO(), width=columns, force_terminal=True)
     rows = console.render_lines(shown.view)
     text = "".join(segment.text for segment in rows[0])
     assert len(rows) == 1
     assert len(text) == columns
-    whole = "trial 1: 16 × 4  bf16, checkpointing (step 7); best so far 310.7 samples/s (32 × 2  bf16)"
-    assert (whole in text) == (columns == 200)
+    now, best = (
+        "trial 1: 16 × 4  bf16, checkpointing (step 7 of at most 14)",
+        "; best so far 310.7 samples/s (32 × 2  bf16)",
+    )
+    assert (now in text) == (columns >= 80)
+    assert (now + best in text) == ("best" in text) == (columns == 200)
 
 
 @pytest.mark.parametrize("columns", [20, 200])

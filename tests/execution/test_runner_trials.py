@@ -78,7 +78,7 @@ def test_a_trial_completes_alone_although_launched_among_others(runner: TrialSer
     assert isinstance(outcome, Completed), outcome
     assert outcome.measurement.samples_per_second == pytest.approx(8 / outcome.measurement.step_seconds)
     assert [record.phase for record in records if record.phase] == ["device", "model", "trainer", "train"]
-    assert Progress(step=1) in records
+    assert 1 in [record.step for record in records]
     assert "train_runtime" in log.read_text()
 
 
@@ -124,7 +124,7 @@ def test_a_trial_that_is_killed_from_outside_says_by_what(runner: TrialServer, s
     (server,) = servers()
 
     def kill(record: Progress) -> None:
-        if record == Progress(step=2):
+        if record.step == 2:
             os.kill(trial_of(server), signal.Signals[name])
 
     outcome = run_trial(runner, effort=ENDLESS, progress=kill)
@@ -148,7 +148,7 @@ def test_a_second_runner_disturbs_neither(
         first, second = servers()
 
         def in_between(record: Progress) -> None:
-            if record == Progress(step=1):
+            if record.step == 1:
                 outcomes.append(run_trial(other, candidate=Candidate(Arm(), 2)))
 
         outcomes: list[object] = []
@@ -186,7 +186,7 @@ def test_a_lost_server_is_replaced_and_closing_leaves_no_process(runner: TrialSe
     pids = [server]
 
     def kill(record: Progress) -> None:
-        if record == Progress(step=1):
+        if record.step == 1:
             pids.append(trial_of(server))
             os.kill(server, signal.SIGKILL)
 

@@ -385,11 +385,25 @@ def test_the_users_own_script_is_launched_with_its_own_options(source: dict[str,
     assert line == (f"{start} {render(export, 'cli')}" if takes_flags else f"{start}\n")
 
 
+@pytest.mark.parametrize(("made_from", "form"), [("flags", "cli"), ("file", "json"), ("code", "python")])
+def test_the_form_that_a_script_is_told_is_the_one_it_reads(made_from: str, form: str) -> None:
+    """What is named after a search and what is said beside the export agree."""
+    made = report_of(Candidate(Arm("bf16"), 8, 2), "cpu", ("bf16",))
+    workload = {**made.workload, "task": "own", "source": {**SOURCE, "interface": {"from": made_from}}}
+    export = make_export(dataclasses.replace(made, workload=workload))
+    assert export.usual_form == form
+    assert f"(--format {form})" in beside_lines(export)[0]
+
+
 def test_what_has_no_field_is_applied_by_one_line(fields: tuple[str, ...]) -> None:
     arm = Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, unpadded=True)
-    made = make_export(report_of(Candidate(arm, 4), "cuda", fields))
+    report = report_of(Candidate(arm, 4), "cuda", fields)
+    made = make_export(report)
     call = "apply(trainer, checkpointed_layers=4, unpadded=True)"
-    assert f"before it trains: from autotune.training import apply; {call}" in beside_lines(made)
+    said = f"before it trains: from autotune.training import apply; {call}"
+    own = make_export(dataclasses.replace(report, workload={**report.workload, "task": "own", "source": SOURCE}))
+    assert said in beside_lines(made)
+    assert said in beside_lines(own)
     lines = render(made, "python").splitlines()
     assert "from autotune.training import apply" in lines
     assert lines[-1] == call

@@ -223,7 +223,7 @@ class Trial:
             self._candidate,
             self._effort,
             on_enough=results.append,
-            on_step=lambda step: self._send(Progress(step=step)),
+            on_step=lambda step: self._send(Progress(step=step, of=trainer.args.max_steps)),
             schedule=schedule,
             busy=self._busy_step(),
             ranks=self._ranks,
