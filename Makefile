@@ -100,6 +100,7 @@ test-deepspeed: install-dev
 # searches; 133 faults, the PostgreSQL server's among them; the load on the databases alone. FIGURES= takes options:
 # --part chaos --part crowd, --faults 20 --database sqlite
 test-service: install-dev
+	$(INSTALL) --editable '.[dev,generated-client]'
 	$(BIN)/python tests/service/figures.py $(FIGURES)
 
 # The pages of a service in the system's Chromium; skipped where there is none.

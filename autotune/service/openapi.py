@@ -13,8 +13,8 @@ from autotune.core.candidate import Document
 from autotune.core.option_kinds import Kind
 from autotune.core.options import BY_NAME
 from autotune.core.schema import json_schemas
-from autotune.results.json_document import StudyDocument, trial_type
-from autotune.results.predicted import PredictionDocument
+from autotune.results.json_document import StudyDocument, candidate_type, trial_type
+from autotune.results.predicted import PredictionDocument, arm_prediction_type, best_prediction_type
 from autotune.service.documents import (
     DevicesDocument,
     FailureDocument,
@@ -69,6 +69,17 @@ _ANSWERS: dict[tuple[str, str], _Answer] = {
     ("get", "/v1/devices"): {200: _json(DevicesDocument)},
     ("get", "/v1/events"): {200: {_EVENTS: str}},
 }
+# Fields whose types are made of the fields of others while the program runs, so that no annotation can name them.
+_TYPED_LATER: dict[tuple[str, str], Any] = {
+    ("StudyDocument", "best"): trial_type(),
+    ("StudyDocument", "baseline"): trial_type(),
+    ("StudyDocument", "trials"): trial_type(),
+    ("ExpertDocument", "candidate"): candidate_type(),
+    ("VerificationDocument", "candidate"): candidate_type(),
+    ("GpuPredictionDocument", "best"): best_prediction_type(),
+    ("GpuPredictionDocument", "arms"): arm_prediction_type(),
+    ("PredictionDocument", "arms"): arm_prediction_type(),
+}
 _NEEDS_NO_TOKEN = ("/healthz",)
 _NEEDS: Document = {
     "type": "object",
@@ -92,6 +103,7 @@ def describe_api(app: FastAPI) -> Document:
     )
     kinds = list(dict.fromkeys(kind for answer in _ANSWERS.values() for media in answer.values()
                                for kind in media.values()))  # fmt: skip
+    kinds += dict.fromkeys(_TYPED_LATER.values())
     found, schemas = json_schemas([*kinds, ProblemDocument], "#/components/schemas/{name}")
     schema_of = dict(zip(kinds, found, strict=False))
     for path, methods in described["paths"].items():
@@ -105,6 +117,11 @@ def describe_api(app: FastAPI) -> Document:
             } | {str(code): {"$ref": "#/components/responses/Problem"} for code in _refusals(method, path)}
             if path in _NEEDS_NO_TOKEN:
                 operation["security"] = []
+    for (document, field), kind in _TYPED_LATER.items():
+        properties = schemas[document]["properties"]
+        of_kind = schema_of[kind]
+        is_list = properties[field].get("type") == "array"
+        properties[field] |= {"items": of_kind} if is_list else {"anyOf": [of_kind, {"type": "null"}]}
     described["components"] = {
         "schemas": schemas,
         "responses": {"Problem": {"description": "A refusal.", "content": {MEDIA_TYPE: {"schema": found[-1]}}}},
@@ -118,9 +135,9 @@ def describe_api(app: FastAPI) -> Document:
 
 
 def _complete_arrays(schema: Any) -> None:
-    """Give arrays of anything the ``items`` that generators of clients want."""
+    """Give arrays the ``items`` that generators of clients want: what tuples have first, else anything."""
     if isinstance(schema, dict) and schema.get("type") == "array":
-        schema.setdefault("items", {})
+        schema["items"] = schema.get("items") or schema.get("prefixItems", [{}])[0]
     for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         _complete_arrays(each)
 

@@ -73,13 +73,13 @@ class Visitor:
 
 
 @contextlib.contextmanager
-def service(storage: str) -> Iterator[str]:
+def service(storage: str, port: int = 8321) -> Iterator[str]:
     """Run a service over a database; yield its address."""
     plan = Path(storage).with_name("plan.json")
     hosts = [{"name": name, "gpus": 1} for name in ("gpu-1", "gpu-2")]
     plan.write_text(json.dumps({"devices": hosts, "seconds": None}))
     program = str(Path(__file__).with_name("standing_in.py"))
-    words = [sys.executable, program, str(plan), "serve", "--port", "8321", "--storage", storage]
+    words = [sys.executable, program, str(plan), "serve", "--port", str(port), "--storage", storage]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None

@@ -390,6 +390,8 @@ def test_the_description_of_the_api_is_complete(writer: TestClient) -> None:
             assert {code for code in responses if code.startswith("2")}, (method, path)
     assert len(ids) == len(set(ids)) == 16
     assert "HTTPValidationError" not in schemas
+    # Of every field it is said what it is.
+    assert all(each for schema in schemas.values() for each in schema.get("properties", {}).values())
     assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described))) == set(schemas)
     assert described["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
     options = described["paths"]["/v1/searches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
