@@ -41,7 +41,9 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
             first = error.errors()[0]
             if first["type"] == "json_invalid":
                 return problem_response(InvalidRequestError("the body is not JSON", "send a JSON object"))
-            where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+            # Of a union, the member that refused it is named in brackets.
+            places = (str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+            where = ".".join(part for part in places if "[" not in part)
             return problem_response(
                 InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             )

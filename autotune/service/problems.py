@@ -39,7 +39,8 @@ def problem_document(error: AutotuneError) -> tuple[int, Document]:
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        "detail": error.message,
+        # Half of a character, which JSON may spell, has no bytes.
+        "detail": error.message.encode(errors="backslashreplace").decode(),
         "hint": error.hint,
         "exit_code": error.exit_code,
     }

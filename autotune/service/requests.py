@@ -120,14 +120,16 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
 
 
 def check_sizes(options: Mapping[str, Any]) -> None:
-    """Raise ``InvalidRequestError`` for an option that is longer than any that a search has."""
+    """Raise ``InvalidRequestError`` for an option that is longer than any that a search has, or no text to be shown."""
     for name, value in options.items():
         is_list = isinstance(value, list | tuple)
         if is_list and len(value) > _MOST_VALUES:
             raise InvalidRequestError(f"{name} has {len(value)} values", f"give at most {_MOST_VALUES}")
         for each in value if is_list else (value,):
             if isinstance(each, str) and max(map(len, each.split("/"))) > _MOST_LETTERS:
-                raise InvalidRequestError(f"{name} has a name of {len(each)} letters", f"give at most {_MOST_LETTERS}")
+                raise InvalidRequestError(f"{name} is {len(each)} letters long", f"give at most {_MOST_LETTERS}")
+            if isinstance(each, str) and not each.isprintable():
+                raise InvalidRequestError(f"{name} {each!r:.80} has characters that cannot be shown", "leave them out")
 
 
 def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Needs:

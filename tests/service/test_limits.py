@@ -122,8 +122,9 @@ def test_a_token_changes_its_own_searches_alone_and_an_admin_all(
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"dataset": "a" * 300}, "dataset has a name of 300 letters"),
-        ({"model": "a" * 100_000}, "model has a name of 100000 letters"),
+        ({"dataset": "a" * 300}, "dataset is 300 letters long"),
+        ({"model": "a" * 100_000}, "model is 100000 letters long"),
+        ({"dataset": "\x1b]0;owned\x07"}, "dataset '\\x1b]0;owned\\x07' has characters that cannot be shown"),
         ({"precision": ["fp32"] * 100_000}, "precision has 100000 values"),
         ({"study": "verify mine"}, "verifications are named so"),
     ],

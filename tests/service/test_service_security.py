@@ -129,7 +129,6 @@ def test_a_huge_body_is_refused_unread(writer: TestClient) -> None:
         ("model", "./model"),
         ("model", "x/../../../etc"),
         ("model", "..\\etc"),
-        ("model", "a\0b"),
         ("dataset", "/etc/passwd"),
         ("tokenizer", "/root/.ssh"),
     ],
@@ -240,7 +239,13 @@ def test_odd_values_are_refused_and_break_no_page(
     for path in (f"?before={10**30}", "?study=%00", "/%00", "/%FF", f"/x/events?after={10**30}"):
         assert writer.get(f"/v1/searches{path}").status_code in (200, 404, 422), path
     assert writer.get("/v1/verify/%00").status_code == 404
-    for odd in ({"needs": {"count": 2**59}}, {"needs": {"gpu": "\ud800"}}, {"seed": 10**30}, {"study": "\ud800"}):
+    for odd in (
+        {"needs": {"count": 2**59}},
+        {"needs": {"gpu": "\ud800"}},
+        {"seed": 10**30},
+        {"study": "\ud800"},
+        {"dataset": "\ud800"},
+    ):
         answer = writer.post("/v1/searches", content=json.dumps({**TINY, **odd}))
         assert answer.status_code == 422, odd
     assert writer.post("/v1/verify", content=b'{"study": "\\ud800"}', headers=JSON).status_code == 422

@@ -104,20 +104,27 @@ def compare(
     except AutotuneError as problem:
         error, compared, without = problem, [], []
     return page(
-        "compare.html", token=visitor, error=error, jobs=jobs, known=known, groups=_groups(compared), without=without
+        "compare.html",
+        token=visitor,
+        error=error,
+        jobs=jobs,
+        known=known,
+        groups=_groups(compared),
+        without=without,
+        most=_MOST_COMPARED,
     )
 
 
 def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str], like: str) -> list[JobRecord]:
     """Return the searches to compare, each once."""
-    jobs = [searches.job(name) for name in named if name]
+    names = list(dict.fromkeys(filter(None, named)))
+    if len(names) > _MOST_COMPARED:
+        raise InvalidRequestError(f"{len(names)} searches are too many", f"name at most {_MOST_COMPARED}")
+    jobs = [searches.job(name) for name in names]
     if like:
         one = searches.job(like)
         jobs += [one, *(job for job in known if _trained(job) == _trained(one))]
-    jobs = list({job.id: job for job in jobs}.values())
-    if len(jobs) > _MOST_COMPARED:
-        raise InvalidRequestError(f"{len(jobs)} searches are too many", f"name at most {_MOST_COMPARED}")
-    return jobs
+    return list({job.id: job for job in jobs}.values())[:_MOST_COMPARED]
 
 
 def _trained(job: JobRecord) -> tuple[object, object]:
