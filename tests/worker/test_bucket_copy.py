@@ -37,7 +37,7 @@ class Twins(Ranks):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The time that the callback sees, in which it pauses."""
+    """The time that the timer sees, in which it pauses."""
     fake = FakeClock()
     monkeypatch.setattr(measure, "time", fake)
     monkeypatch.setattr(bucket_copy, "time", fake)
@@ -59,7 +59,7 @@ def measurement_of(
     """A trial of steps that allocate 1,000 MiB, and in each so much more."""
     candidate = Candidate(Arm(strategy="ddp", ranks=2), 8)
     drive = Drive(candidate, EFFORT, clock)
-    drive.callback = measure.MeasureCallback(
+    drive.timer = measure.StepTimer(
         drive.meter, candidate, EFFORT, drive.measurements.append, drive.steps.append, ranks=Twins(), **changes
     )
     monkey = pytest.MonkeyPatch()

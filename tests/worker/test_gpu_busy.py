@@ -139,7 +139,7 @@ def profiled(clock: FakeClock, accumulation: int, profiler: Any, effort: Effort 
     candidate = Candidate(Arm(), 8, accumulation)
     driven = Drive(candidate, effort, clock, schedule=drive.pop("schedule", None))
     run = micro_steps_to_run(candidate, effort)
-    driven.callback._busy = BusyStep(profiler, driven.meter, run, accumulation)
+    driven.timer._busy = BusyStep(profiler, driven.meter, run, accumulation)
     driven.run(data=1.0, micro=drive.pop("micro", (2.0,)), optimizer=1.0, **drive)
     return driven.measured
 
@@ -230,14 +230,13 @@ def test_a_rehearsal_is_not_profiled(clock: FakeClock) -> None:
 def test_what_was_timed_counts_where_the_data_ends(clock: FakeClock) -> None:
     candidate = Candidate(Arm(), 8)
     drive = Drive(candidate, ONE, clock)
-    drive.callback._busy = BusyStep(FakeProfiler(clock, 0.5), drive.meter, 1, 1)
-    control = SimpleNamespace(should_training_stop=False)
-    drive.callback.on_train_begin(None, None, control)
+    drive.timer._busy = BusyStep(FakeProfiler(clock, 0.5), drive.meter, 1, 1)
+    drive.timer.begin()
     for _ in range(3):
-        drive.step(control)
+        drive.step()
     assert drive.measurements == []
-    assert drive.callback.pending is not None, "a failure from here on costs nothing"
-    drive.callback.on_train_end(None, None, control)
+    assert drive.timer.pending is not None, "a failure from here on costs nothing"
+    drive.timer.end()
     assert drive.measured.gpu_busy_share is None
 
 

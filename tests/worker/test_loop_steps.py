@@ -15,7 +15,7 @@ from autotune.core.loop import LoopConfig, listen, step, steps
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.trial import measure
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, batch_samples
+from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 
 
 class Told:
@@ -164,7 +164,7 @@ def test_waits_for_data_within_a_step_count_as_such(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "time", clock)
     found: list[Measurement] = []
     effort = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=2, max_seconds=1000.0)
-    measuring = MeasuredSteps(FakeMeter(clock), Candidate(Arm(), 8, 3), effort, found.append, lambda _: None)
+    measuring = measure.StepTimer(FakeMeter(clock), Candidate(Arm(), 8, 3), effort, found.append, lambda _: None)
     measuring.begin()
     for _ in range(2):
         measuring.step_begins()

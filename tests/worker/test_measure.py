@@ -1,9 +1,8 @@
-"""Test the measuring callback's arithmetic and stopping rules, with a clock that the test controls."""
+"""Test the step timer's arithmetic and stopping rules, with a clock that the test controls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import measure
-from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 
 STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0)
@@ -23,7 +22,7 @@ STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max
 
 @dataclass
 class Drive:
-    """Calls a callback as a ``Trainer`` does, each part of a step taking as long as it is told."""
+    """Tells a timer of steps as a training does, each part of a step taking as long as it is told."""
 
     candidate: Candidate
     effort: Effort
@@ -36,7 +35,7 @@ class Drive:
 
     def __post_init__(self) -> None:
         self.meter = FakeMeter(self.clock)
-        self.callback = MeasureCallback(
+        self.timer = StepTimer(
             self.meter,
             self.candidate,
             self.effort,
@@ -49,18 +48,16 @@ class Drive:
     def run(
         self, *, data: float = 0.0, micro: tuple[float, ...] = (1.0,), optimizer: float = 0.0, extra: Any = ()
     ) -> None:
-        """Steps until the callback has enough; ``extra[i]`` seconds are added to step ``i``."""
-        control = SimpleNamespace(should_training_stop=False)
-        self.callback.on_train_begin(None, None, control)
-        while not control.should_training_stop:
+        """Steps until the timer has enough; ``extra[i]`` seconds are added to step ``i``."""
+        self.timer.begin()
+        while not self.timer.is_finished:
             done = len(self.steps)
-            assert done < 50, "the callback never has enough"
+            assert done < 50, "the timer never has enough"
             more = extra[done] if done < len(extra) else 0.0
-            self.step(control, data=data, micro=micro, optimizer=optimizer, extra=more)
+            self.step(data=data, micro=micro, optimizer=optimizer, extra=more)
 
     def step(
         self,
-        control: Any,
         *,
         data: float = 0.0,
         micro: tuple[float, ...] = (1.0,),
@@ -70,16 +67,15 @@ class Drive:
         """One optimizer step."""
         run = micro_steps_to_run(self.candidate, self.effort)
         self.clock.sleep(data)
-        self.callback.on_step_begin(None, None, control)
+        self.timer.step_begins()
         for index in range(run):
             self.clock.sleep(micro[min(index, len(micro) - 1)])
             if index < run - 1:
-                self.callback.on_substep_end(None, None, control)
+                self.timer.micro_step_ends()
         self.clock.sleep(extra)
-        self.callback.on_pre_optimizer_step(None, None, control)
+        before = self.timer.mark()
         self.clock.sleep(optimizer)
-        self.callback.on_optimizer_step(None, None, control)
-        self.callback.on_step_end(None, None, control)
+        self.timer.step_ends((before, self.timer.mark()))
 
     @property
     def measured(self) -> Measurement:
@@ -90,7 +86,7 @@ class Drive:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The time that the callback sees."""
+    """The time that the timer sees."""
     fake = FakeClock()
     monkeypatch.setattr(measure, "time", fake)
     return fake
@@ -191,8 +187,8 @@ def test_a_single_step_has_no_spread_to_tell(clock: FakeClock) -> None:
 def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
     drive = Drive(candidate(8), STEADY, clock)
     held = [drive.meter.allocate(100 * MIB)]
-    first = drive.callback._on_step
-    drive.callback._on_step = lambda step: (first(step), held.append(drive.meter.allocate(50 * MIB)))[0]
+    first = drive.timer._on_step
+    drive.timer._on_step = lambda step: (first(step), held.append(drive.meter.allocate(50 * MIB)))[0]
     drive.run()
     assert drive.measured.peak_allocated_bytes == 200 * MIB
     assert drive.measured.peak_reserved_bytes == 220 * MIB
@@ -242,17 +238,17 @@ def test_what_new_lengths_cost_is_told_apart(clock: FakeClock) -> None:
 def test_a_step_that_is_dropped_takes_no_energy_and_ends_a_rehearsal(clock: FakeClock) -> None:
     schedule = Schedule((), 0, (1.0,) * 3, 1.0, 128, new_lengths=(1, 0, 0, 0))
     drive = Drive(candidate(8), Effort(0, 3, 3, 0.0, 1000.0), clock, schedule=schedule)
-    end, dropped = drive.callback.on_step_end, []
+    end, dropped = drive.timer.step_ends, []
 
-    def end_step(args: Any, state: Any, control: Any) -> None:
+    def end_step(marks: tuple[Any, Any]) -> None:
         if len(drive.steps) == 1 and not dropped:
             clock.sleep(10.0)
             dropped.append(True)
-            drive.callback.drop_step()
+            drive.timer.step_is_dropped()
         else:
-            end(args, state, control)
+            end(marks)
 
-    drive.callback.on_step_end = end_step
+    drive.timer.step_ends = end_step  # type: ignore[method-assign,assignment]
     drive.run(extra=(5.0,))
     assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0, 1.0])
     assert drive.measured.new_length_seconds is None, "what would have been compared was dropped"
@@ -270,14 +266,14 @@ def test_waiting_for_data_is_no_cost_of_a_new_shape(clock: FakeClock) -> None:
     rehearsing = Rehearsing(1)
     drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, rehearsing=rehearsing)
     batches = rehearsing.batches([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5)])
-    begin = drive.callback.on_step_begin
+    begin = drive.timer.step_begins
 
-    def fetch(*words: object) -> None:
+    def fetch() -> None:
         next(batches)
         clock.sleep(0.1 if rehearsing.new_shapes else 0.4)
-        begin(*words)
+        begin()
 
-    drive.callback.on_step_begin = fetch
+    drive.timer.step_begins = fetch  # type: ignore[method-assign]
     drive.run(extra=(3.0,))
     assert drive.steps == [1, 2, 3]
     assert drive.measured.step_seconds_each == pytest.approx([1.4, 1.4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from autotune.core.outcome import Effort
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import measure
 from autotune.worker.trial.losses import ScalerWatch
-from autotune.worker.trial.measure import most_steps
-from autotune.worker.user.trainer_trial import _WholeStepsCallback
+from autotune.worker.trial.measure import StepTimer, most_steps
+from autotune.worker.user.trainer_trial import _WholeSteps
 
 FP16 = Candidate(Arm("fp16"), 8)
 # A skipped step takes a second, any other one two.
@@ -54,16 +53,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 def run(clock: FakeClock, effort: Effort, overflows: tuple[bool, ...], schedule: Schedule | None = None) -> Drive:
-    """Steps until the callback has enough; those beyond ``overflows`` are whole."""
+    """Steps until the timer has enough; those beyond ``overflows`` are whole."""
     scaling, drive = Scaling(), Drive(FP16, effort, clock, schedule=schedule)
-    control: Any = SimpleNamespace(should_training_stop=False)
-    drive.callback.on_train_begin(None, None, control, optimizer=SimpleNamespace(scaler=scaling.scaler))
-    while not control.should_training_stop:
+    drive.timer.begin(SimpleNamespace(scaler=scaling.scaler))
+    while not drive.timer.is_finished:
         done = len(drive.steps)
         assert done < most_steps(FP16, effort), "it needs more steps than the Trainer is given"
         skips = done < len(overflows) and overflows[done]
         scaling.step(skips)
-        drive.step(control, micro=(SKIPPED if skips else WHOLE,))
+        drive.step(micro=(SKIPPED if skips else WHOLE,))
     assert scaling.has_state
     return drive
 
@@ -101,11 +99,11 @@ def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
 
 def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None:
     scaling, meter = Scaling(), FakeMeter(clock)
-    callback = _WholeStepsCallback(meter, FP16, EFFORT, on_enough=lambda _: None, on_step=lambda _: None)
+    timer = StepTimer(meter, FP16, EFFORT, on_enough=lambda _: None, on_step=lambda _: None)
     args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1, world_size=1)
-    callback.on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
+    _WholeSteps(timer, None).on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
     scaling.step(overflows=True)
-    assert callback._scaler.step_was_skipped()
+    assert timer._scaler.step_was_skipped()
 
 
 def test_without_a_scaler_nothing_is_skipped() -> None:

@@ -28,3 +28,28 @@ class Listener:
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Take in the end of an optimizer's step."""
+
+
+class StepListener:
+    """What is told of the steps of a training; it does nothing with it."""
+
+    def begin(self) -> None:
+        """Take in that the first batch is about to be given."""
+
+    def step_begins(self) -> None:
+        """Take in that the first batch of a step is there."""
+
+    def micro_step_ends(self) -> None:
+        """Take in the end of a micro-step that is not the last of its step."""
+
+    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
+        """Take in the end of a whole step; ``marks`` were made before and after its optimizer's step.
+
+        ``wait_seconds`` is how long batches after the first were waited for; ``None`` where all came before it.
+        """
+
+    def step_is_dropped(self) -> None:
+        """Take in the end of a step that cannot be counted."""
+
+    def mark(self) -> Any:
+        """Mark this point on the device's timeline."""

@@ -1,4 +1,4 @@
-"""Time the optimizer steps of a real ``Trainer`` from a callback, and decide when they are enough.
+"""Time the optimizer steps of a training, whatever runs them, and decide when they are enough.
 
 A step whose shapes are new to the GPU is run twice: the first run, called a rehearsal, loads and compiles kernels and
 is not counted; the second is timed.
@@ -6,14 +6,13 @@ is not counted; the second is timed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from typing import Any
-
-from transformers import TrainerCallback
 
 from autotune.core.candidate import Candidate
 from autotune.core.measured_steps import StepEstimate, is_enough, mean_step
@@ -24,6 +23,7 @@ from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.bucket_copy import BucketCopy, without_copy
 from autotune.worker.trial.gpu_busy import BusyStep
+from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import OverflowWatch, ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
@@ -141,15 +141,15 @@ def _equal_steps(schedule: Schedule | None, rehearsing: Rehearsing | None) -> fl
     return math.inf if schedule is None or schedule.worst_steps < 3 else schedule.worst_steps
 
 
-class MeasureCallback(TrainerCallback):  # type: ignore[misc]
-    """Times the steps of a ``Trainer``, synchronizing with the device once an optimizer step.
+class StepTimer(StepListener):
+    """Times the steps of a training, synchronizing with the device once an optimizer step.
 
-    ``on_enough`` is called with the measurement inside the last step, ``on_step`` with the step's number after each.
-    ``checks`` judges whether each of them trained, outside the timed part.
-    ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to measure follows from
-    ``effort`` alone. ``wrapped_model`` returns the model as the ``Trainer`` trains it, with DDP around it.
+    Whatever runs the training tells it of its steps (``StepListener``). ``on_enough`` is called with the measurement
+    inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each of them trained,
+    outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to
+    measure follows from ``effort`` alone. ``wrapped_model`` returns the model as it is trained, with DDP around it.
 
-    Of several ranks each has such a callback. They meet after every step, outside the timed part, and go on with the
+    Of several ranks each has such a timer. They meet after every step, outside the timed part, and go on with the
     step of the slowest, so that all of them stop after the same step.
     """
 
@@ -184,6 +184,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._warmup: list[_Step] = []
         self._measured: list[_Step] = []
         self._marks: list[Any] = []
+        self._wait_seconds: float | None = None
+        """How long the step that ends waited for batches after its first; ``None`` where all were there at once."""
+        self._saving_seconds = 0.0
+        self._saving_seconds_each: list[float] = []
         self._previous_end = 0.0
         self._begin = 0.0
         self._first_reserved: int | None = None
@@ -196,15 +200,16 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._busy = busy
         self._busy_steps = 0
         self._is_profiled = False
-        self._is_finished = False
+        self.is_finished = False
+        """Whether enough was measured, so that the training may stop."""
         self.pending: Measurement | None = None
         """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
         it."""
         self._energy = _Energy(meter)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock of the first step."""
-        self._scaler = scaler_watch(kwargs.get("optimizer"))
+    def begin(self, optimizer: Any = None) -> None:
+        """Start the clock of the first step; an optimizer may have a gradient scaler, as the Trainer's has."""
+        self._scaler = scaler_watch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
         if self._checks is not None:
@@ -213,7 +218,15 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
                 self._checks.begin_timed()
         self._start_clock()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def restart_clock(self) -> None:
+        """Start the clock of the first step anew: what came before it is no training."""
+        self._start_clock()
+
+    def mark(self) -> Any:
+        """Mark this point on the device's timeline."""
+        return self._meter.mark()
+
+    def step_begins(self) -> None:
         """Note when the batches are there: the time since the last step was spent waiting for data."""
         self._begin = time.perf_counter()
         self._marks = [self._meter.mark()]
@@ -221,26 +234,22 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if self._is_profiled and self._busy is not None:
             self._busy.step_begins()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def micro_step_ends(self) -> None:
         """Note the end of a micro-step that is not the last."""
         self._marks.append(self._meter.mark())
         if self._is_profiled and self._busy is not None:
             self._busy.micro_step_ends(len(self._marks) - 1)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the end of the last micro-step and of gradient clipping."""
-        self._marks.append(self._meter.mark())
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the end of the optimizer's update."""
-        self._marks.append(self._meter.mark())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
         """Record the step, and stop the training once enough was measured."""
+        self._marks += marks
+        self._wait_seconds = wait_seconds
+        self._saving_seconds_each.append(self._saving_seconds)
+        self._saving_seconds = 0.0
         self._meter.synchronize()
         end = time.perf_counter()
         if self.pending is not None:
-            self._end_profiled(self.pending, control)
+            self._end_profiled(self.pending)
             return
         step = self._timed_step(end)
         self._previous_end = end
@@ -272,7 +281,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             if self._busy is not None and self._effort.busy_steps:
                 self._busy.begin()
             else:
-                self._finish(self.pending, control)
+                self._finish(self.pending)
         elif self._is_warm:
             if self._checks is not None:
                 self._checks.begin_timed()
@@ -281,7 +290,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     def _was_skipped(self) -> bool:
         """Return whether a gradient scaler left the update of the step that ends out; refuse a step that did not
         train."""
-        seen = self._checks.step_ends(self.micro_steps_seen) if self._checks is not None else None
+        seen = self._checks.step_ends(len(self._marks) - 2) if self._checks is not None else None
         is_skipped = self._scaler.step_was_skipped() or (seen is not None and seen.skipped_steps > 0)
         if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS and self._checks is not None:
             self._checks.refuse(
@@ -306,7 +315,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if self._bucket_copy.end_step(self._steps_seen):
             self._start_clock()
 
-    def _end_profiled(self, measured: Measurement, control: Any) -> None:
+    def _end_profiled(self, measured: Measurement) -> None:
         """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
         assert self._busy is not None
         if self._is_profiled:
@@ -316,17 +325,16 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if self._checks is not None:
             self._checks.step_is_dropped()
         if self._busy_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
-            self._finish(measured, control)
+            self._finish(measured)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def end(self) -> None:
         """Keep what was timed where the data ends before a step is profiled."""
-        if self.pending is not None and not self._is_finished:
-            self._finish(self.pending, control)
+        if self.pending is not None and not self.is_finished:
+            self._finish(self.pending)
 
-    def _finish(self, measured: Measurement, control: Any) -> None:
-        """Stop the training, and hand the measurement on."""
-        self._is_finished = True
-        control.should_training_stop = True
+    def _finish(self, measured: Measurement) -> None:
+        """Hand the measurement on: the training may stop."""
+        self.is_finished = True
         if self._busy is not None:
             share, cost = self._busy.share, self._busy.cost_seconds
             kinds = self._busy.seconds_by_kind
@@ -364,12 +372,33 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = time.perf_counter()
 
     @property
-    def micro_steps_seen(self) -> int:
-        """Micro-steps of the step that ends."""
-        return len(self._marks) - 2
+    def micro_steps_begun(self) -> int:
+        """Micro-steps of the step under way, with the one under way."""
+        return len(self._marks)
 
-    def drop_step(self) -> None:
+    @property
+    def has_measured(self) -> bool:
+        """Whether a step was measured, so that a training that ends is none too soon."""
+        return bool(self._measured)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Leave what is done within out of the step's time."""
+        self._meter.synchronize()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._saving_seconds += seconds
+            self._previous_end += seconds
+            self._begin += seconds
+            if len(self._marks) == 1:
+                self._marks = [self._meter.mark()]
+
+    def step_is_dropped(self) -> None:
         """Discard the step that ends, and start the clock of the next one."""
+        self._saving_seconds = 0.0
         if self._is_profiled and self._busy is not None:
             self._busy.step_is_void()
         self._meter.synchronize()
@@ -383,11 +412,17 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
         # in length, the mean over more of them matters more than that difference.
         first = 1 if self._schedule is None else 0
+        data_seconds = self._begin - self._previous_end
+        micro_seconds = between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0
+        if self._wait_seconds is not None:
+            data_seconds += self._wait_seconds
+            # The time between two marks has the micro-step and its wait, which may be shorter than the mean of all.
+            micro_seconds = max(0.0, micro_seconds - data_seconds / max(1, len(marks) - 2))
         return _Step(
             seconds=end - self._previous_end,
-            data_seconds=self._begin - self._previous_end,
+            data_seconds=data_seconds,
             optimizer_seconds=between(marks[-2], marks[-1]),
-            micro_seconds=between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0,
+            micro_seconds=micro_seconds,
             last_micro_seconds=between(marks[-3], marks[-2]),
         )
 
@@ -460,6 +495,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
+            saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
             **(self._of_ranks(all_peaks, met_bytes) if ranks > 1 else {}),
         )
 

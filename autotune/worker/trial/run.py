@@ -35,10 +35,11 @@ from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
-from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, prefetched_steps
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.trainer_steps import TrainerSteps
 
 Send = Callable[[Progress], None]
 
@@ -105,7 +106,7 @@ def _micro_steps(arguments: Any) -> int:
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
 
 
-def _train_until_measured(trainer: Any, callback: MeasureCallback, *, is_alone: bool) -> float | None:
+def _train_until_measured(trainer: Any, timer: StepTimer, *, is_alone: bool) -> float | None:
     """Train until everything is measured; return the mean loss.
 
     ``None`` where only the profiled step failed, after everything else was measured. Of several ranks the others would
@@ -114,7 +115,7 @@ def _train_until_measured(trainer: Any, callback: MeasureCallback, *, is_alone: 
     try:
         return float(trainer.train().training_loss)
     except Exception:
-        if callback.pending is None or not is_alone:
+        if timer.pending is None or not is_alone:
             raise
         traceback.print_exc()
         return None
@@ -218,7 +219,7 @@ class Trial:
             check_liger_knows(self._workload.model_type)
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
-        callback = MeasureCallback(
+        timer = StepTimer(
             meter,
             self._candidate,
             self._effort,
@@ -230,6 +231,7 @@ class Trial:
             wrapped_model=lambda: trainer.model_wrapped,
             checks=self._checks,
         )
+        callback = TrainerSteps(timer)
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)
         else:
@@ -252,10 +254,10 @@ class Trial:
         self._hold_inputs(trainer)
         watch = LossWatch(trainer)
         self._phases.enter("train")
-        loss = _train_until_measured(trainer, callback, is_alone=self._ranks.count == 1)
+        loss = _train_until_measured(trainer, timer, is_alone=self._ranks.count == 1)
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        measured = results[0] if results else callback.pending
+        measured = results[0] if results else timer.pending
         if measured is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return self._completed(measured, loss)

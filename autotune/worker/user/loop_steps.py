@@ -1,4 +1,4 @@
-"""Divide a training loop that is no Trainer's into micro-steps and steps, and measure the whole ones.
+"""Divide a training loop that is no Trainer's into micro-steps and steps.
 
 A micro-step begins when a batch is given and ends when the next is asked for. A step ends with the micro-step in which
 the optimizer stepped.
@@ -7,16 +7,11 @@ the optimizer stepped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-from autotune.core.outcome import Measurement
-from autotune.worker.trial.listener import Listener
-from autotune.worker.trial.measure import MeasureCallback, _Step
+from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError
 
@@ -24,28 +19,6 @@ from autotune.worker.user.code import UserCodeError
 _MOST_DROPPED = 40
 _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
-
-
-class StepListener:
-    """What is told of the steps of a loop; it does nothing with it."""
-
-    def begin(self) -> None:
-        """Take in that the first batch is about to be given."""
-
-    def step_begins(self) -> None:
-        """Take in that the first batch of a step is there."""
-
-    def micro_step_ends(self) -> None:
-        """Take in the end of a micro-step that is not the last of its step."""
-
-    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """Take in the end of a whole step; ``marks`` were made before and after its optimizer's step."""
-
-    def step_is_dropped(self) -> None:
-        """Take in the end of a step that cannot be counted."""
-
-    def mark(self) -> Any:
-        """Mark this point on the device's timeline."""
 
 
 class LoopSteps(Listener):
@@ -233,87 +206,6 @@ class LoopSteps(Listener):
 
     def _reset(self) -> None:
         self._micro_steps, self._wait_seconds, self._is_short, self._marks = 0, 0.0, False, None
-
-
-class MeasuredSteps(MeasureCallback, StepListener):
-    """Measures the steps of a loop, as ``MeasureCallback`` does those of a ``Trainer``."""
-
-    _wait_seconds = 0.0
-    _saving_seconds = 0.0
-    _control = SimpleNamespace()
-
-    def __init__(self, *words: Any, **options: Any) -> None:
-        super().__init__(*words, **options)
-        self._saving_seconds_each: list[float] = []
-
-    def begin(self) -> None:
-        """Start the clock of the first step."""
-        self.on_train_begin(None, None, self._control)
-
-    def restart_clock(self) -> None:
-        """Start the clock of the first step anew: what came before it is no training."""
-        self._start_clock()
-
-    def step_begins(self) -> None:
-        """Start a step: its first batch is there."""
-        self.on_step_begin(None, None, self._control)
-
-    def micro_step_ends(self) -> None:
-        """End a micro-step that is not the last of its step."""
-        self.on_substep_end(None, None, self._control)
-
-    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """Record the end of a step."""
-        self._marks += marks
-        self._wait_seconds = wait_seconds
-        self._saving_seconds_each.append(self._saving_seconds)
-        self._saving_seconds = 0.0
-        self.on_step_end(None, None, self._control)
-
-    def step_is_dropped(self) -> None:
-        """Record nothing of a step that does not count."""
-        self._saving_seconds = 0.0
-        self.drop_step()
-
-    def mark(self) -> Any:
-        """Mark this point on the device's timeline."""
-        return self._meter.mark()
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Leave what is done within out of the step's time."""
-        self._meter.synchronize()
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - began
-            self._saving_seconds += seconds
-            self._previous_end += seconds
-            self._begin += seconds
-            if len(self._marks) == 1:
-                self._marks = [self._meter.mark()]
-
-    def measurement(self) -> Measurement:
-        """Return the measurement so far, with the time that the code spends saving."""
-        seconds = statistics.median_low(self._saving_seconds_each)
-        return dataclasses.replace(super().measurement(), saving_seconds=seconds or None)
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether a step was measured, so that a loop that ends is none too soon."""
-        return bool(self._measured)
-
-    def _timed_step(self, end: float) -> _Step:
-        """Count all waits of the step; those within it are a part of the time between the marks."""
-        step = super()._timed_step(end)
-        data_seconds = step.data_seconds + self._wait_seconds
-        run = max(1, self.micro_steps_seen)
-        # What a further micro-step takes is the time between two marks, which is the sum of both.
-        # Its own wait may have been shorter than the mean of all.
-        micro_seconds = max(0.0, step.micro_seconds - data_seconds / run)
-        counted: _Step = dataclasses.replace(step, data_seconds=data_seconds, micro_seconds=micro_seconds)
-        return counted
 
 
 def batch_samples(batch: Any) -> int | None:

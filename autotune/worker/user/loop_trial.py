@@ -20,8 +20,9 @@ from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import in_fork
+from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import problem_of_loss
-from autotune.worker.trial.measure import micro_steps_to_run, most_steps
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
@@ -31,7 +32,7 @@ from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
-from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
+from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
 from autotune.worker.user.protection import keep_run
 
@@ -79,7 +80,7 @@ class StepsTrial(OwnTrial):
         )
         rehearses = rehearses and self._device_kind == "cuda"
         rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
-        measured = self._measured_steps(rehearsing)
+        timer = self._make_timer(rehearsing)
         may_skip = arm.precision == "fp16"
         assert self._checks is not None
         if not self._is_unmodified and "precision" in interface.searched:
@@ -87,7 +88,7 @@ class StepsTrial(OwnTrial):
         self._steps = LoopSteps(
             self._source.name,
             accumulation,
-            measured,
+            timer,
             may_skip=may_skip,
             rehearsing=rehearsing,
             on_batch=self._checks.give,
@@ -95,9 +96,9 @@ class StepsTrial(OwnTrial):
         self._checks.watch.listener = self._steps
         return self._steps
 
-    def _measured_steps(self, rehearsing: Rehearsing | None = None) -> MeasuredSteps:
+    def _make_timer(self, rehearsing: Rehearsing | None = None) -> StepTimer:
         assert self._meter is not None
-        self._callback = measured = MeasuredSteps(
+        self._timer = timer = StepTimer(
             self._meter,
             self._candidate,
             self._effort,
@@ -107,7 +108,7 @@ class StepsTrial(OwnTrial):
             busy=self._busy_step(),
             checks=self._checks,
         )
-        return measured
+        return timer
 
     def begins(self) -> None:
         """Let the code train, and measure it from now on."""
@@ -129,8 +130,8 @@ class StepsTrial(OwnTrial):
     def _end_after(self, error: BaseException) -> NoReturn:
         # A loop that ends by itself, or is left, has been measured as far as it went.
         is_over = isinstance(error, UserCodeError | SystemExit)
-        if is_over and isinstance(self._callback, MeasuredSteps) and self._callback.can_stop:
-            self._end(self._judged_measurement(self._callback.measurement()))
+        if is_over and self._timer is not None and self._timer.has_measured:
+            self._end(self._judged_measurement(self._timer.measurement()))
         super()._end_after(error)
 
 
@@ -255,7 +256,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         fail(UserCodeError(message, hint))
 
     class UntilFirstStep(StepListener):
-        def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
+        def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
             on_step()
 
         def step_is_dropped(self) -> None:

@@ -14,7 +14,7 @@ from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.training.errors import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.measure import MeasureCallback, prefetched_steps
+from autotune.worker.trial.measure import StepTimer, prefetched_steps
 from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
@@ -44,7 +44,7 @@ class OwnTrial(Trial):
         self._finish = finish
         self._is_unmodified = work.unmodified
         self._guard = self.make_guard()
-        self._callback: MeasureCallback | None = None
+        self._timer: StepTimer | None = None
 
     def make_guard(self) -> Guard:
         """Return what keeps the code from training where nothing measures it."""
@@ -70,9 +70,9 @@ class OwnTrial(Trial):
 
     def _end_after(self, error: BaseException) -> NoReturn:
         """End the process after an error, which counts for nothing once enough was measured."""
-        if self._callback is not None and self._callback.pending is not None:
+        if self._timer is not None and self._timer.pending is not None:
             # Only the profiled step failed, after all that is needed was measured.
-            self._end(self._completed(self._callback.pending, None))
+            self._end(self._completed(self._timer.pending, None))
         self._end(self._judged(error))
 
     def samples_of_micro_step(self) -> int | None:

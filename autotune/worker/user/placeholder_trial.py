@@ -18,9 +18,9 @@ from autotune.core.code_interface import HowItSteps
 from autotune.core.placeholders import Values, placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import Listener, ShapesByPlace
+from autotune.worker.trial.measure import StepTimer
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.loop_steps import MeasuredSteps
 from autotune.worker.user.loop_trial import StepsTrial
 from autotune.worker.user.own_trial import with_prefetch_warmup
 
@@ -72,7 +72,7 @@ class PlaceholderTrial(StepsTrial):
             self._source.name,
             self._candidate,
             interface.steps,
-            self._measured_steps(),
+            self._make_timer(),
             on_begin=self.begins,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
@@ -111,7 +111,7 @@ class HookedSteps(Listener):
         name: str,
         candidate: Candidate,
         how: HowItSteps,
-        listener: MeasuredSteps,
+        timer: StepTimer,
         *,
         on_begin: Callable[[], None],
         on_step: Callable[[], None],
@@ -120,7 +120,7 @@ class HookedSteps(Listener):
         self._name = name
         self._candidate = candidate
         self._how = how
-        self._listener = listener
+        self._timer = timer
         self._on_begin = on_begin
         self._on_step = on_step
         self._refuse = refuse
@@ -146,13 +146,13 @@ class HookedSteps(Listener):
         self._models = ModelNames()
         self._watch_saving()
         # Now, since within the call of a model its checks would be turned on for the modules in it.
-        listener.begin()
+        timer.begin()
 
     def _watch_saving(self) -> None:
         save = torch.save
 
         def watched(*words: Any, **options: Any) -> Any:
-            with self._listener.saving():
+            with self._timer.saving():
                 return save(*words, **options)
 
         torch.save = watched
@@ -175,8 +175,8 @@ class HookedSteps(Listener):
             self._has_begun = True
             self._on_begin()
             self._loading.take()
-            self._listener.restart_clock()
-            self._listener.step_begins()
+            self._timer.restart_clock()
+            self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
         """Take the loss down; what an optimizer did before was not the end of the step."""
@@ -189,21 +189,21 @@ class HookedSteps(Listener):
         """Mark the end of a micro-step, unless it is the last."""
         self._passes += 1
         if self._passes % self._how.passes == 0 and self._passes < self._wanted_passes:
-            self._listener.micro_step_ends()
+            self._timer.micro_step_ends()
         if self._passes > _MOST_LATER * self._wanted_passes:
             self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Mark the end of the last micro-step."""
         if self._marks is None:
-            mark = self._listener.mark()
+            mark = self._timer.mark()
             self._marks = mark, mark
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update, and end the step with that of the anchor."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
-        mark = self._listener.mark()
+        mark = self._timer.mark()
         # Where its closure made the backward pass, nothing tells what of the step was its own.
         self._marks = (self._marks or (mark,))[0], mark
         if self._has_begun and optimizer is next(iter(self._optimizers[self._how.anchor :]), None):
@@ -219,15 +219,15 @@ class HookedSteps(Listener):
         wait_seconds = self._loading.take()
         if not self._is_as_told(passes, rows):
             self._refuse_if_lasting(passes, rows)
-            self._listener.step_is_dropped()
+            self._timer.step_is_dropped()
         elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
-            self._listener.step_is_dropped()
+            self._timer.step_is_dropped()
         else:
             self._on_step()
             self._whole_steps += 1
             self.otherwise = 0
-            self._listener.step_ends(marks, wait_seconds)
-        self._listener.step_begins()
+            self._timer.step_ends(marks, wait_seconds)
+        self._timer.step_begins()
 
     def _is_as_told(self, passes: int, rows: int) -> bool:
         return passes == self._wanted_passes and rows == self._wanted_rows

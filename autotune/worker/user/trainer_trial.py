@@ -17,10 +17,11 @@ from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.private.transformers import is_reporting, loss_of, mean_train_loss
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step
-from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.objective import loss_of_batch, without_tensors
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.step_checks import OtherBatch
+from autotune.worker.trial.step_checks import OtherBatch, StepChecks
+from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
@@ -32,8 +33,12 @@ from autotune.worker.user.trainer_code import checkpoints, ignored_message, inte
 _SPARE_STEPS = 20
 
 
-class _WholeStepsCallback(MeasureCallback):
-    """Measures steps that are whole, and has nothing logged, evaluated or saved beside them."""
+class _WholeSteps(TrainerSteps):
+    """Has steps measured that are whole, and nothing logged, evaluated or saved beside them."""
+
+    def __init__(self, timer: StepTimer, checks: StepChecks | None) -> None:
+        super().__init__(timer)
+        self._checks = checks
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look whether the data can make a whole step."""
@@ -54,11 +59,11 @@ class _WholeStepsCallback(MeasureCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the step down, unless the end of the data cut it short."""
+        """Have the step recorded, unless the end of the data cut it short."""
         if self._is_whole(args, state, kwargs.get("train_dataloader")):
             super().on_step_end(args, state, control)
         else:
-            self.drop_step()
+            self.timer.step_is_dropped()
         _silence(control)
         # A callback of the user's own may stop a training that is only measured.
         control.should_training_stop = False
@@ -69,7 +74,7 @@ class _WholeStepsCallback(MeasureCallback):
         control.should_training_stop = False
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
-        if self.micro_steps_seen < args.gradient_accumulation_steps:
+        if self.timer.micro_steps_begun < args.gradient_accumulation_steps:
             return False
         if abs(state.epoch - round(state.epoch)) > 1e-9:
             return True
@@ -177,7 +182,7 @@ class TrainerTrial(OwnTrial):
             trainer.args.dataloader_num_workers,
             trainer.args.dataloader_prefetch_factor,
         )
-        self._callback = _WholeStepsCallback(
+        self._timer = StepTimer(
             self._meter,
             self._candidate,
             self._effort,
@@ -189,7 +194,7 @@ class TrainerTrial(OwnTrial):
             wrapped_model=lambda: trainer.model_wrapped,
             checks=self._checks,
         )
-        trainer.add_callback(self._callback)
+        trainer.add_callback(_WholeSteps(self._timer, self._checks))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 
