@@ -18,10 +18,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import zygote
 
@@ -112,28 +111,11 @@ def run(
     return ended
 
 
-def start_module(
-    module: str, result_fd: int, log: IO[bytes], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a worker process; takes the place of ``autotune.execution.launch.start_module``."""
-    return Popen(
-        [sys.executable, "-P", "-m", module, str(result_fd)],
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        pass_fds=[result_fd],
-        env=dict(environment),
-        start_new_session=True,
-    )
-
-
 def take_over() -> None:
-    """Have processes for trials and for searches of a service started here as well, but within ``cold()``."""
-    from autotune.engine import local
-    from autotune.execution import launch
+    """Have autotune's child processes started here as well, but within ``cold()``."""
+    from autotune.execution import child_process
 
-    launch.start_module = start_module
-    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})  # type: ignore[assignment]
+    child_process.Popen = Popen  # type: ignore[misc]
 
 
 def keep_environment() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +88,7 @@ def serve(
             keep=timedelta(days=keep_days) if keep_days is not None else None,
         ),
         ready,
-        PredictionProcess((sys.executable, "-m", "autotune.service.predict_process"), storage),
+        PredictionProcess(storage),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from autotune.core.candidate import Document
 from autotune.core.placement import this_host
 from autotune.core.schema import decode, encode
 from autotune.devices import Device, list_devices
-from autotune.engine.local import ChildProcess, LocalRun
+from autotune.engine.local import LocalRun, SearchProcess
 from autotune.engine.work import Work
 from autotune.tuning.answer_cache import code_digest
 
@@ -57,7 +57,7 @@ class SearchActor:
     def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self._patience_seconds = patience_seconds
         self._asked_at = time.monotonic()
-        self._child: ChildProcess | None = None
+        self._child: SearchProcess | None = None
         self._run: LocalRun | None = None
         _forget_launcher()
 
@@ -78,7 +78,7 @@ class SearchActor:
         self._asked_at = time.monotonic()
         if self._run is not None:
             return
-        self._child = ChildProcess(None, lambda child, why: None)
+        self._child = SearchProcess(None, lambda child, why: None)
         self._run = self._child.begin(decode(work, Work))
         threading.Thread(target=self._watch, args=(os._exit,), name="patience", daemon=True).start()
 

@@ -1,7 +1,7 @@
-"""Run searches handed over on standard input, one after the other, and say what happens on standard output.
+"""Run searches handed over on standard input, one after the other, and say what happens over a pipe.
 
-The process of an engine: ``python -m autotune.engine.child [DEVICE]``. Each line is a JSON object. It ends when its
-standard input does, and the search that runs then with it.
+The process of an engine: ``python -m autotune.engine.child FD [DEVICE]``, which writes to FD. Each line is a JSON
+object. It ends when its standard input does, and the search that runs then with it.
 
 The search runs in the main thread, as on the command line. A thread reads standard input; where the search is to end,
 it sends this process a SIGTERM, which ends a search at once. Between searches an idle trial server is kept, so that a
@@ -330,11 +330,10 @@ def _end_of_log(trial: TrialRecord | None) -> str | None:
     return None
 
 
-def main(uuid: str | None) -> None:
+def main(fd: int, uuid: str | None) -> None:
     """Serve the engine that started this process, on a device or on those that it is told with each search."""
-    sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What a library prints is no message.
-    os.dup2(2, 1)
+    os.set_inheritable(fd, False)
+    sink = os.fdopen(fd, "w", encoding="utf-8")
     device = find_device(uuid) if uuid is not None else None
     # Whoever reads has gone: there is nothing left to say.
     with contextlib.suppress(BrokenPipeError):
@@ -342,4 +341,4 @@ def main(uuid: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO
+from subprocess import PIPE
 
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError
@@ -19,6 +18,7 @@ from autotune.core.placement import this_host
 from autotune.core.schema import encode
 from autotune.devices import Device, list_devices
 from autotune.engine.work import Host, Message, Run, Work
+from autotune.execution.child_process import ChildProcess
 
 # Processes that end at once, again and again, are started less and less often.
 _FIRST_PAUSE_SECONDS = 1.0
@@ -27,6 +27,8 @@ _LONGEST_PAUSE_SECONDS = 60.0
 _STARTED_WELL_SECONDS = 60.0
 END_SECONDS = 6.0
 """How long processes may take to end their searches; they are killed then."""
+_SEND_SECONDS = 60.0
+"""How long a process that imports its modules may leave what it is sent unread."""
 _MOST_LINE_BYTES = 2000
 _READ_BYTES = 1 << 16
 
@@ -73,10 +75,10 @@ class LocalRun:
             self._cancel()
 
 
-class ChildProcess:
+class SearchProcess:
     """A process that runs one search at a time (``autotune.engine.child``)."""
 
-    def __init__(self, device: str | None, on_end: Callable[[ChildProcess, str], None]) -> None:
+    def __init__(self, device: str | None, on_end: Callable[[SearchProcess, str], None]) -> None:
         """Start it; ``on_end`` is called with the reason once it has ended, by a thread."""
         self.device = device
         self.started_at = time.monotonic()
@@ -84,15 +86,10 @@ class ChildProcess:
         self._on_end = on_end
         self._run: LocalRun | None = None
         self._guard = threading.Lock()
-        words = [sys.executable, "-m", "autotune.engine.child", *([device] if device is not None else [])]
-        # In a session of its own, since a terminal sends Ctrl-C to all processes of one.
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        for target, stream in ((self._read, self._process.stdout), (self._log, self._process.stderr)):
-            threading.Thread(target=target, args=(stream,), name="engine", daemon=True).start()
+        arguments = (device,) if device is not None else ()
+        self._process = ChildProcess("autotune.engine.child", PIPE, os.environ, arguments)
+        for target in (self._read, self._log):
+            threading.Thread(target=target, name="engine", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -102,7 +99,7 @@ class ChildProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it runs."""
-        return self._process.poll() is None
+        return self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
         """Hand it work; raises ``DeviceError`` where it is gone or busy."""
@@ -116,16 +113,10 @@ class ChildProcess:
         return run
 
     def _send(self, message: Document) -> bool:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError):
-            return False
-        return True
+        return self._process.send(message, time.monotonic() + _SEND_SECONDS)
 
-    def _read(self, stream: IO[bytes]) -> None:
-        for line in stream:
+    def _read(self) -> None:
+        for line in self._process.lines():
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
                 self.is_ready |= message["kind"] == "ready"
@@ -133,7 +124,8 @@ class ChildProcess:
                     run = self._run
                 if run is not None and run.work_id == message["work"]:
                     run.add(message["kind"], message["document"])
-        code = self._process.wait()
+        code = self._process.wait() or 0
+        self._process.close()
         why = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with the status {code}"
         with self._guard:
             run = self._run
@@ -141,26 +133,23 @@ class ChildProcess:
             run.add("end", {"state": "lost", "why": why})
         self._on_end(self, why)
 
-    def _log(self, stream: IO[bytes]) -> None:
-        """Log what it writes on stderr, a line each, of a long one the beginning."""
-        while line := stream.readline(_READ_BYTES):
-            text = line[:_MOST_LINE_BYTES].decode("utf-8", "replace").rstrip()
-            if text:
-                log.warning(text, extra={"fields": {"process": self.pid, "device": self.device}})
+    def _log(self) -> None:
+        """Log what it prints, a line each, of a long one the beginning."""
+        assert self._process.output is not None
+        with self._process.output as stream:
+            while line := stream.readline(_READ_BYTES):
+                text = line[:_MOST_LINE_BYTES].decode("utf-8", "replace").rstrip()
+                if text:
+                    log.warning(text, extra={"fields": {"process": self.pid, "device": self.device}})
 
     def tell_to_end(self) -> None:
         """Have it end, with the search that it runs."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._process.close_input()
 
     def wait(self, seconds: float) -> None:
         """Wait for its end; one that takes longer is killed."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        if self._process.wait(seconds) is None:
             self._process.kill()
-            self._process.wait()
 
 
 class LocalEngine:
@@ -171,7 +160,7 @@ class LocalEngine:
     def __init__(self) -> None:
         self._name = this_host()
         self._guard = threading.Lock()
-        self._children: dict[str, ChildProcess] = {}
+        self._children: dict[str, SearchProcess] = {}
         self._pauses: dict[str, float] = {}
         self._is_closing = False
         self.restarts = 0
@@ -184,9 +173,9 @@ class LocalEngine:
     def _start_child(self, uuid: str) -> None:
         with self._guard:
             if not self._is_closing:
-                self._children[uuid] = ChildProcess(uuid, self._on_end)
+                self._children[uuid] = SearchProcess(uuid, self._on_end)
 
-    def _on_end(self, child: ChildProcess, why: str) -> None:
+    def _on_end(self, child: SearchProcess, why: str) -> None:
         """Start a process again; one that ended soon after its start, later and later."""
         assert child.device is not None
         uuid = child.device

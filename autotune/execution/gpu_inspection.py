@@ -12,6 +12,7 @@ from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
 from autotune.devices import device_used_bytes
 from autotune.execution.oneshot import NoAnswerError, OneShot
+from autotune.execution.process_environment import server_environment
 
 _MODULE = "autotune.worker.gpu_facts"
 # Importing torch and starting CUDA took 5 to 8 s on slow hosts (H200, 16 virtual cores).
@@ -42,7 +43,8 @@ class GpuInspection:
             self._used_before = device_used_bytes(self._work.device_uuid)
             self._has_log = log_folder is not None
             log_path = log_folder / "inspect_gpu.log" if log_folder is not None else Path(os.devnull)
-            process = OneShot(_MODULE, self._work, self._placement, log_path, offline=True)
+            environment = server_environment(self._placement, os.environ, offline=True)
+            process = OneShot(_MODULE, self._work, environment, log_path)
             self._process = self._stack.enter_context(process)
 
     def finish(self) -> GpuFacts | None:

@@ -1,12 +1,10 @@
-"""Run one job in a new worker process, which ends with its answer."""
+"""Run one job in a new child process, which ends with its answer."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +12,11 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from autotune.core.errors import TrialServerError
-from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.placement import Placement
 from autotune.core.private_files import private_opener
 from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch
-from autotune.execution import launch
+from autotune.execution.child_process import ChildProcess
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
 
@@ -34,65 +31,40 @@ class NoAnswerError(TrialServerError):
     """The process ended without an answer."""
 
 
+class TooLateError(TrialServerError):
+    """The process gave no answer in time."""
+
+
 class OneShot:
-    """A worker process for one job. Entering starts it; leaving ends it, and removes every file of it."""
+    """A child process for one job. Entering starts it; leaving ends it, and removes every file of it."""
 
-    def __init__(
-        self,
-        module: str,
-        work: object,
-        placement: Placement,
-        log_path: Path,
-        *,
-        offline: bool,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """Run ``python -m module`` on some work; the process sees the devices of ``placement`` alone.
-
-        ``variables`` are set in it. It also gets ``output_dir``, an empty temporary folder. An ``offline`` process
-        never asks the Hugging Face hub.
-        """
+    def __init__(self, module: str, work: object, environment: Mapping[str, str], log_path: Path) -> None:
+        """Run ``python -m module`` on some work; it also gets ``output_dir``, an empty temporary folder."""
         self._module = module
         self._work = work
-        self._placement = placement
+        self._environment = environment
         self._log_path = log_path
-        self._offline = offline
-        self._variables = variables or {}
         self._stack = contextlib.ExitStack()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read_fd = -1
+        self._process: ChildProcess | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             scratch = make_scratch("autotune-")
             stack.callback(scratch.remove)
-            self._read_fd, write_fd = os.pipe()
-            stack.callback(os.close, self._read_fd)
-            environment = server_environment(self._placement, os.environ, offline=self._offline)
             try:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._log_path, "wb", opener=private_opener) as log:
-                    process = launch.start_module(
-                        self._module,
-                        write_fd,
-                        log,
-                        {**environment, **self._variables, "TMPDIR": scratch.temporary},
-                    )
+                    environment = {**self._environment, "TMPDIR": scratch.temporary}
+                    self._process = process = ChildProcess(self._module, log, environment)
             except OSError as error:
                 raise TrialServerError(
                     f"no process could be started: {error}", f"make room beside {self._log_path}"
                 ) from error
-            finally:
-                os.close(write_fd)
-            self._process = process
-            stack.callback(self._end)
-            assert process.stdin is not None
-            os.set_blocking(process.stdin.fileno(), False)
+            stack.callback(process.end)
             job = {"work": encode(self._work), "output_dir": scratch.output_dir}
             # One that ended at once has closed its end; its log says why.
-            write_all(process.stdin.fileno(), json.dumps(job).encode() + b"\n", time.monotonic() + _WRITE_SECONDS)
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            process.send(job, time.monotonic() + _WRITE_SECONDS)
+            process.close_input()
             self._stack = stack.pop_all()
         return self
 
@@ -101,11 +73,17 @@ class OneShot:
     ) -> None:
         self._stack.close()
 
+    def kill(self) -> None:
+        """End the process, whoever waits for its answer."""
+        if self._process is not None:
+            self._process.kill()
+
     def answer(self, kind: type[T], timeout_seconds: float) -> T:
         """Wait for the answer, which is of a type; raises ``TrialServerError`` where none comes in time."""
-        said = _read_to_end(self._read_fd, time.monotonic() + timeout_seconds)
+        assert self._process is not None
+        said = self._process.read_to_end(time.monotonic() + timeout_seconds)
         if said is None:
-            raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
+            raise TooLateError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
         try:
             document = json.loads(said)
         except ValueError as error:
@@ -115,12 +93,6 @@ class OneShot:
             return decode(document, kind)
         except ValueError as error:
             raise TrialServerError(f"the process gave no answer that can be read: {error}", _SAME_VERSION) from error
-
-    def _end(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def run_fresh(
@@ -136,18 +108,9 @@ def run_fresh(
 ) -> T:
     """Run ``python -m module`` on some work and return its answer of a type; no process and no file of it is left.
 
-    Raises ``TrialServerError`` where no answer comes in time.
+    It sees the devices of ``placement`` alone, and has ``variables`` set. An ``offline`` process never asks the Hugging
+    Face hub. Raises ``TrialServerError`` where no answer comes in time.
     """
-    with OneShot(module, work, placement, log_path, offline=offline, variables=variables) as process:
+    environment = {**server_environment(placement, os.environ, offline=offline), **(variables or {})}
+    with OneShot(module, work, environment, log_path) as process:
         return process.answer(kind, timeout_seconds)
-
-
-def _read_to_end(fd: int, deadline: float) -> bytes | None:
-    """Return all that is written until the other end is closed; ``None`` where that takes too long."""
-    said = b""
-    while wait_until_ready([fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
-        chunk = os.read(fd, 1 << 16)
-        if not chunk:
-            return said
-        said += chunk
-    return None

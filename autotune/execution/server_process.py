@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
-from autotune.execution.warm_server import LEAVE_SECONDS, Imports, StartedServer, WarmServer, start_server
+from autotune.execution.warm_server import LEAVE_SECONDS, Imports, StartedServer, WarmServer
 
 # Importing torch and transformers took 4 s on a laptop's disk, 11 s on a cold network disk; minutes mean trouble.
 _START_SECONDS = 300.0
@@ -97,7 +96,7 @@ class ServerProcess:
             if on_start is not None:
                 on_start()
             try:
-                self._server = start_server(self.log_path, environment, imports)
+                self._server = StartedServer(self.log_path, environment, imports)
             except OSError as error:
                 raise TrialServerError(
                     f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
@@ -131,7 +130,7 @@ class ServerProcess:
         It is started where there is none, and again where it died between two jobs. ``TrialServerError`` where its
         imports fail.
         """
-        if self._server is not None and self._server.is_ready and self._server.process.poll() is not None:
+        if self._server is not None and self._server.is_ready and not self._server.is_alive:
             self.close()
         is_new = self._server is None
         if is_new:
@@ -175,9 +174,7 @@ class ServerProcess:
     def _was_killed(self) -> bool:
         """Return whether a signal ended the server, which says nothing against another one."""
         assert self._server is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._server.process.wait(timeout=LEAVE_SECONDS) < 0
-        return False
+        return (self._server.wait(LEAVE_SECONDS) or 0) < 0
 
     def send(self, message: Document, deadline: float) -> bool:
         """Send a line; return ``False`` where the server is gone or does not read before the deadline."""
@@ -215,7 +212,7 @@ class ServerProcess:
         server, self._server = self._server, None
         if server is None:
             return
-        server.end()
+        server.leave()
         children, self._children = self._children, {}
         for child in children.values():
             # A server that was killed has ended and removed nothing.

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
-from autotune.core.pipes import LineReader, write_all
 from autotune.core.placement import Placement
 from autotune.core.private_files import private_opener
 from autotune.core.workload import Workload
-from autotune.execution import launch
+from autotune.execution.child_process import ChildProcess
 from autotune.execution.gpu_inspection import GpuInspection
 from autotune.execution.process_environment import server_environment
 from autotune.space.features import version_of
@@ -57,51 +53,21 @@ def _loaded_versions() -> tuple[str | None, ...]:
     return tuple(version_of(package) for package in _LOADED)
 
 
-@dataclass
-class StartedServer:
-    """The process of a trial server, and the pipe from which its messages are read."""
+class StartedServer(ChildProcess):
+    """The process of a trial server, which waits to be told its workload."""
 
-    process: subprocess.Popen[bytes]
-    reports: LineReader
-    imports: Imports | None
-    is_ready: bool = False
-    """Whether it can take jobs: its imports are done."""
-
-    def send(self, message: Document, deadline: float) -> bool:
-        """Send a line; return ``False`` where the server is gone or does not read before the deadline."""
-        assert self.process.stdin is not None
-        return write_all(self.process.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
-
-    def end(self) -> None:
-        """End the process with everything that it runs."""
-        if not self.is_ready:
-            # It runs nothing yet, and would only hear of the closed pipe once its imports are done.
-            self.process.kill()
-        if self.process.stdin:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        try:
-            self.process.wait(timeout=LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.reports.fd)
-
-
-def start_server(log_path: Path, environment: Mapping[str, str], imports: Imports | None) -> StartedServer:
-    """Start a server, which waits to be told its workload; raises ``OSError`` where there can be no process."""
-    read_fd, write_fd = os.pipe()
-    try:
+    def __init__(self, log_path: Path, environment: Mapping[str, str], imports: Imports | None) -> None:
+        """Start it; raises ``OSError`` where there can be no process."""
         with open(log_path, "ab", opener=private_opener) as log:
-            process = launch.start_module("autotune.worker.server", write_fd, log, environment)
-    except BaseException:
-        os.close(read_fd)
-        raise
-    finally:
-        os.close(write_fd)
-    assert process.stdin is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    return StartedServer(process, LineReader(read_fd), imports)
+            super().__init__("autotune.worker.server", log, environment)
+        self.imports = imports
+        self.is_ready = False
+        """Whether it can take jobs: its imports are done."""
+
+    def leave(self) -> None:
+        """End the process with everything that it runs."""
+        # Before its imports are done it runs nothing, and would only hear of the closed pipe then.
+        self.end(LEAVE_SECONDS if self.is_ready else 0.0)
 
 
 class WarmServer:
@@ -124,7 +90,7 @@ class WarmServer:
     @property
     def pid(self) -> int | None:
         """The process id of the idle server."""
-        return self._idle.process.pid if self._idle is not None else None
+        return self._idle.pid if self._idle is not None else None
 
     def prepare(self, placement: Placement, environment: Mapping[str, str]) -> None:
         """Start a server for the next search, unless one is idle: its imports are those of most workloads.
@@ -133,12 +99,12 @@ class WarmServer:
         """
         with contextlib.suppress(TrialServerError):
             self.inspection(placement, convolves=False).begin()
-        if self._idle is not None and self._idle.process.poll() is None:
+        if self._idle is not None and self._idle.is_alive:
             return
         self._end_idle()
         variables = server_environment(placement, environment, offline=True)
         with contextlib.suppress(OSError):
-            self._idle = start_server(Path(os.devnull), variables, Imports.of(None, variables))
+            self._idle = StartedServer(Path(os.devnull), variables, Imports.of(None, variables))
             self._idle.send({"workload": None, "is_plain": True}, time.monotonic() + LEAVE_SECONDS)
 
     def inspection(self, placement: Placement, *, convolves: bool) -> GpuInspection:
@@ -149,15 +115,15 @@ class WarmServer:
     def take(self, imports: Imports | None) -> StartedServer | None:
         """Hand out the idle server where its imports are those that are needed; another one is ended."""
         idle, self._idle = self._idle, None
-        if idle is not None and (imports is None or idle.imports != imports or idle.process.poll() is not None):
-            idle.end()
+        if idle is not None and (imports is None or idle.imports != imports or not idle.is_alive):
+            idle.leave()
             return None
         return idle
 
     def keep(self, server: StartedServer) -> None:
         """Keep a server that runs nothing; one whose imports no other search can use is ended."""
-        if server.imports is None or server.process.poll() is not None:
-            server.end()
+        if server.imports is None or not server.is_alive:
+            server.leave()
             return
         self._end_idle()
         self._idle = server
@@ -171,4 +137,4 @@ class WarmServer:
     def _end_idle(self) -> None:
         idle, self._idle = self._idle, None
         if idle is not None:
-            idle.end()
+            idle.leave()

@@ -1,6 +1,6 @@
-"""Predict for a service in a process of its own, which may be ended: ``python -m autotune.service.predict_process``.
+"""Predict for a service in a process of its own, which may be ended: ``python -m autotune.service.predict_process FD``.
 
-It reads the options as JSON from standard input, and writes a document or a problem to standard output.
+It reads the options as JSON from standard input, and writes a document or a problem to FD.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ def predicted(options: dict[str, Any], storage: str) -> dict[str, Any]:
 
 def main() -> None:
     """Answer one question."""
-    # What a library prints is no answer.
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    result_fd = int(sys.argv[1])
+    os.set_inheritable(result_fd, False)
     os.nice(_NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MOST_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    asked = json.load(sys.stdin)
+    work = json.load(sys.stdin)["work"]
     try:
-        document: dict[str, Any] = {"document": predicted(check_arguments(asked["options"]), asked["storage"])}
+        document: dict[str, Any] = {"document": predicted(check_arguments(work["options"]), work["storage"])}
     except AutotuneError as error:
         document = {"problem": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}}
-    with answer:
+    with os.fdopen(result_fd, "w", encoding="utf-8") as answer:
         json.dump(document, answer)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +14,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
 from autotune.engine.allowed_paths import check_paths
+from autotune.execution.oneshot import NoAnswerError, OneShot, TooLateError
 from autotune.service.problems import error_of
 from autotune.service.requests import canonical, check_names, check_sizes
 
@@ -39,62 +36,45 @@ Predict = Callable[[Document], Document]
 class PredictionProcess:
     """Predicts in a process of its own, which is ended where it takes too long or the service ends."""
 
-    def __init__(self, words: Sequence[str], storage: str, most_seconds: float = MOST_SECONDS) -> None:
-        self._words = tuple(words)
+    def __init__(
+        self, storage: str, most_seconds: float = MOST_SECONDS, module: str = "autotune.service.predict_process"
+    ) -> None:
         self._storage = storage
         self._most_seconds = most_seconds
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._module = module
+        self._running: set[OneShot] = set()
         self._is_closing = False
 
     def __call__(self, options: Document) -> Document:
         """Return the prediction; raises as the command does, and ``ServiceError`` where it takes too long."""
-        asked = {"options": {name: json_value(value) for name, value in options.items()}, "storage": self._storage}
-        process = subprocess.Popen(
-            self._words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._running.add(process)
-        try:
-            if self._is_closing:
-                _kill(process)
-            said, _ = process.communicate(json.dumps(asked).encode(), self._most_seconds)
-            told = json.loads(said)
-        except subprocess.TimeoutExpired as error:
-            raise ServiceError(
-                f"the prediction took longer than {self._most_seconds:.0f} s",
-                "ask for a smaller effective batch or fewer settings, or run autotune predict yourself",
-                status=503,
-            ) from error
-        except ValueError as error:
-            message = "the prediction was ended: it needed too much memory, or the service ends"
-            raise ServiceError(message, "run autotune predict yourself", status=503) from error
-        finally:
-            self._running.discard(process)
-            _kill(process)
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
-        if "problem" in told:
-            raise error_of(told["problem"])
-        document: Document = told["document"]
+        work = {"options": {name: json_value(value) for name, value in options.items()}, "storage": self._storage}
+        with OneShot(self._module, work, os.environ, Path(os.devnull)) as process:
+            self._running.add(process)
+            try:
+                if self._is_closing:
+                    process.kill()
+                answer = process.answer(dict[str, Any], self._most_seconds)
+            except TooLateError as error:
+                raise ServiceError(
+                    f"the prediction took longer than {self._most_seconds:.0f} s",
+                    "ask for a smaller effective batch or fewer settings, or run autotune predict yourself",
+                    status=503,
+                ) from error
+            except NoAnswerError as error:
+                message = "the prediction was ended: it needed too much memory, or the service ends"
+                raise ServiceError(message, "run autotune predict yourself", status=503) from error
+            finally:
+                self._running.discard(process)
+        if "problem" in answer:
+            raise error_of(answer["problem"])
+        document: Document = answer["document"]
         return document
 
     def close(self) -> None:
         """End what is under way."""
         self._is_closing = True
         for process in list(self._running):
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            process.kill()
 
 
 @dataclass

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import pytest
 import warm
@@ -14,32 +12,23 @@ from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices import Device
-from autotune.execution import TrialJob, TrialServer, launch
+from autotune.execution import TrialJob, TrialServer, child_process
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
 
-def start_stand_in(
-    module: str, result_fd: int, log: IO[bytes], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start ``stand_in_server.py`` where a runner starts its server; see ``autotune.execution.launch``."""
-    if module != "autotune.worker.server":
-        return warm.start_module(module, result_fd, log, environment)
-    return warm.Popen(
-        [sys.executable, "-P", str(STAND_IN), str(result_fd)],
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        pass_fds=[result_fd],
-        env=dict(environment),
-        start_new_session=True,
-    )
+def start_stand_in(words: list[str], **options: Any) -> warm.Popen:
+    """Start ``stand_in_server.py`` where a runner starts its server."""
+    python, _, _, module, *arguments = words
+    if module == "autotune.worker.server":
+        words = [python, "-P", str(STAND_IN), *arguments]
+    return warm.Popen(words, **options)
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runners start ``stand_in_server.py`` in place of the server."""
-    monkeypatch.setattr(launch, "start_module", start_stand_in)
+    monkeypatch.setattr(child_process, "Popen", start_stand_in)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def under_way(server: TrialServer) -> list[int]:
     """The ranks that the server runs."""
     started = server._process._server
     assert started is not None
-    return children(started.process.pid)
+    return children(started.pid)
 
 
 @pytest.fixture

@@ -41,8 +41,10 @@ BAD = ("searches lost", "searches doubled", "searches with another number of end
 def run_child() -> None:
     """Stand in for ``autotune.engine.child``: say two trials and an end of each search that is handed over."""
 
+    sink = os.fdopen(int(sys.argv[2]), "w")
+
     def say(work: str, kind: str, document: dict[str, Any]) -> None:
-        print(json.dumps({"work": work, "kind": kind, "document": document}), flush=True)
+        print(json.dumps({"work": work, "kind": kind, "document": document}), file=sink, flush=True)
 
     say("", "ready", {})
     with contextlib.suppress(BrokenPipeError):
@@ -88,7 +90,7 @@ class Chaos:
         """Of what was accepted, by study."""
         self.kills: Counter[str] = Counter()
         self.interpreter = folder / "python"
-        self.interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" child\n')
+        self.interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" child "$4"\n')
         self.interpreter.chmod(0o755)
         self.service: subprocess.Popen[bytes] | None = None
 

@@ -43,7 +43,7 @@ def main() -> None:
     if sys.argv[2] == "child":
         from autotune.engine.child import main as search
 
-        search(sys.argv[3])
+        search(int(sys.argv[3]), sys.argv[4])
         return
     import autotune.engine.local as local
     from autotune.cli.main import main as run

@@ -77,9 +77,9 @@ class Scene:
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
         interpreter = folder / "python"
         disturbed = Path(__file__).with_name("disturbed.py")
-        child = f'exec "{sys.executable}" "{disturbed}" "{folder}" child "$3"'
+        child = f'exec "{sys.executable}" "{disturbed}" "{folder}" child "$4" "$5"'
         trial = f'shift 3\nexec "{sys.executable}" "{STAND_IN}" "$@"'
-        interpreter.write_text(f'#!/bin/sh\nif [ "$2" = autotune.engine.child ]; then {child}; fi\n{trial}\n')
+        interpreter.write_text(f'#!/bin/sh\nif [ "$3" = autotune.engine.child ]; then {child}; fi\n{trial}\n')
         interpreter.chmod(0o755)
 
     # Processes

@@ -176,18 +176,23 @@ def test_a_finished_search_without_a_result_is_looked_at_again(
     assert searches.result_lines(found) == {job: "302.9 samples/s"}
 
 
-def test_a_prediction_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_prediction_that_takes_too_long_is_ended_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(children(os.getpid()))
-    program = "import subprocess, sys; subprocess.Popen(['sleep', '1000']).wait()"
-    predict = PredictionProcess((sys.executable, "-c", program), "a.db", most_seconds=1.0)
+    (tmp_path / "sleeps_twice.py").write_text("import subprocess; subprocess.Popen(['sleep', '1000']).wait()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    predict = PredictionProcess("a.db", most_seconds=1.0, module="sleeps_twice")
     with pytest.raises(ServiceError, match="took longer than 1 s") as told:
         predict({"model": "gpt2"})
     assert told.value.status == 503
     assert all_gone([pid for pid in children(os.getpid()) if pid not in before])
 
 
-def test_a_prediction_under_way_ends_with_the_service() -> None:
-    predict = PredictionProcess((sys.executable, "-c", "import time; time.sleep(1000)"), "a.db")
+def test_a_prediction_under_way_ends_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeps_long.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    predict = PredictionProcess("a.db", module="sleeps_long")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(predict, {"model": "gpt2"})
         assert wait_until(lambda: bool(predict._running))

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import warm
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
@@ -23,6 +23,7 @@ from autotune.core.protection import Protection
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
+from autotune.execution.child_process import ChildProcess
 from autotune.execution.process_environment import server_environment
 from autotune.execution.protection import find_protection
 
@@ -81,31 +82,24 @@ class ServerClient:
         """Of the user's own code; the best that this machine offers where there is none."""
 
     def __enter__(self) -> ServerClient:
-        read_fd, write_fd = os.pipe()
         with open(self._folder / "server.log", "ab") as log:
             environment = server_environment(Placement.of(self._device), os.environ, offline=True)
-            self.process = warm.start_module("autotune.worker.server", write_fd, log, environment)
-        os.close(write_fd)
-        self._reports = os.fdopen(read_fd, "rb")
+            self.process = ChildProcess("autotune.worker.server", log, environment)
+        self._lines = self.process.lines()
         self._send({"workload": None})
         assert self.read() == {"ready": self.process.pid}
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-        self._reports.close()
+        self.process.end(60.0)
 
     def _send(self, message: Document) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        self.process.stdin.flush()
+        assert self.process.send(message, time.monotonic() + 60.0)
 
     def read(self) -> Document:
         """The next message; every line that the server writes must be one."""
-        line = self._reports.readline()
-        assert line.endswith(b"\n"), f"the server left: {(self._folder / 'server.log').read_text()}"
+        line = next(self._lines, None)
+        assert line is not None, f"the server left: {(self._folder / 'server.log').read_text()}"
         message = json.loads(line)
         assert isinstance(message, dict)
         return message
