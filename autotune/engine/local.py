@@ -82,7 +82,7 @@ class SearchProcess:
         """Start it; ``on_end`` is called with the reason once it has ended, by a thread."""
         self.device = device
         self.started_at = time.monotonic()
-        self.is_ready = False
+        self._is_deaf = False
         self._on_end = on_end
         self._run: LocalRun | None = None
         self._guard = threading.Lock()
@@ -98,8 +98,9 @@ class SearchProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._process.is_alive
+        """Whether it runs and reads what it is sent."""
+        # One that was killed closes its pipes some time before it counts as ended.
+        return not self._is_deaf and self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
         """Hand it work; raises ``DeviceError`` where it is gone or busy."""
@@ -109,6 +110,7 @@ class SearchProcess:
                 raise DeviceError("this process runs another search", "wait for its end")
             self._run = run
         if not self._send({"work": encode(work)}):
+            self._is_deaf = True
             raise DeviceError("the process of this device has ended", "it is started again")
         return run
 
@@ -119,7 +121,6 @@ class SearchProcess:
         for line in self._process.lines():
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
-                self.is_ready |= message["kind"] == "ready"
                 with self._guard:
                     run = self._run
                 if run is not None and run.work_id == message["work"]:

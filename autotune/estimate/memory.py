@@ -219,7 +219,9 @@ class MemoryModel:
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             runs_out=allocated_bytes > self._ceiling.cap_bytes,
-            fits=self._ceiling.bounds.fits(reserved_bytes, margin=PREDICTION_MARGIN),
+            fits=self._ceiling.bounds.fits(
+                reserved_bytes, allocated_bytes + (whole.bucket_copy_bytes or 0), PREDICTION_MARGIN
+            ),
         )
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
@@ -319,7 +321,7 @@ class MemoryModel:
         least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
         may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
         if arm.ranks > 1 and arm.zero_stage is None:
-            may_fit &= reserved_interval(predicted, arm)[0] <= self._ceiling.line_bytes
+            may_fit &= self._ceiling.bounds.fits(reserved_interval(predicted, arm)[0])
         if may_fit:
             return False
         return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())

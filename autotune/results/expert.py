@@ -103,7 +103,7 @@ def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool:
         return False
     (b1, y1), (b2, y2) = points[-2:]
     slope = (y2 - y1) / (b2 - b1)
-    return y2 + slope * (larger.per_device_train_batch_size - b2) <= report.ceiling.line_bytes
+    return report.ceiling.fits(int(y2 + slope * (larger.per_device_train_batch_size - b2)))
 
 
 def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float:
