@@ -56,7 +56,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def assert_no_dearer(run: Run, bounds: Bounds) -> None:
     to_goal, to_end = bounds
-    assert run.reached is not None
     assert run.reached.trials <= to_goal[0]
     assert run.reached.out_of_memory <= to_goal[1]
     assert run.ended.trials <= to_end[0]
@@ -87,7 +86,6 @@ def test_every_question_of_a_search_was_answered(path: Path) -> None:
     runner = RecordedRunner(path)
     predictions = RecordedPredictions(predictions_path(path), runner, 7.0)
     forecast = forecast_of(prepared_for(runner, "bench"), predictions, cores=16)
-    assert forecast is not None
     forecast.complete()
     assert forecast.is_complete
     assert forecast.unanswered == []

@@ -43,7 +43,6 @@ def attention_of_task(task: Task) -> str:
 def tiny_workload(model: str, /, seq_len: int = 16, task: Task | None = None, **changes: Any) -> Workload:
     """A workload of a small catalog entry; ``config`` in ``changes`` is merged into the entry's."""
     entry = catalog.find(model)
-    assert entry is not None
     config = {**entry.config, **_SMALLER.get(model, {}), **changes.pop("config", {})}
     chosen = task or infer_task(config)
     if chosen == "image-text-to-text":

@@ -158,7 +158,6 @@ def test_prices_have_one_unit() -> None:
 def test_near_names_of_a_gpu_with_a_price_are_told() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read_prices(("h10=2",), None, NAMES)
-    assert refused.value.hint is not None
     assert refused.value.hint.startswith("did you mean h100")
 
 

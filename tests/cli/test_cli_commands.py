@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -136,19 +135,6 @@ def test_export_as_json_goes_to_stdout_alone(studied: Studied, run: Run) -> None
     assert arguments["bf16"] is (best["precision"] == "bf16")
     assert "attn_implementation='sdpa'" in ran.stderr
     assert "dtype='float32'" in ran.stderr
-
-
-def test_export_in_the_other_formats(studied: Studied, run: Run) -> None:
-    """The same values in each; Python compiles."""
-    in_json = json.loads(run("export", "tiny", "--storage", studied.storage, "--format", "json").stdout)
-    size = in_json["per_device_train_batch_size"]
-    flags = shlex.split(run("export", "tiny", "--storage", studied.storage, "--format", "cli").stdout)
-    assert dict(zip(flags[::2], flags[1::2], strict=True))["--per_device_train_batch_size"] == str(size)
-    in_yaml = run("export", "tiny", "--storage", studied.storage, "--format", "yaml").stdout
-    assert f"\nper_device_train_batch_size: {size}\n" in in_yaml
-    in_python = run("export", "tiny", "--storage", studied.storage, "--format", "python").stdout
-    compile(in_python, "export.py", "exec")
-    assert f"per_device_train_batch_size={size}," in in_python
 
 
 def test_export_into_a_file(studied: Studied, run: Run, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
 
 from autotune.devices import find_device
-from autotune.store.opening import open_store
 
 BERT = ("search", "--model", "bert-tiny", "--device", "cpu")
 
@@ -166,28 +164,6 @@ def test_a_database_that_is_none(run: Run, folder: Path) -> None:
     assert list(folder.iterdir()) == [file]
 
 
-def test_a_damaged_database(studied: Studied, run: Run, folder: Path) -> None:
-    """Its header is right, the rest is not."""
-    data = bytearray(Path(studied.storage).read_bytes())
-    data[100 : len(data)] = os.urandom(len(data) - 100)
-    (folder / "damaged.db").write_bytes(data)
-    for arguments in (BERT, ("studies",), ("show", "tiny")):
-        check_error(run(*arguments, "--storage", "damaged.db"), 5, "damaged.db")
-    assert (folder / "damaged.db").read_bytes() == data
-
-
-def test_a_database_of_a_newer_version(run: Run, folder: Path) -> None:
-    """It may mean what this version does not know."""
-    open_store("newer.db").close()
-    with sqlite3.connect("newer.db") as connection:
-        connection.execute("UPDATE autotune_alembic_version SET version_num = '9999'")
-    connection.close()
-    before = {file.name for file in folder.iterdir()}
-    for arguments in (BERT, ("studies",), ("db", "upgrade")):
-        check_error(run(*arguments, "--storage", "newer.db"), 5, "newer.db", "9999", "upgrade autotune")
-    assert {file.name for file in folder.iterdir()} == before
-
-
 @pytest.mark.parametrize("storage", ["file/studies.db", "file"])
 def test_a_place_where_no_database_can_be(storage: str, run: Run, folder: Path) -> None:
     """A file where a folder would have to be; also where logs would have to go."""
@@ -210,13 +186,6 @@ def test_a_busy_port(studied: Studied, run: Run) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         check_error(run("dashboard", "--port", port, "--storage", studied.storage), 2, port, "--port")
-
-
-def test_an_export_that_cannot_be_written(studied: Studied, run: Run, folder: Path) -> None:
-    """The folder that is missing is named."""
-    ran = run("export", "tiny", "--storage", studied.storage, "--output", "missing/arguments.json")
-    check_error(ran, 5, "missing/arguments.json", "No such file")
-    assert not list(folder.iterdir())
 
 
 # What only the process for trials can know costs its start, a few seconds each.

@@ -69,7 +69,6 @@ class Search:
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; exit code and stdout."""
-        assert self._process.stdout is not None
         stdout = self._process.stdout.read()
         code = self._process.wait(120)
         self._reader.join(30)

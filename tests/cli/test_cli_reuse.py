@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -144,30 +143,6 @@ def test_no_home_no_terminal_no_width(copy: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "Best: " in ended.stdout
-
-
-@pytest.mark.parametrize("where", ["~nobody-of-this-name/studies.db", "bad\udcff.db", "sqlite:///bad\udcff.db"])
-def test_places_that_cannot_be(where: str, folder: Path, run: Run) -> None:
-    for words in (("studies",), ("show", "x"), ("search", "--model", "bert-tiny", "--device", "cpu")):
-        ran = run(*words, "--storage", where)
-        assert ran.code == 5, ran.stderr
-        assert len(ran.stderr.splitlines()) == 2
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize("name", ["..", "../../x", "a/b", "/etc", ".hidden", "a\nb", "x" * 101, "bad\udcff", " ", "~"])
-def test_a_study_cannot_leave_its_folder(name: str, folder: Path, run: Run) -> None:
-    ran = run("search", "--model", "bert-tiny", "--device", "cpu", "--study", name)
-    assert ran.code == 2, ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_a_folder_that_cannot_be_written(folder: Path, run: Run) -> None:
-    ran = run("search", "--model", "bert-tiny", "--device", "cpu", "--storage", "/proc/studies.db")
-    assert ran.code == 5
-    assert len(ran.stderr.splitlines()) == 2
 
 
 def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:

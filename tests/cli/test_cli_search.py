@@ -16,31 +16,6 @@ import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until
 
-DOCUMENT_KEYS = {"study", "workload", "environment", "ceiling_bytes", "seconds", "best", "baseline", "trials"}
-TRIAL_KEYS = {
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "optim",
-    "precision",
-    "attn_implementation",
-    "state",
-    "samples_per_second",
-    "step_seconds",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "seconds",
-}
-
-
-def test_the_document_has_its_keys(studied: Studied) -> None:
-    """Those on which scripts rely."""
-    document = studied.document
-    assert document.keys() >= DOCUMENT_KEYS
-    assert len(document["trials"]) == 3
-    for trial in (*document["trials"], document["best"], document["baseline"]):
-        assert trial.keys() >= TRIAL_KEYS
-
 
 def test_the_document_tells_what_was_measured(studied: Studied) -> None:
     """The numbers fit together."""
@@ -128,7 +103,6 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     finally:
         os.close(ours)
         assert wait_until(lambda: search.poll() is not None, 60)
-    assert search.stdout is not None
     stdout = search.stdout.read().decode()
     assert search.returncode == 0, shown.decode()
     assert stdout.startswith("Best: per-device batch 8")

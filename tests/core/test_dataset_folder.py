@@ -56,8 +56,6 @@ def test_what_is_incomplete_is_replaced(place: Path) -> None:
 def test_nobody_removes_what_another_search_holds(place: Path) -> None:
     read_into(place, 5)
     one, other = hold_data(place), hold_data(place)
-    assert one is not None
-    assert other is not None
     one.discard()
     one.release()
     assert facts_in(place) == DataFacts(5)
@@ -72,7 +70,6 @@ def test_a_runner_holds_the_data_that_it_has_read(cpu: Device, place: Path, tmp_
     with TrialServer(cpu, workload, tmp_path / "logs", on_start=lambda: None) as runner:
         runner.read_data(place)
         other = hold_data(place)
-        assert other is not None
         other.discard()
         assert place.exists()
         other.release()

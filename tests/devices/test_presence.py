@@ -47,7 +47,6 @@ def another_search() -> Iterator[subprocess.Popen[str]]:
     """Another process with a search on the CPU, which is gone at the end of the block."""
     process = subprocess.Popen([sys.executable, "-c", STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         yield process
     finally:
@@ -159,7 +158,6 @@ class TestSharedExecutor:
 
     def test_a_measurement_beside_another_search_is_marked(self) -> None:
         outcome = run(COMPLETED, disturbing=True)
-        assert isinstance(outcome, Completed)
         assert outcome.disturbed == ("another search used this CPU",)
         assert outcome.measurement == COMPLETED.measurement
 

@@ -98,7 +98,6 @@ def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(tra
     assert seconds("fsdp", 4, sync_each_batch=True) == pytest.approx(12 * once)
     # 0.67 GB of bf16 weights, of which the other rank has half.
     link = CHIPS["rtx-4090"].rates.link  # type: ignore[union-attr]
-    assert link is not None
     assert once == pytest.approx(0.335e9 / (link.bytes_per_second * link.shares[1]), rel=0.1)
     known = gathering(traced, CHIPS["rtx-4090"], candidate(2, 8, 1, "fsdp"))
     assert known.added_seconds(10.0) == known.shown < known.added_seconds(0.0) == known.exchanged

@@ -183,10 +183,6 @@ class TestWinner:
         ]
         history = history_of(*trials)
         winner, fastest = history.winner(), history.fastest()
-        assert winner is not None
-        assert fastest is not None
-        assert winner.measurement is not None
-        assert fastest.measurement is not None
         assert winner.measurement.samples_per_second >= fastest.measurement.samples_per_second * 0.99
 
 

@@ -95,12 +95,10 @@ def test_a_search_with_predictions_meets_no_out_of_memory(store: Store) -> None:
     runner = RecordedRunner(EFFECTIVE_64)
     Search(ready, runner, store, RecordingObserver(), store.path.parent, forecast=forecast).run()
     study = store.study("bert")
-    assert study is not None
     trials = store.trials(study.id)
     assert [trial.state for trial in trials].count("out_of_memory") == 0
     assert len(trials) <= 7
     best = store.trial(study.best_trial_id or "")
-    assert best is not None
     assert best.candidate == Candidate(Arm("bf16"), 32, 2)
 
 
@@ -161,18 +159,15 @@ def test_what_was_predicted_is_not_asked_again(store: Store) -> None:
     ready = prepared()
     kept = KeptPredictions(store.answers, ready.request.workload)
     first = forecast_of(ready, Answers(), kept)
-    assert first is not None
     first.complete()
     nobody = Answers()
     second = forecast_of(ready, nobody, KeptPredictions(store.answers, ready.request.workload))
-    assert second is not None
     assert second.is_complete
     for arm in ready.space.arms:
         candidate = Candidate(arm, 16, 4)
         assert second.model.prediction(candidate) == first.model.prediction(candidate)
         assert second.model.prediction(candidate) is not None
     narrower = forecast_of(prepared(memory_limit_bytes=23 * GIB), nobody, kept)
-    assert narrower is not None
     assert not narrower.is_complete
     assert nobody.submitted == []
 
@@ -181,12 +176,10 @@ def test_a_failed_prediction_is_not_kept(store: Store) -> None:
     ready = prepared()
     kept = KeptPredictions(store.answers, ready.request.workload)
     first = forecast_of(ready, Answers(failing=1), kept)
-    assert first is not None
     first.complete()
     assert len(first.unanswered) == 1
     answers = Answers()
     second = forecast_of(ready, answers, kept)
-    assert second is not None
     second.complete()
     assert len(answers.submitted) == 1
 
@@ -294,7 +287,6 @@ def test_of_several_ranks_sixteen_bits_are_predicted_first() -> None:
     ready = prepare(several, dataclasses.replace(FACTS, model=layered, chip=CHIPS["h200"]))
     answers = Answers()
     forecast = forecast_of(ready, answers, cores=128, free_host_bytes=64 * GIB)
-    assert forecast is not None
     forecast.begin(None)
     works = list(answers._running.values())
     assert [work.arm.precision for work in works] == ["bf16"] * 10 + ["tf32"] * 6
@@ -448,7 +440,6 @@ def test_inputs_of_every_micro_step_are_predicted() -> None:
     model = model_of((Arm("bf16"), 8, 8, 14000), (Arm("bf16"), 8, 1, 13000), micro_batch_mib=20)
     for accumulation, mib in ((32, 14000 + 24 * 20), (2, 14000 - 6 * 20), (1, 13000)):
         predicted = model.prediction(Candidate(Arm("bf16"), 8, accumulation))
-        assert predicted is not None
         assert predicted.peak_allocated_bytes == mib * MIB
     assert model.likely_fits(Candidate(Arm("bf16"), 8, 32))
     assert not model.likely_fits(Candidate(Arm("bf16"), 8, 1024))
@@ -471,6 +462,5 @@ def test_an_answer_that_is_no_prediction_counts_as_a_failure() -> None:
     answers = Answers()
     answers._answer = lambda work: Answer({"batches": [{"fits": "perhaps"}]})  # type: ignore[method-assign]
     forecast = forecast_of(ready, answers)
-    assert forecast is not None
     forecast.complete()
     assert len(forecast.unanswered) == len(answers.submitted)

@@ -129,8 +129,6 @@ def test_a_measured_step_corrects_those_of_its_arm_and_of_its_precision(memory: 
     forecast.learn(large, measured)
     for each, spread in ((small, 1.07), (large, 1.07), (other, 1.09)):
         corrected, plain = forecast.step(each), before[each]
-        assert corrected is not None
-        assert plain is not None
         assert corrected.seconds == pytest.approx(1.05 * plain.seconds)
         low, high = corrected.interval_seconds
         assert low == pytest.approx(corrected.seconds / spread)
@@ -145,15 +143,12 @@ def test_what_the_host_limits_is_corrected_by_what_the_host_limits(memory: Memor
     forecast = StepForecast(memory, CHIPS["h200"])
     waits, computes = Candidate(BF16, 1, 1), Candidate(BF16, 32, 2)
     plain = forecast.predicted(waits)
-    assert plain is not None
     assert plain.limited_by == "host"
     forecast.learn(computes, 200.0)
     assert forecast.step(waits) == plain
     forecast.learn(waits, plain.samples_per_second / 1.6)
     corrected = forecast.step(Candidate(TF32, 1, 1))
     predicted = forecast.predicted(Candidate(TF32, 1, 1))
-    assert corrected is not None
-    assert predicted is not None
     assert corrected.seconds == pytest.approx(1.6 * predicted.seconds)
 
 
@@ -162,7 +157,6 @@ def test_other_gpus_stay_less_known_after_a_measurement(memory: MemoryModel) -> 
         forecast = StepForecast(memory, CHIPS[name])
         forecast.learn(Candidate(BF16, 32, 2), 100.0)
         corrected = forecast.step(Candidate(BF16, 16, 4))
-        assert corrected is not None
         return corrected.interval_seconds[1] / corrected.seconds
 
     assert width("h200") == pytest.approx(1.07)

@@ -68,8 +68,6 @@ def test_published_throughputs_have_source_date_and_settings() -> None:
 
 def test_tensor_cores_that_sum_at_half_rate_reach_all_of_it(bert_large: Operations) -> None:
     geforce, workstation = CHIPS["rtx-4090"], CHIPS["rtx-6000-ada"]
-    assert geforce.rates is not None
-    assert workstation.rates is not None
     assert geforce.rates.sums_at_half_rate
     assert not workstation.rates.sums_at_half_rate
     product = Operation("forward", "matrix_product", "float16", (0, 0), (0, 0), ((0, 1), *[(0, 8192)] * 3), 1)
@@ -138,7 +136,6 @@ def test_tiles_come_in_waves() -> None:
 
 def test_a_chip_without_tf32_computes_float32_instead() -> None:
     rates = CHIPS["v100-16gb"].rates
-    assert rates is not None
     assert rates.tf32_flops is None
     operation = product(512, 1024, 1024, "float32")
     assert GpuModel(rates, "tf32").seconds(operation, 8) == GpuModel(rates, "fp32").seconds(operation, 8)
@@ -150,7 +147,6 @@ def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
     assert set(CHECKED_AGAINST) <= {chip.name for chip in known}
     assert {chip.name for chip in known} - set(CHECKED_AGAINST) == {"rtx-4070", "rtx-5070-ti", "rtx-5080", "h100-nvl"}
     for chip in known:
-        assert chip.rates is not None
         assert chip.rates.source
         assert chip.rates.half_flops > chip.rates.fp32_flops > 0
         assert chip.rates.power_watts > 0

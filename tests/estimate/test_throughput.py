@@ -79,7 +79,6 @@ def test_one_larger_batch_that_is_slower_by_less_than_the_noise_does_not_either(
 
 def test_the_cost_of_a_sample_bears_the_uncertainty_of_both_ends() -> None:
     found = speeds((BF16, 16, 0.1), (BF16, 32, 0.2)).view(BF16).seconds_a_sample(32)
-    assert found is not None
     assert found.value == pytest.approx(0.1 / 16)
     # Processes differ by 0.7 % where the GPU is busy; the interval has eight cases of ten.
     assert 0.9 * 0.007 * 1.4 < found.half_width * 16 / (0.1**2 + 0.2**2) ** 0.5 < 1.2 * 0.007 * 1.5

@@ -71,7 +71,6 @@ def test_how_a_trial_may_end(
     stand_in_runner: TrialServer, tmp_path: Path, behaviour: str, reason: str, message: str
 ) -> None:
     outcome = run_trial(stand_in_runner, behaviour, log_path=tmp_path / "trial.log")
-    assert isinstance(outcome, Failed)
     assert (outcome.reason, message in outcome.message) == (reason, True), outcome
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
 
@@ -79,7 +78,6 @@ def test_how_a_trial_may_end(
 def test_a_failure_says_what_was_under_way(stand_in_runner: TrialServer) -> None:
     for behaviour in ("signal SIGSEGV", "raise"):
         outcome = run_trial(stand_in_runner, behaviour)
-        assert isinstance(outcome, Failed)
         assert outcome.during == "train"
 
 
@@ -176,7 +174,6 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Tr
 
     log = tmp_path / "trial.log"
     outcome = run_trial(stand_in_runner, "descend, progress 1, hang", progress=ask, log_path=log)
-    assert isinstance(outcome, Failed)
     assert outcome.reason == "lost"
     assert all_gone(descendants_in(log))
 
@@ -188,7 +185,6 @@ def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, m
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
     outcome = run_trial(stand_in_runner, "complete", timeout_seconds=0.5)
-    assert isinstance(outcome, Failed)
     assert outcome.reason == "lost"
     assert all_gone([stopped])
 

@@ -53,7 +53,6 @@ def all_options() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in cli.list_commands(None):  # type: ignore[arg-type]
         command = cli.get_command(None, name)  # type: ignore[arg-type]
-        assert command is not None
         found[name] = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
     return found
 

@@ -35,7 +35,6 @@ def test_it_is_bf16_at_the_largest_batch_that_was_measured() -> None:
             (TF32, 64, completed(250.0)),
         )
     )
-    assert found is not None
     assert (found.candidate.arm, found.candidate.per_device_train_batch_size) == (BF16, 64)
     assert found.is_measured
     assert found.speedup == pytest.approx(2.0)
@@ -45,7 +44,6 @@ def test_a_larger_batch_that_did_not_fit_is_none() -> None:
     found = expert_of(
         search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), (BF16, 64, OVER), best=2)
     )
-    assert found is not None
     assert found.candidate.per_device_train_batch_size == 32
     assert found.is_measured
 
@@ -53,7 +51,6 @@ def test_a_larger_batch_that_did_not_fit_is_none() -> None:
 def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     """Micro-steps of 16 / 150 and 32 / 200 seconds: 64 samples take 0.267 s."""
     found = expert_of(search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), best=2))
-    assert found is not None
     assert found.candidate.per_device_train_batch_size == 64
     assert not found.is_measured
     assert found.samples_per_second == pytest.approx(64 / (2 * 32 / 200 - 16 / 150 + 32 / 200 - 16 / 150))
@@ -65,22 +62,18 @@ def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None
     own = trial(0, BF16, 32, completed(150.0), "baseline")
     own = dataclasses.replace(own, candidate=dataclasses.replace(own.candidate, gradient_accumulation_steps=1))
     found = expert_of(report(own, trial(1, BF16, 32, completed(200.0))))
-    assert found is not None
     assert found.candidate.per_device_train_batch_size == 32
 
 
 def test_activations_are_recomputed_only_where_nothing_fits_without() -> None:
     found = expert_of(search((CHECKPOINTED, 64, completed(120.0)), (BF16, 8, OVER)))
-    assert found is not None
     assert found.candidate.arm == CHECKPOINTED
     found = expert_of(search((CHECKPOINTED, 64, completed(120.0)), (BF16, 64, completed(100.0))))
-    assert found is not None
     assert found.candidate.arm == BF16
 
 
 def test_without_bf16_it_is_the_fastest_precision() -> None:
     found = expert_of(search((TF32, 64, completed(120.0)), (Arm("fp16"), 64, completed(150.0)), best=2))
-    assert found is not None
     assert found.candidate.arm.precision == "fp16"
 
 

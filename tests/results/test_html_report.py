@@ -380,10 +380,8 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
         if is_stored:
             store.answers.keep(key, facts)
             forecast = forecast_of(given, _Predicting(), KeptPredictions(store.answers, BERT_LARGE))
-            assert forecast is not None
             forecast.complete()
         made = searched(store, RecordedRunner(EFFECTIVE_64), given)
-        assert made.best is not None
         found = stored_prediction(made, made.best.candidate, store.answers)
         step = stored_step(made, made.best.candidate, store.answers)
     page = checked(made, found, step)
@@ -393,7 +391,6 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
         assert "Memory of the best configuration" not in page.titles
         assert "Where the time goes" not in page.titles
         return
-    assert step is not None
     time = page.section("Where the time goes")
     rows = [[cell.text for cell in row.all("td")][1:] for row in time.all("tr")]
     assert rows[1][0] == "matrix product"
@@ -401,7 +398,6 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
     assert "predicted" in time.text
     assert f"measured ({step.seconds / made.pooled(made.best).step_seconds - 1:+.1%})" in time.text  # type: ignore[union-attr]
     assert "the GPU computes" in time.text
-    assert found is not None
     assert found.anatomy == ANATOMY
     section = page.section("Memory of the best configuration")
     rows = [[cell.text for cell in row.all("td")][1:] for row in section.all("tr")]
@@ -416,7 +412,6 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
 
 def test_measured_kinds_of_work_stand_beside_the_predicted_ones() -> None:
     outcome = WINNER.outcome
-    assert isinstance(outcome, Completed)
     # The names of kernels do not tell clipping from the update.
     kinds = (("matrix_product", 0.12), ("softmax", 0.03), ("fused_update", 0.05))
     measured = dataclasses.replace(outcome.measurement, gpu_seconds_by_kind=kinds, gpu_busy_share=0.9)

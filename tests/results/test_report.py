@@ -89,7 +89,6 @@ def test_the_summary() -> None:
     """The winner, how fast, how much faster, how much memory, what it took."""
     told = report(BASELINE, WINNER, OVER)
     speed = told.speed(WINNER)
-    assert speed is not None
     assert summary_lines(study_view(told)) == [
         "Best: per-device batch 32 × accumulation 2, bf16",
         f"  310.7 samples/s ± {speed.relative_half_width:.1%}, 159,078 tokens/s; 206 ms an optimizer step",
@@ -117,7 +116,6 @@ def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:
 
 
 def test_a_second_copy_of_ddps_buckets_is_told_beside_the_peak() -> None:
-    assert isinstance(WINNER.outcome, Completed)
     copy = {"bucket_copy_bytes": GIB // 2, "peak_reserved_with_bucket_copy_bytes": int(22.7 * GIB)}
     met = dataclasses.replace(WINNER.outcome.measurement, ranks=2, **copy)
     made = report(BASELINE, dataclasses.replace(WINNER, outcome=Completed(met)))
@@ -294,7 +292,6 @@ def test_one_number_for_the_winner() -> None:
     """It was chosen among equals: everything that shows its speed shows it corrected for that."""
     made = report(BASELINE, WINNER, *(trial(2 + n, BF16, b, completed(309.0)) for n, b in enumerate((8, 16, 64))))
     document, speed = report_document(study_view(made)), made.speed(made.best)
-    assert speed is not None
     assert 309 < speed.samples_per_second < 310
     shown = {document["best"]["samples_per_second"], document["next_run"]["samples_per_second"]}
     assert shown == {speed.samples_per_second}
@@ -326,8 +323,6 @@ def test_what_the_machine_showed_before_counts() -> None:
     assert found.sum_of_squares == pytest.approx(9 * math.log(1.06) ** 2 / 2)
     wider = dataclasses.replace(alone, before=before).speed(alone.best)
     narrow = alone.speed(alone.best)
-    assert wider is not None
-    assert narrow is not None
     assert wider.relative_half_width > 1.5 * narrow.relative_half_width
     assert deviations_before(others, dataclasses.replace(study, environment_id="elsewhere")) == {}
 
@@ -380,7 +375,6 @@ def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None
         BASELINE, trial(1, BF16, 32, completed(300.0, 2.0)), trial(2, BF16, 32, completed(320.0, 2.0), "final"), best=2
     )
     chart, speed = speed_chart(twice), twice.speed(twice.best)
-    assert speed is not None
     (best,) = [point for point in chart.points if point.mark == "best"]
     assert best.samples_per_second == speed.samples_per_second == pytest.approx((300 * 320) ** 0.5)
     assert best.relative_spread == speed.relative_half_width

@@ -134,7 +134,6 @@ class TestWhatIsTried:
             0.1 + (0.05 if c.arm.gradient_checkpointing else 0.01) * c.per_device_train_batch_size
         ))  # fmt: skip
         winner = history.winner()
-        assert winner is not None
         assert winner.candidate.arm.expandable_segments
         assert winner.candidate.per_device_train_batch_size == 32
         assert sum(tried.candidate.arm.expandable_segments for tried in history.tried) <= 2

@@ -28,7 +28,6 @@ def leases_later(store: Store) -> Leases:
 def test_one_at_a_time(store: Store) -> None:
     assert store.leases.take("study a", OTHERS, "one") is None
     held = store.leases.take("study a", this_owner(), "two")
-    assert held is not None
     assert (held.token, held.owner) == ("one", OTHERS)
     assert held.describe().startswith("process 71 of ada on gpu-2 (since 20")
     assert store.leases.take("study b", this_owner(), "two") is None
@@ -45,7 +44,6 @@ def test_what_has_expired_is_taken_over_and_its_token_is_worth_nothing(store: St
     assert not store.leases.renew("study a", "one")
     store.leases.release("study a", "one")
     held = store.leases.holder("study a")
-    assert held is not None
     assert held.token == "two"
 
 
@@ -77,7 +75,6 @@ def test_of_many_that_take_an_expired_lease_one_gets_it(store: Store) -> None:
     for thread in threads:
         thread.join()
     held = leases_later(store).holder("study a")
-    assert held is not None
     assert taken == [held.token]
 
 

@@ -65,7 +65,6 @@ def go_on(path: Path) -> None:
     """The same search again ends as one that was never killed; nothing that was recorded is lost or run again."""
     with open_store(str(path)) as store:
         study = store.study("bert")
-        assert study is not None
         before = store.trials(study.id)
         assert [trial.state for trial in before] == ["completed", "completed", "out_of_memory", "running"]
         runner, given = RecordedRunner(EFFECTIVE_64), prepared()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from recorded import EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_me
 from searching import new_store, search
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory, outcome_document, outcome_from_document
-from autotune.estimate.history import History, Tried
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.store.records import TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.store.repository import Store
@@ -81,21 +79,6 @@ def test_a_neighbour_that_stays_is_not_fought_for_ever() -> None:
         while repeats.take(record(completed(disturbed=HOT), candidate)) is None:
             runs += 1
     assert runs == repeats.excused == 10
-
-
-def test_an_out_of_memory_beside_a_neighbour_is_never_held_against_a_candidate() -> None:
-    history = History(ceiling=None)  # type: ignore[arg-type]
-    history.add(Tried("1", BEST, OutOfMemory("no memory", disturbed=("others",))))
-    assert history.ruled_out_by(BEST) is None
-    history.add(Tried("2", BEST, OutOfMemory("no memory")))
-    assert history.ruled_out_by(BEST) is not None
-
-
-@pytest.mark.parametrize("outcome", [completed(disturbed=HOT), OutOfMemory("no", disturbed=HOT)])
-def test_the_mark_is_kept_in_the_record(outcome: Outcome) -> None:
-    assert outcome_from_document(outcome_document(outcome)) == outcome
-    before = {name: value for name, value in outcome_document(outcome).items() if name != "disturbed"}
-    assert outcome_from_document(before) == dataclasses.replace(outcome, disturbed=())  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
 def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
     store.answers.keep("0123", PREDICTED)
     answers = open_answers(store.url, 1.0)
-    assert answers is not None
     with closing(answers):
         assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.find("4567", PredictionAnswer) is None
@@ -93,7 +92,6 @@ def test_a_database_that_vanishes_is_not_made_again(tmp_path: Path, name: str) -
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript((Path(__file__).parent / "databases" / "0006.sql").read_text())
     answers = open_answers(str(path), 1.0)
-    assert answers is not None
     with closing(answers):
         assert answers.find("0123", PredictionAnswer) is None
     path.unlink()
@@ -108,7 +106,6 @@ def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
         connection.executescript((Path(__file__).parent / "databases" / "0001.sql").read_text())
     before = path.read_bytes()
     answers = open_answers(str(path), 1.0)
-    assert answers is not None
     with closing(answers), pytest.raises(StorageError, match="no such table"):
         answers.find("0123", PredictionAnswer)
     assert path.read_bytes() == before

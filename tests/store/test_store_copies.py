@@ -186,7 +186,6 @@ def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there:
     copied = copy_studies(store.url, there.url)
     assert (copied.jobs, copied.jobs_left) == (1, 1)
     found = there.queue.job("bert")
-    assert found is not None
     assert (found.id, found.state, found.number) == (ended.id, "finished", 2)
     assert there.queue.events(ended.id) == store.queue.events(ended.id)
     assert there.queue.counts() == {"queued": 1, "finished": 1}

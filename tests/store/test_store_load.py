@@ -24,7 +24,6 @@ from searching import search
 from sqlalchemy import insert
 
 from autotune.core.errors import StorageError
-from autotune.store.leases import Leases
 from autotune.store.opening import open_store
 from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer, Queue
 from autotune.store.records import now
@@ -144,32 +143,6 @@ def test_processes_that_start_jobs_at_once_get_each_once(postgres_url: str) -> N
         assert store.queue.counts() == {"finished": 1000}
 
 
-def _set_up_in_process(url: str, start_at: float, results: Results[str]) -> None:
-    time.sleep(max(0.0, start_at - time.time()))
-    try:
-        with open_store(url) as store:
-            results.put(store.intern_workload({}, "same"))
-    except Exception as error:
-        results.put(f"failed: {error}")
-
-
-def test_processes_that_migrate_at_once_do_it_once(postgres_server: PostgresServer) -> None:
-    for _ in range(3):
-        database = postgres_server.new_database(is_empty=True)
-        url = postgres_server.url(database)
-        results: Results[str] = forks.Queue()
-        start_at = time.time() + 5
-        children = [forks.Process(target=_set_up_in_process, args=(url, start_at, results)) for _ in range(6)]
-        for child in children:
-            child.start()
-        ids = {results.get(timeout=120) for _ in children}
-        for child in children:
-            child.join(60)
-        assert len(ids) == 1, ids
-        assert not ids.pop().startswith("failed")
-        postgres_server.drop(database)
-
-
 def test_a_server_killed_at_random_moments_loses_and_doubles_no_job(durable_server: PostgresServer) -> None:
     """As the service does: what failed is tried again, and a job that was started without an answer waits again.
 
@@ -279,33 +252,6 @@ def test_a_search_over_a_server_that_is_killed_is_resumed_to_the_same_answer(
         assert len({trial.number for trial in trials}) == len(trials)
         numbers = [trial.number for trial in optuna.load_study(study_name="disturbed", storage=store.optuna).trials]
         assert numbers == list(range(len(numbers)))
-
-
-def test_leases_are_one_at_a_time_among_many_takers(postgres_url: str) -> None:
-    with open_store(postgres_url) as store:
-        from autotune.core.owner import Owner
-
-        other = Owner("ada", "gpu-2", "gpu-2 boot pid:[1]", 71, "12345")
-        for round_ in range(20):
-            winners: list[str] = []
-            barrier = threading.Barrier(12)
-
-            def take(token: str, name: str, barrier: threading.Barrier, winners: list[str]) -> None:
-                barrier.wait(30)
-                if Leases(store.engine, store.label).take(name, other, token) is None:
-                    winners.append(token)
-
-            threads = [
-                threading.Thread(target=take, args=(f"{number}", f"study {round_}", barrier, winners))
-                for number in range(12)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-            held = store.leases.holder(f"study {round_}")
-            assert held is not None
-            assert winners == [held.token]
 
 
 def test_the_same_key_sent_many_times_at_once_is_one_job(postgres_url: str) -> None:

@@ -72,6 +72,9 @@ def test_a_name_that_a_url_may_lose_is_used_whole_or_refused(tmp_path: Path) -> 
         "sqlite:///file:a.db?uri=true",
         "sqlite+aiosqlite:///a.db",
         "postgresql://host:port/x",
+        "~nobody-of-this-name/studies.db",
+        "bad\udcff.db",
+        "sqlite:///bad\udcff.db",
     ],
 )
 def test_what_names_no_database_is_refused(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

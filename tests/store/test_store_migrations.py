@@ -94,7 +94,6 @@ def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp
     scripts = scripts_ending_with(tmp_path / "scripts", "pass")
     with open_store(str(filled), migrations=scripts) as store:
         study = store.study("kept")
-        assert study is not None
         assert len(store.trials(study.id)) == 1
     with closing(sqlite3.connect(filled)) as connection:
         assert connection.execute("SELECT comment FROM autotune_studies").fetchall() == [("kept",)]
@@ -152,7 +151,6 @@ def test_a_database_of_every_earlier_revision_can_still_be_used(frozen: Path, tm
     with open_store(str(path)) as store:
         (summary,) = store.studies()
         assert (summary.study.name, summary.completed, summary.out_of_memory, summary.failed) == ("frozen", 1, 1, 1)
-        assert summary.best is not None
         assert summary.best.outcome is not None
         assert optuna.load_study(study_name="frozen", storage=store.optuna).best_value == 300.0
         store.start_trial(
@@ -225,7 +223,6 @@ def test_why_a_search_ended_is_data_since_the_fourth_revision(
         connection.commit()
     with open_store(str(path)) as store:
         study = store.study("frozen")
-        assert study is not None
         assert (study.stop_reason, study.stopped_because, study.left_out) == (reason, sentence, left_out)
     if left_out:
         run_alembic(tmp_path, path, "downgrade", "0002")

@@ -80,13 +80,6 @@ def test_opening_again_changes_nothing(database: Path) -> None:
     assert digest(database) == before
 
 
-def test_closing_twice_is_no_error(database: Path) -> None:
-    store = open_store(str(database))
-    store.close()
-    store.close()
-    assert current_revision(str(database)) == (HEAD, HEAD)
-
-
 def test_an_empty_file_is_filled(database: Path) -> None:
     database.parent.mkdir()
     database.touch()
@@ -101,11 +94,6 @@ def test_a_file_of_plain_optuna_gains_our_tables_and_keeps_its_own(plain_optuna:
     with open_store(str(plain_optuna)) as store:
         assert optuna.load_study(study_name="older", storage=store.optuna).best_value == 1.5
         assert store.studies() == []
-
-
-def test_upgrade_makes_a_missing_file(database: Path) -> None:
-    assert upgrade(str(database)) == (None, HEAD)
-    assert current_revision(str(database)) == (HEAD, HEAD)
 
 
 def make_text(path: Path) -> None:

@@ -27,7 +27,6 @@ def submit(queue: Queue, study: str = "bert", needs: Needs | None = None, **opti
 
 def start_next(queue: Queue, offer: Offer = CPU) -> JobRecord:
     job = queue.next_for(offer)
-    assert job is not None
     started = queue.start(job.id, HERE)
     assert started is not None
     return started
@@ -97,7 +96,6 @@ def test_what_happens_to_a_job_is_numbered(queue: Queue) -> None:
     with queue.writing(job.id, attempt, [("line", {"text": "a"}), ("line", {"text": "b"})], heard=7):
         pass
     found = queue.job(job.id)
-    assert found is not None
     assert (found.heard, found.device, found.attempts) == (7, HERE, 1)
     queue.end(job.id, attempt, "finished")
     assert events_of(queue, job) == [
@@ -135,8 +133,6 @@ def test_a_job_that_is_lost_again_and_again_has_failed(queue: Queue) -> None:
     ]
     assert states == ["queued", "queued", "failed"]
     ended = queue.job(job.id)
-    assert ended is not None
-    assert ended.problem is not None
     assert "3 attempts at this search were lost, the last one: its process" in ended.problem["message"]
 
 
@@ -175,7 +171,6 @@ def test_a_job_is_found_by_its_study_the_latest_first(queue: Queue) -> None:
 def test_tokens(queue: Queue) -> None:
     queue.add_token("ann", "digest", "read")
     found = queue.token("digest")
-    assert found is not None
     assert (found.name, found.role) == ("ann", "read")
     assert queue.token("other") is None
     assert queue.remove_token("ann")

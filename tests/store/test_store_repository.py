@@ -79,7 +79,6 @@ def test_any_trial_comes_back_as_it_was(
     assert store.trial(trial.id) == trial
     store.finish_trial(trial.id, outcome, seconds)
     ended = store.trial(trial.id)
-    assert ended is not None
     assert (ended.candidate, ended.outcome, ended.seconds) == (candidate, outcome, seconds)
     assert store.trials(study.id)[number] == ended
 
@@ -134,7 +133,6 @@ def test_what_is_no_number_survives(store: Store, new_study: NewStudy, new_trial
     measurement = dataclasses.replace(MEASURED.measurement, train_loss=math.nan, relative_spread=math.inf)
     store.finish_trial(trial.id, Completed(measurement), 1.0)
     (stored,) = store.trials(trial.study_id)
-    assert isinstance(stored.outcome, Completed)
     assert stored.outcome.measurement.train_loss is not None
     assert math.isnan(stored.outcome.measurement.train_loss)
     assert stored.outcome.measurement.relative_spread == math.inf
@@ -148,7 +146,6 @@ def test_a_trial_ends_once(store: Store, new_study: NewStudy, new_trial: NewTria
             store.finish_trial(trial_id, MEASURED, 2.0)
         assert "autotune resume" in raised.value.hint
     stored = store.trial(trial.id)
-    assert stored is not None
     assert stored.outcome == RAN_OUT
 
 
@@ -186,8 +183,6 @@ def test_running_trials_of_a_killed_search_are_lost(store: Store, new_study: New
     assert store.lose_running_trials(study.id) == 1
     assert store.lose_running_trials(study.id) == 0
     lost = store.trial(running.id)
-    assert lost is not None
-    assert isinstance(lost.outcome, Failed)
     assert (lost.state, lost.outcome.reason, lost.seconds) == ("failed", "interrupted", None)
     assert [trial.state for trial in store.trials(study.id)] == ["completed", "failed"]
     assert [trial.state for trial in store.trials(elsewhere.study_id)] == ["running"]
@@ -256,7 +251,6 @@ def test_times_are_in_utc(store: Store, new_study: NewStudy) -> None:
     ended = datetime(2026, 1, 1, 8, 30, 0, 123456, tzinfo=east)
     store.update_study(dataclasses.replace(study, ended_at=ended))
     stored = store.study("first")
-    assert stored is not None
     assert stored.ended_at == ended
     assert stored.ended_at.tzinfo is UTC
     with pytest.raises(StorageError, match="no time zone"):

@@ -58,7 +58,6 @@ def test_a_search_over_ddp_and_zero_is_verified_by_a_stock_torchrun(cpu: Device,
     study, report = run_search(request, storage, RecordingObserver())
     assert study.state == "finished"
     best = report.best
-    assert best is not None
     assert isinstance(best.outcome, Completed)
     assert (best.candidate.arm.strategy, best.candidate.arm.ranks) == ("zero2", 2)
     assert best.candidate.samples_per_step == 16

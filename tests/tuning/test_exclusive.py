@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ print("held", flush=True)
 time.sleep(600)
 """
 
+Hold = Callable[[str], "subprocess.Popen[str]"]
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -42,19 +45,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-def hold(name: str) -> subprocess.Popen[str]:
-    """Another process that holds a lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+@pytest.fixture
+def hold(folder: Path) -> Iterator[Hold]:
+    """Starts another process that holds a lock."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "held\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
-def test_a_lock_says_who_holds_it_and_vanishes_with_the_process() -> None:
+def test_a_lock_says_who_holds_it_and_vanishes_with_the_process(hold: Hold) -> None:
     process = hold("GPU-1")
     with Lock("GPU-1") as lock:
         holder = lock.acquire("ours")
-        assert holder is not None
         assert (holder.pid, holder.study) == (process.pid, "theirs")
         assert f"process {process.pid} of {holder.user} (study theirs, since 20" in holder.describe()
         process.send_signal(signal.SIGKILL)
@@ -62,14 +72,12 @@ def test_a_lock_says_who_holds_it_and_vanishes_with_the_process() -> None:
         assert lock.acquire("ours") is None
 
 
-def test_locks_of_other_names_are_free(folder: Path) -> None:
-    process = hold("GPU-1")
+def test_locks_of_other_names_are_free(hold: Hold, folder: Path) -> None:
+    hold("GPU-1")
     for name in ("GPU-2", "GPU/1", "../../GPU-1", "GPU-1 ", "x" * 400, "\udcff"):
         with Lock(name) as lock:
             assert lock.acquire("ours") is None
     assert {path.parent for path in folder.rglob("*.lock")} == {folder}
-    process.kill()
-    process.wait()
 
 
 def test_a_lock_is_not_inherited(tmp_path: Path) -> None:
@@ -82,14 +90,12 @@ def test_a_lock_is_not_inherited(tmp_path: Path) -> None:
     child.wait()
 
 
-def test_a_file_that_says_nothing_still_locks(folder: Path) -> None:
-    process = hold("GPU-1")
+def test_a_file_that_says_nothing_still_locks(hold: Hold, folder: Path) -> None:
+    hold("GPU-1")
     (path,) = folder.glob("*.lock")
     path.write_text("{")
     assert Lock("GPU-1").acquire("ours") == Holder()
     assert Holder().describe() == "another process"
-    process.kill()
-    process.wait()
 
 
 def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyPatch, cpu: Device) -> None:
@@ -140,7 +146,7 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
 
 
 class TestTurns:
-    def test_a_gpu_is_refused_with_who_holds_it(self) -> None:
+    def test_a_gpu_is_refused_with_who_holds_it(self, hold: Hold) -> None:
         process = hold(H200.uuid)
         with (
             pytest.raises(DeviceError, match=rf"cuda:0 \(NVIDIA H200\) is in use by process {process.pid}") as caught,
@@ -148,10 +154,8 @@ class TestTurns:
         ):
             pass
         assert "--wait" in caught.value.hint
-        process.kill()
-        process.wait()
 
-    def test_waiting_lasts_until_it_is_free(self) -> None:
+    def test_waiting_lasts_until_it_is_free(self, hold: Hold) -> None:
         process = hold(H200.uuid)
         notes: list[str | None] = []
 
@@ -169,14 +173,6 @@ class TestTurns:
         assert notes[1:] == [None]
         assert notes[0].startswith(f"waiting for cuda:0 (NVIDIA H200), which process {process.pid} of ")
 
-    def test_another_gpu_is_free(self) -> None:
-        process = hold(H200.uuid)
-        other = dataclasses.replace(H200, uuid="GPU-other")
-        with take_turn([other], "ours", "file.db", wait=None, note=print) as turn:
-            assert not turn.has_waited
-        process.kill()
-        process.wait()
-
     def test_several_are_taken_in_one_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         devices = [dataclasses.replace(H200, uuid=f"GPU-{letter}", name=letter) for letter in "cab"]
         held: list[str] = []
@@ -188,15 +184,13 @@ class TestTurns:
                 assert held == ["a", "b", "c"]
             held.clear()
 
-    def test_a_cpu_is_shared_and_that_is_said(self, cpu: Device) -> None:
-        process = hold(cpu.uuid)
+    def test_a_cpu_is_shared_and_that_is_said(self, hold: Hold, cpu: Device) -> None:
+        hold(cpu.uuid)
         notes: list[str] = []
         with take_turn([cpu], "ours", "file.db", wait=None, note=notes.append) as turn:
             assert not turn.has_waited
         assert len(notes) == 1
         assert "searches on this CPU, too" in notes[0]
-        process.kill()
-        process.wait()
 
     def test_one_search_at_a_time_in_a_study(self, cpu: Device) -> None:
         with (
@@ -272,9 +266,3 @@ def test_two_names_of_one_database_are_one_study(cpu: Device, tmp_path: Path, mo
         pytest.raises(StorageError, match="the study 'ours' is searched by process"),
     ):
         run_search(request, str(tmp_path / "link" / "studies.db"), RecordingObserver())
-
-
-def test_a_lock_that_is_let_go_can_be_had_again() -> None:
-    for _ in range(2):
-        with Lock("GPU-1") as lock:
-            assert lock.acquire("ours") is None

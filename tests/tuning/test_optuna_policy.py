@@ -86,8 +86,3 @@ def test_a_sampler_learns_from_every_trial_whoever_asked_for_it() -> None:
     assert baseline.state is TrialState.PRUNED
     assert baseline.params == params_of(BASELINE, NAMES)
     assert list(baseline.constraints) == [CONSTRAINT]
-
-
-def test_the_samplers_by_name() -> None:
-    assert isinstance(make_sampler("tpe", 1, is_parallel=False), optuna.samplers.TPESampler)
-    assert isinstance(make_sampler("random", 1, is_parallel=False), optuna.samplers.RandomSampler)

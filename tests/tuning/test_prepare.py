@@ -277,7 +277,6 @@ class TestOwnLoop:
         assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "tf32", "fp32"}
         assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
         assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 8, 2)
-        assert given.request.workload.source is not None
         assert given.request.workload.source.interface.kind == "accelerate"
 
     def test_the_baseline_of_a_loop_is_a_candidate_of_its_space(self) -> None:

@@ -95,7 +95,29 @@ class TestStudyName:
         assert request().named(name).study == name
 
     @pytest.mark.parametrize(
-        "name", ["", " ", "-x", ".", "..", "a/b", "../x", "a\\b", "x" * 101, "a\n", "a\0", "x ", "x.", "ä", "a:b", "a*"]
+        "name",
+        [
+            "",
+            " ",
+            "-x",
+            ".",
+            "..",
+            "a/b",
+            "../x",
+            "a\\b",
+            "x" * 101,
+            "a\n",
+            "a\0",
+            "x ",
+            "x.",
+            "ä",
+            "a:b",
+            "a*",
+            "/etc",
+            ".hidden",
+            "bad\udcff",
+            "~",
+        ],
     )
     def test_that_would_not_do_as_a_folder_s(self, name: str) -> None:
         with pytest.raises(InvalidRequestError, match="is not a study name"):

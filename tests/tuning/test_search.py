@@ -79,6 +79,9 @@ class TestFromEndToEnd:
         assert run.study.baseline_trial_id is None
         assert max(c.per_device_train_batch_size for c in runner.candidates) == 136
         assert {(job.effort.min_steps, job.effort.max_steps) for job in runner.jobs} == {(1, 1)}
+        # 136 ran, but above the line.
+        assert {trial.state for trial in run.trials} == {"completed"}
+        assert len(run.trials) <= 4
 
     def test_several_devices_share_the_effective_batch(self, store: Store) -> None:
         runner = fits_up_to(64)
@@ -179,13 +182,11 @@ class TestInterruption:
         with pytest.raises(type(error)):
             search(store, runner)
         study = store.study("bert")
-        assert study is not None
         assert study.state == "interrupted"
         assert study.stopped_because == ("the server is gone" if isinstance(error, TrialServerError) else "interrupted")
         trials = store.trials(study.id)
         assert study.best_trial_id in {trial.id for trial in trials}
         *rest, last = trials
-        assert isinstance(last.outcome, Failed)
         assert last.outcome.reason == "interrupted"
         assert last.candidate == Candidate(Arm("bf16"), 16, 4)
         assert all(not isinstance(trial.outcome, Failed) for trial in rest)
@@ -205,7 +206,6 @@ class TestNothing:
         assert "nothing fits under 22.7 GiB" in caught.value.message
         assert caught.value.hint == "raise --memory-limit, or shorten --seq-len"
         study = store.study("bert")
-        assert study is not None
         assert (study.state, study.best_trial_id) == ("finished", None)
         trials = store.trials(study.id)
         assert len(trials) == len(runner.jobs)
@@ -230,7 +230,6 @@ class TestNothing:
             search(store, runner)
         assert "log" in caught.value.hint
         study = store.study("bert")
-        assert study is not None
         trials = store.trials(study.id)
         assert all(isinstance(trial.outcome, Failed) for trial in trials)
         # Eight arms, each given up after a few batches.
@@ -365,7 +364,6 @@ class TestOwnSettingsThatFail:
         assert "trial-0000.log" in (caught.value.hint or "")
         assert runner.candidates == [self.OWN]
         study = store.study("bert")
-        assert study is not None
         assert (study.state, study.stop_reason) == ("interrupted", StopReason.ERROR)
 
     def test_resuming_goes_on_without_it(self, store: Store) -> None:

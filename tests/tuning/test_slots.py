@@ -39,8 +39,6 @@ def test_recorded_grids_get_their_answer_and_not_later_on_the_whole(with_predict
         forecast = forecast_of(given, answers, cores=16) if with_predictions else None
         study = Search(given, runner, store, _Silent(), Path("logs"), clock=runner.clock, forecast=forecast).run()
         winner = store.trial(study.best_trial_id or "")
-        assert winner is not None
-        assert isinstance(winner.outcome, Completed)
         assert winner.outcome.measurement.samples_per_second >= 0.99 * best_speed(runner)
         assert runner.most_under_way == slots
         seconds[slots] += runner.seconds
@@ -93,7 +91,6 @@ class TestLost:
         with pytest.raises(KeyboardInterrupt):
             search(store, runner)
         study = store.study("bert")
-        assert study is not None
         lost = [trial for trial in store.trials(study.id) if isinstance(trial.outcome, Failed)]
         assert {trial.outcome.reason for trial in lost if isinstance(trial.outcome, Failed)} == {"interrupted"}
         assert 1 <= len(lost) <= 2
@@ -174,7 +171,6 @@ class TestPlan:
 
     def begin(self, plan: Plan, number: int) -> TrialRecord:
         step = plan.next()
-        assert step is not None
         record = TrialRecord("study", number, step.candidate, "w", "e", step.stage)
         plan.begin(record)
         return record

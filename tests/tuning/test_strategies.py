@@ -332,14 +332,12 @@ def test_the_optimizer_goes_to_the_cpu_only_where_nothing_else_fits() -> None:
     history = History(ceiling_of(20 * GIB))
     policy, judge = ThroughputPolicy(space), Judge(space, history)
     refusal = judge.refusal(space.candidate(offloads, 4))
-    assert refusal is not None
     assert refusal.why == "the optimizer state stays on the GPU where that may fit"
     tried = []
     while (candidate := policy.next(history)) is not None and candidate.arm == plain:
         history.add(ran_out(plain, candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps))
         tried.append(candidate.per_device_train_batch_size)
     assert 1 in tried
-    assert candidate is not None
     assert candidate.arm == offloads
     # Where something fits, it is neither tried nor listed among what was left out.
     fitting = History(ceiling_of(20 * GIB))
@@ -410,7 +408,6 @@ def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it
     assert judge.is_open(space.candidate(plain, 8))
     assert not judge.is_open(space.candidate(synchronised, 8))
     refusal = judge.refusal(space.candidate(synchronised, 8))
-    assert refusal is not None
     assert refusal.why == "gradients need not be reduced in each micro-step"
     history.add(ran_out(plain, 8, 4))
     assert judge.is_open(space.candidate(synchronised, 8))
@@ -453,7 +450,6 @@ def test_memory_is_predicted_for_each_strategy() -> None:
             return {f"predict-{len(asked)}": Answer(exit_code=1)}
 
     forecast = forecast_of(dataclasses.replace(prepared, chip=Chip(multiprocessors=132)), Submitter())
-    assert forecast is not None
     forecast.complete()
     assert [(arm.strategy, arm.sync_each_batch, arm.ranks) for arm in asked] == [
         ("ddp", False, 2), ("fsdp-keep", False, 2), ("fsdp", False, 2), ("fsdp-keep", True, 2), ("fsdp", True, 2)

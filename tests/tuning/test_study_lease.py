@@ -68,7 +68,6 @@ def hold(store: Store, optuna_tables: None, tmp_path: Path) -> Iterator[Hold]:
             env={**os.environ, FOLDER_VARIABLE: str(tmp_path / f"locks of {host}")},
         )
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         return process
 
@@ -96,7 +95,6 @@ def test_waiting_lasts_until_the_other_host_lets_go(hold: Hold, store: Store) ->
     def note(text: str | None) -> None:
         if text is not None:
             notes.append(text)
-            assert process.stdin is not None
             process.stdin.close()
 
     with hold_lease(store, "ours", wait=note) as has_waited:
@@ -161,7 +159,6 @@ def test_a_search_that_lost_its_lease_stops_and_writes_nothing_more(store: Store
     with open_store(str(store.path)) as other:
         assert list(_dump(other)) == taken
         holder = other.leases.holder(name_of_study("bert"))
-        assert holder is not None
         assert holder.token == "theirs"
 
 

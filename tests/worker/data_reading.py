@@ -42,6 +42,5 @@ class Read:
     @property
     def refusal(self) -> str:
         problem = self.answer.problem
-        assert problem is not None
         assert problem.hint
         return f"{problem.message} | {problem.hint}"

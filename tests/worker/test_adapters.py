@@ -49,7 +49,6 @@ def check_trains(runner: TrialServer, candidate: Candidate = CHECKPOINTED) -> No
 
 def test_every_task_trains_adapters_over_frozen_weights(runner: TrialServer) -> None:
     model = runner.inspect().model
-    assert model is not None
     assert 0 < model.trainable_parameters < model.parameters / 2
     check_trains(runner)
 
@@ -58,7 +57,6 @@ def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake
     cpu = find_device("cpu")
     with TrialServer(Placement.of(cpu, cpu), with_lora(tiny_workload("bert-tiny")), tmp_path) as started:
         model = started.inspect().model
-    assert model is not None
     assert (model.layer_classes, model.sharding_error) == (("BertLayer",), None)
     assert model.after_step == AfterStep((), ())
 

@@ -34,7 +34,6 @@ def test_a_script_with_fabric_is_measured_unmodified(
     model = trial_server.model(Workload.of_source(source))
     assert (model.class_name, model.samples) == ("BertForSequenceClassification", 64)
     assert model.interface.searched == ("batch", "accumulation", "precision", "checkpointing")
-    assert model.own is not None
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
     source = dataclasses.replace(source, interface=model.interface)
     workload = Workload.of_source(source)
@@ -66,6 +65,5 @@ def test_an_accumulation_in_the_code_is_left_and_memory_is_not_predicted(
     script.write_text(text.replace('parser.add_argument("--gradient_accumulation_steps", type=int, default=2)', ""))
     model = inspected(trial_server, Workload.of_source(find_script(["python", str(script)])), precisions=("bf16",))
     assert model.interface.searched == ("batch", "precision", "checkpointing")
-    assert model.own is not None
     assert model.own.gradient_accumulation_steps == 3
     assert (model.interface.memory_unknown, model.memory) == ("a loop with Fabric is not traced", ())

@@ -87,9 +87,7 @@ def test_the_device_ran_out(error: Exception) -> None:
 @pytest.mark.parametrize("error", ON_THE_HOST, ids=lambda error: str(error)[:40])
 def test_the_host_ran_out_which_on_a_cpu_is_the_device(error: Exception) -> None:
     on_gpu, on_cpu = outcome_of(error), outcome_of(error, on_cpu=True)
-    assert isinstance(on_gpu, OutOfMemory)
     assert on_gpu.where == "host"
-    assert isinstance(on_cpu, OutOfMemory)
     assert on_cpu.where == "device"
 
 
@@ -103,7 +101,6 @@ def test_words_that_mean_it_only_near_the_cap(error: Exception) -> None:
 @pytest.mark.parametrize("error", LOOK_ALIKES, ids=lambda error: str(error)[:40])
 def test_look_alikes_fail_even_near_the_cap(error: Exception) -> None:
     outcome = outcome_of(error, memory=NEAR_THE_CAP)
-    assert isinstance(outcome, Failed)
     assert outcome.reason == "error"
     assert outcome.during == "train"
     assert str(error) in outcome.message
@@ -130,7 +127,6 @@ NOT_LOST = [
 def test_the_device_was_lost(error: Exception) -> None:
     for seen in (error, raised_from(RuntimeError("backward failed"), error)):
         outcome = outcome_of(seen)
-        assert isinstance(outcome, Failed)
         assert (outcome.reason, outcome.during) == ("device_lost", "train")
         assert str(error) in outcome.traceback
 
@@ -138,7 +134,6 @@ def test_the_device_was_lost(error: Exception) -> None:
 @pytest.mark.parametrize("error", NOT_LOST, ids=lambda error: str(error)[:40])
 def test_what_sounds_like_a_lost_device(error: Exception) -> None:
     outcome = outcome_of(error)
-    assert isinstance(outcome, Failed)
     assert outcome.reason == "error"
 
 

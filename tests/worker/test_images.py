@@ -25,7 +25,6 @@ TINY = ("qwen2.5-vl-tiny", "smolvlm-tiny")
 
 def config_of(name: str) -> dict[str, Any]:
     entry = catalog.find(name)
-    assert entry is not None
     return entry.config
 
 

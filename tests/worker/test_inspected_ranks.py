@@ -73,10 +73,7 @@ def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, 
     source = find_trainer(f"{folder / 'train.py'}:build") if kind == "function" else find_script(["train.py"], 2)
     answer = inspected(trial_server, Workload.of_source(source))
     assert answer.problem is None
-    assert answer.inspection is not None
-    assert answer.inspection.model is not None
     own = answer.inspection.model.own
-    assert own is not None
     # As the code itself makes it of the number of ranks.
     assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 4)
 
@@ -84,7 +81,6 @@ def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, 
 def test_a_rank_that_fails_is_named(trial_server: ServerClient, folder: Path) -> None:
     (folder / "train.py").write_text(BEGINS + FAILS_ON_ONE)
     problem = inspected(trial_server, Workload.of_source(find_script(["train.py"], 2))).problem
-    assert problem is not None
     assert problem.message == "rank 1: train.py raised ValueError: no data here"
 
 

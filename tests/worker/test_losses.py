@@ -10,7 +10,6 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Completed, Failed
 from autotune.worker.trial.losses import LossWatch, scaler_watch, skipped_steps
 from autotune.worker.verify.loss_curve import without_dropout
 
@@ -78,7 +77,6 @@ def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> N
     """Weights so large that the first sum overflows; the Trainer itself would log a loss of 0."""
     workload = tiny_workload("bert-tiny", config={"initializer_range": 1e30})
     outcome = trial_server.trial(workload, Candidate(Arm(), 4)).outcome
-    assert isinstance(outcome, Failed)
     assert outcome.reason == "non_finite"
     assert outcome.message == "the gradients of the Trainer are not finite"
     assert outcome.during == "train"
@@ -86,7 +84,6 @@ def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> N
 
 def test_a_trial_without_a_scaler_skips_nothing(trial_server: ServerClient) -> None:
     outcome = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(), 4)).outcome
-    assert isinstance(outcome, Completed)
     assert outcome.measurement.skipped_steps == 0
     assert outcome.measurement.joules_per_sample is None
 

@@ -76,13 +76,11 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     asked = request(workload=trainer, memory_limit_bytes=limit_bytes, **options)
     ready = prepare(asked, dataclasses.replace(FACTS, chip=CHIP, model=dataclasses.replace(model, samples=10_000)))
     forecast = forecast_of(ready, Predictions(trial_server, trainer))
-    assert forecast is not None
     forecast.complete()
     assert not forecast.unanswered
 
     def peak_bytes(candidate: Candidate) -> float:
         found = forecast.model.prediction(candidate)
-        assert found is not None
         return found.peak_allocated_bytes
 
     observer = RecordingObserver()
@@ -199,7 +197,6 @@ def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = of_script(trial_server, tmp_path, text)
-    assert model.own is not None
     assert model.own.per_device_train_batch_size == 8
     if text is WAITS:
         assert model.interface.memory_unknown is None

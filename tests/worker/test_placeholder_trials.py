@@ -330,7 +330,6 @@ def test_a_candidate_that_is_trained_otherwise_is_refused(trial_server: ServerCl
     """It takes other batches than it was told where it accumulates; the two sets of values showed nothing of that."""
     told, _ = inspected(trial_server, OPTIONS)
     source = told.source
-    assert source is not None
     other = dataclasses.replace(source, argv=(*source.argv, "--double"))
     outcome = trial_server.trial(Workload.of_source(other), Candidate(Arm(), 8, 2)).outcome
     assert isinstance(outcome, Failed)

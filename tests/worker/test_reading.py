@@ -61,7 +61,6 @@ def test_every_kind_of_text_file_is_read_and_trained_on(
     found = read("bert-tiny", spec(path, tokenizer))
     assert (found.facts.samples, found.facts.num_labels) == (64, 3)
     lengths = found.facts.lengths
-    assert lengths is not None
     assert (lengths.shortest, lengths.longest, lengths.median) == (3 + BESIDE_WORDS, LONGEST, 10)
     assert lengths.mean == pytest.approx(sum(WORDS) / len(WORDS) + BESIDE_WORDS)
     assert lengths.truncated == 0.0
@@ -103,7 +102,6 @@ def test_every_task_of_text_trains(
     assert outcome.measurement.micro_steps_run == 3
     assert len(outcome.measurement.warmup_step_seconds) == 3
     if task == "seq2seq-lm":
-        assert found.facts.lengths is not None
         assert found.facts.lengths.longest_target == LONGEST
 
 
@@ -141,7 +139,6 @@ def test_texts_are_cut_at_the_sequence_length(read: Callable[..., Read], tokeniz
     path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
     found = read("bert-tiny", spec(path, tokenizer), seq_len=16)
     lengths = found.facts.lengths
-    assert lengths is not None
     assert lengths.longest == 16
     assert lengths.truncated == pytest.approx(2 / 8), "30 and 20 words of eight"
     check_fed(found.trial(Candidate(Arm(), 4)).completed, 16)
@@ -152,7 +149,6 @@ def test_pairs_numbers_and_tokens_made_before(read: Callable[..., Read], tokeniz
     path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
     found = read("bert-tiny", spec(path, tokenizer, text_columns=("a", "b")))
     assert found.facts.num_labels == 1
-    assert found.facts.lengths is not None
     assert found.facts.lengths.longest == 2 * 9 + 3
     check_fed(found.trial(Candidate(Arm(), 2)).completed, 21)
 
@@ -161,7 +157,6 @@ def test_tokens_that_were_made_before_are_taken(read: Callable[..., Read], token
     rows = [{"input_ids": [6] * (3 + index), "attention_mask": [1] * (3 + index), "label": index % 2}
             for index in range(20)]  # fmt: skip
     found = read("bert-tiny", spec(write_saved(tmp_path / "saved", rows), tokenizer), seq_len=16)
-    assert found.facts.lengths is not None
     assert (found.facts.lengths.shortest, found.facts.lengths.longest) == (3, 16)
     check_fed(found.trial(Candidate(Arm(), 2)).completed, 16)
 

@@ -31,7 +31,6 @@ from autotune.models import catalog
 def test_the_model_is_described_without_being_built_in_memory(trial_server: ServerClient, task: Task) -> None:
     name = ONE_OF_EACH_TASK[task]
     entry = catalog.find(name)
-    assert entry is not None
     model = trial_server.model(tiny_workload(name, config=entry.config))
     assert model.parameters == entry.parameters
     assert 0 < model.trainable_parameters <= entry.parameters
