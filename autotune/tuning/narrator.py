@@ -14,12 +14,13 @@ from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
+    from autotune.estimate.pooling import Speed
     from autotune.store.records import Stage, StudyRecord, TrialRecord
     from autotune.tuning.prepare import Prepared
 
 _PREPARING = "preparing the search"
 # Eighty columns hold a line of the widest default arm.
-_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13} {peak:>10} {took:>6}  {verdict}"
+_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13} {peak:>10}  {took:>6}  {verdict}"
 
 
 class Narrator:
@@ -75,7 +76,7 @@ class Narrator:
         self._say(self._row(trial, history, self._prepared, best), None)
         self._running.pop(trial.number, None)
         self._idle = "choosing the next trial"
-        if best is not None and (speed := history.speed(best.candidate)) is not None:
+        if best is not None and (speed := _speed_of_best(history, self._prepared, best)) is not None:
             rate = format_rate(speed.samples_per_second)
             self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
 
@@ -193,12 +194,22 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
         return "baseline, derived" if is_derived else "baseline"
     words = ["derived"] if is_derived else []
     baseline, speed = history.speed(prepared.baseline), history.speed(trial.candidate)
+    is_best = False
+    if best is not None and best.candidate == trial.candidate:
+        is_best, speed = True, _speed_of_best(history, prepared, best)
     if baseline is not None and speed is not None:
         words.append(times(speed.samples_per_second / baseline.samples_per_second))
-    if best is not None and best.candidate == trial.candidate:
+    if is_best:
         words.append("best")
     told = " ".join(words)
     # The result has the mean of all processes that measured the candidate; this line's speed is that of one.
     return (
         f"{told}, mean {format_rate(speed.samples_per_second)}" if speed is not None and speed.processes > 1 else told
     )
+
+
+def _speed_of_best(history: History, prepared: Prepared, best: Tried) -> Speed | None:
+    """Return the speed that the result would say of the best: corrected for its having been chosen for its speed."""
+    if prepared.request.objective == "throughput":
+        return history.pool.speed_as_chosen(best.candidate)
+    return history.speed(best.candidate)
