@@ -1,17 +1,13 @@
-"""Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with.
-
-``tests/store/recorded_searches/search_REVISION.sql`` was written by the autotune of that revision: the search of
-``searching.request`` over the recorded landscape, two trials completed, one out of memory, one running.
-"""
+"""Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with."""
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from frozen_databases import REVISIONS, scripts_ending_with, write_frozen
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import prepared, search, with_environment
 
@@ -22,27 +18,9 @@ from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
-from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.migrate import migrations_folder
 from autotune.store.opening import current_revision, open_store
 from autotune.tuning.environment import _FIRST_VARIABLES
-
-FROZEN = sorted((Path(__file__).parent / "recorded_searches").glob("search_*.sql"))
-
-_SCRIPT = """
-import sqlalchemy as sa
-from alembic import op
-
-revision = "9999"
-down_revision = "{head}"
-
-
-def upgrade():
-    op.create_table("autotune_extra", sa.Column("id", sa.Integer, primary_key=True))
-    with op.batch_alter_table("autotune_trials", recreate="always") as batch:
-        batch.add_column(sa.Column("comment", sa.Text()))
-    op.execute("UPDATE autotune_trials SET comment = stage")
-    op.execute("INSERT INTO autotune_nowhere VALUES (1)")
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +31,9 @@ def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.tuning.prepare._measurement_revision", lambda request: 1)
 
 
-@pytest.fixture(params=FROZEN, ids=lambda path: path.stem)
+@pytest.fixture(params=REVISIONS)
 def frozen(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    path = tmp_path / "frozen.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(request.param.read_text())
-    return path
+    return write_frozen(tmp_path, request.param)
 
 
 def go_on(path: Path) -> None:
@@ -85,7 +60,7 @@ def go_on(path: Path) -> None:
 
 def test_there_is_one_of_each_revision() -> None:
     revisions = [path.name.partition("_")[0] for path in (migrations_folder() / "versions").glob("*.py")]
-    assert [path.stem for path in FROZEN] == [f"search_{revision}" for revision in sorted(revisions)]
+    assert sorted(revisions) == REVISIONS
 
 
 # Each is gone on with after a migration that failed, too.
@@ -109,9 +84,7 @@ def test_a_migration_that_fails_leaves_every_byte_and_the_search_can_be_gone_on_
     with closing(sqlite3.connect(frozen)) as connection:
         connection.execute(f"PRAGMA journal_mode={journal}")
     before = frozen.read_bytes()
-    scripts = tmp_path / "scripts"
-    shutil.copytree(migrations_folder(), scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    (scripts / "versions" / "9999_fails.py").write_text(_SCRIPT.format(head=head_revision(scripts)))
+    scripts = scripts_ending_with(tmp_path / "scripts", 'op.execute("INSERT INTO autotune_nowhere VALUES (1)")')
     with pytest.raises(Exception, match="autotune_nowhere"):
         open_store(str(frozen), migrations=scripts)
     assert frozen.read_bytes() == before

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from frozen_databases import REVISIONS, write_frozen
 from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
@@ -88,9 +89,7 @@ def test_looking_up_makes_no_database(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["studies.db", "a b ü.db"])
 def test_a_database_that_vanishes_is_not_made_again(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((Path(__file__).parent / "databases" / "0006.sql").read_text())
+    path = write_frozen(tmp_path, REVISIONS[-1]).rename(tmp_path / name)
     answers = open_answers(str(path), 1.0)
     with closing(answers):
         assert answers.find("0123", PredictionAnswer) is None
@@ -101,9 +100,7 @@ def test_a_database_that_vanishes_is_not_made_again(tmp_path: Path, name: str) -
 
 
 def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
-    path = tmp_path / "frozen.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((Path(__file__).parent / "databases" / "0001.sql").read_text())
+    path = write_frozen(tmp_path, "0001")
     before = path.read_bytes()
     answers = open_answers(str(path), 1.0)
     with closing(answers), pytest.raises(StorageError, match="no such table"):

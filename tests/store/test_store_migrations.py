@@ -16,7 +16,7 @@ import pytest
 import warm
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy.exc import IntegrityError
+from frozen_databases import scripts_ending_with, write_frozen
 
 import autotune
 from autotune.core.candidate import Arm, Candidate
@@ -25,29 +25,12 @@ from autotune.core.prediction import PredictionAnswer
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
-from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.migrate import migrations_folder
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 ROOT = Path(__file__).parents[2]
-FROZEN = Path(__file__).parent / "databases"
-
-SCRIPT = """
-import sqlalchemy as sa
-from alembic import op
-
-revision = "9999"
-down_revision = "{head}"
-
-
-def upgrade():
-    op.create_table("autotune_extra", sa.Column("id", sa.Integer, primary_key=True))
-    with op.batch_alter_table("autotune_studies", recreate="always") as batch:
-        batch.add_column(sa.Column("comment", sa.Text()))
-    op.execute("UPDATE autotune_studies SET comment = name")
-    {ending}
-"""
 
 
 @pytest.fixture
@@ -61,13 +44,6 @@ def filled(database: Path) -> Path:
         store.create_study(study)
         store.start_trial(TrialRecord(study.id, 0, Candidate(Arm(), 8), workload, environment))
     return database
-
-
-def scripts_ending_with(folder: Path, ending: str) -> Path:
-    """The project's migrations and one more, which ends as given."""
-    shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "9999_extra.py").write_text(SCRIPT.format(ending=ending, head=head_revision(folder)))
-    return folder
 
 
 def content(path: Path) -> list[str]:
@@ -105,21 +81,19 @@ def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp
         open_store(str(filled))
 
 
-def test_a_migration_that_the_database_refuses_leaves_it_as_it_was(filled: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "error", "message"),
+    [
+        ('op.execute("INSERT INTO autotune_workloads SELECT * FROM autotune_workloads")', StorageError, "UNIQUE"),
+        ("raise RuntimeError('a fault')", RuntimeError, "a fault"),
+    ],
+)
+def test_a_migration_that_fails_leaves_the_database_as_it_was(
+    filled: Path, tmp_path: Path, ending: str, error: type[Exception], message: str
+) -> None:
     before = content(filled)
-    twice = 'op.execute("INSERT INTO autotune_workloads SELECT * FROM autotune_workloads")'
-    scripts = scripts_ending_with(tmp_path / "scripts", twice)
-    with pytest.raises(StorageError, match="UNIQUE constraint failed") as caught:
-        open_store(str(filled), migrations=scripts)
-    assert isinstance(caught.value.__cause__, IntegrityError)
-    assert content(filled) == before
-
-
-def test_a_migration_with_a_fault_leaves_the_database_as_it_was(filled: Path, tmp_path: Path) -> None:
-    before = content(filled)
-    scripts = scripts_ending_with(tmp_path / "scripts", "raise RuntimeError('a fault')")
-    with pytest.raises(RuntimeError, match="a fault"):
-        open_store(str(filled), migrations=scripts)
+    with pytest.raises(error, match=message):
+        open_store(str(filled), migrations=scripts_ending_with(tmp_path / "scripts", ending))
     assert content(filled) == before
 
 
@@ -143,30 +117,9 @@ def test_a_new_file_is_not_left_behind_by_a_migration_that_fails(database: Path,
     assert list(database.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("frozen", sorted(FROZEN.glob("*.sql")), ids=lambda path: path.stem)
-def test_a_database_of_every_earlier_revision_can_still_be_used(frozen: Path, tmp_path: Path) -> None:
-    path = tmp_path / "frozen.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(frozen.read_text())
-    with open_store(str(path)) as store:
-        (summary,) = store.studies()
-        assert (summary.study.name, summary.completed, summary.out_of_memory, summary.failed) == ("frozen", 1, 1, 1)
-        assert summary.best.outcome is not None
-        assert optuna.load_study(study_name="frozen", storage=store.optuna).best_value == 300.0
-        store.start_trial(
-            TrialRecord(summary.study.id, 3, Candidate(Arm(), 8), summary.best.workload_id, summary.best.environment_id)
-        )
-
-
-def test_each_revision_has_its_frozen_database() -> None:
-    revisions = {path.name.partition("_")[0] for path in (migrations_folder() / "versions").glob("*.py")}
-    assert {path.stem for path in FROZEN.glob("*.sql")} == revisions
-
-
 def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
-    path = tmp_path / "frozen.db"
+    path = write_frozen(tmp_path, "0001")
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((FROZEN / "0001.sql").read_text())
         environments = connection.execute("SELECT * FROM autotune_environments").fetchall()
         inspection = ("0" * 32, "inspection:0123", '{"context_bytes":0}', "2026-11-21 09:12:13.452686")
         connection.execute("INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
@@ -178,17 +131,13 @@ def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
 
 
 def test_what_was_answered_under_the_second_revision_is_still_there(tmp_path: Path) -> None:
-    path = tmp_path / "frozen.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((FROZEN / "0002.sql").read_text())
+    path = write_frozen(tmp_path, "0002")
     with open_store(str(path)) as store:
         assert store.answers.find("prediction-1", PredictionAnswer) == PredictionAnswer((), 64)
 
 
 def test_what_was_queued_under_the_third_revision_is_still_there(tmp_path: Path) -> None:
-    path = tmp_path / "frozen.db"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((FROZEN / "0003.sql").read_text())
+    path = write_frozen(tmp_path, "0003")
     with open_store(str(path)) as store:
         assert [(job.study, job.state) for job in store.queue.jobs()] == [("waits", "queued"), ("frozen", "finished")]
         assert store.queue.token("0" * 64) is not None
@@ -216,13 +165,12 @@ def test_why_a_search_ended_is_data_since_the_fourth_revision(
     tmp_path: Path, state: str, text: str | None, reason: StopReason | None, sentence: str | None, left_out: object
 ) -> None:
     """The lines of the text become a reason and a list, and come back as lines in a downgrade."""
-    path = tmp_path / "frozen.db"
+    path = write_frozen(tmp_path, "0002")
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript((FROZEN / "0002.sql").read_text())
         connection.execute("UPDATE autotune_studies SET state = ?, stopped_because = ?", (state, text))
         connection.commit()
     with open_store(str(path)) as store:
-        study = store.study("frozen")
+        study = store.study("bert")
         assert (study.stop_reason, study.stopped_because, study.left_out) == (reason, sentence, left_out)
     if left_out:
         run_alembic(tmp_path, path, "downgrade", "0002")

@@ -253,4 +253,5 @@ CREATE INDEX ix_autotune_trials_study_id_number ON autotune_trials (study_id, nu
 CREATE INDEX ix_autotune_trials_environment_id_workload_id ON autotune_trials (environment_id, workload_id);
 CREATE UNIQUE INDEX ix_studies_study_name ON studies (study_name);
 CREATE INDEX ix_trials_study_id ON trials (study_id);
+INSERT INTO "autotune_answers" VALUES('prediction-1','prediction','{"batches":[],"largest_batch":64}','2026-11-21 15:41:14.831121');
 COMMIT;
