@@ -35,18 +35,14 @@ from autotune.tuning.run import run_search
 HOLD = """
 import platform, sys
 platform.node = lambda: sys.argv[2]
-from autotune.store import leases
 from autotune.store.opening import open_store
-leases.LEASE_SECONDS = float(sys.argv[3])
-take = leases.Leases.take
-leases.Leases.take = lambda *arguments: take(*arguments, leases.LEASE_SECONDS)
 from autotune.tuning.exclusive import hold_lease
 with open_store(sys.argv[1]) as store, hold_lease(store, "ours", wait=None):
     print("held", flush=True)
     sys.stdin.readline()
 """
 
-Hold = Callable[..., "subprocess.Popen[str]"]
+Hold = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +55,9 @@ def hold(store: Store, optuna_tables: None, tmp_path: Path) -> Iterator[Hold]:
     """Starts a process of a host that holds the lease of the study ``ours`` until its input ends."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(host: str, lease_seconds: float = LEASE_SECONDS) -> subprocess.Popen[str]:
+    def start(host: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(store.path), host, str(lease_seconds)],
+            [sys.executable, "-c", HOLD, str(store.path), host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -112,11 +108,19 @@ def test_after_a_kill_on_this_host_nobody_waits(hold: Hold, store: Store) -> Non
         assert not has_waited
 
 
-def test_after_a_kill_on_another_host_its_lease_has_to_expire(hold: Hold, store: Store) -> None:
-    process = hold("gpu-2", lease_seconds=2.0)
+def test_after_a_kill_on_another_host_its_lease_has_to_expire(
+    hold: Hold, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = hold("gpu-2")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with hold_lease(store, "ours", wait=print) as has_waited:
+    passed: list[timedelta] = []
+    monkeypatch.setattr(store.leases, "_clock", lambda: sum(passed, now()))
+
+    def wait(text: str | None) -> None:
+        passed.append(timedelta(seconds=LEASE_SECONDS + 1))
+
+    with hold_lease(store, "ours", wait=wait) as has_waited:
         assert has_waited
 
 
