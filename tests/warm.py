@@ -111,6 +111,14 @@ def run(
     return ended
 
 
+def output_of(*words: str, **options: Any) -> str:
+    """What a Python program prints, which has no hub and must not fail: a script or ``-c`` with its arguments."""
+    options = {"env": {**os.environ, "HF_HUB_OFFLINE": "1"}, **options}
+    ended = run([sys.executable, *words], capture_output=True, text=True, timeout=280, **options)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return str(ended.stdout)
+
+
 def take_over() -> None:
     """Have autotune's child processes started here as well, but within ``cold()``."""
     from autotune.execution import child_process

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,8 @@ CELLS = LANDSCAPES / "memory_cells_h200.jsonl"
 
 def predicted(*words: str) -> list[dict[str, Any]]:
     """Cells beside their predictions, which are made in a process of their own."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "studies" / "peak_memory.py"), "--json", *words]
-    done = warm.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=variables)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    told = warm.output_of(str(ROOT / "studies" / "peak_memory.py"), "--json", *words, cwd=ROOT)
+    return [json.loads(line) for line in told.splitlines()]
 
 
 @pytest.fixture(scope="module", params=[SAMPLE, pytest.param(RECORDED, marks=pytest.mark.whole)], ids=["sample", "all"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +146,7 @@ print(json.dumps({
 )
 def traced(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What traces of bert-tiny as a rank of two show; the sample has each stage that splits something once."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = warm.run(
-        [sys.executable, "-c", _TRACED, json.dumps(request.param)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=variables,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(warm.output_of("-c", _TRACED, json.dumps(request.param)))
     return answer
 
 
@@ -243,10 +232,8 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
 @pytest.mark.whole
 def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
     recordings = map(str, (STUDIES / "landscapes").glob("bert-large-uncased_2xh200_*.jsonl"))
-    words = [sys.executable, str(STUDIES / "peak_memory.py"), *recordings, "--json"]
-    done = warm.run(words, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    told = warm.output_of(str(STUDIES / "peak_memory.py"), *recordings, "--json")
+    rows = [json.loads(line) for line in told.splitlines()]
     assert len(rows) >= 41
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row

@@ -222,15 +222,8 @@ def smallest() -> list[str]:
 def built(request: pytest.FixtureRequest) -> dict[str, object]:
     """Build models with ``transformers``: one of each architecture, and all in ``make test-whole``."""
     names = [entry.name for entry in catalog.entries()] if request.param else smallest()
-    child = warm.run(
-        [sys.executable, "-c", BUILD_ALL, *names],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    facts = json.loads(child.stdout)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE.parent)}
+    facts = json.loads(warm.output_of("-c", BUILD_ALL, *names, env=environment))
     assert isinstance(facts, dict)
     return facts
 

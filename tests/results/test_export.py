@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -107,16 +106,8 @@ def answers(fields: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
         (folder / name).mkdir()
         for form in FORMATS:
             (folder / name / f"export.{form}").write_text(render(export_of(name, fields, workload), form))
-    ended = warm.run(
-        [sys.executable, str(LOADER), str(folder)],
-        cwd=folder,
-        env=one_gpu_at_most(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ended.returncode == 0, ended.stderr
-    machine, *found = (json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"'))
+    told = warm.output_of(str(LOADER), str(folder), cwd=folder, env=one_gpu_at_most())
+    machine, *found = (json.loads(line) for line in told.splitlines() if line.startswith('{"'))
     return {"machine": machine, **{answer["name"]: answer for answer in found}}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -135,10 +133,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Any]:
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = warm.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, timeout=240, env=variables)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(warm.output_of("-c", _TRACED))
     return answer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,10 @@ LAUNCHED = {
 @pytest.fixture(scope="module")
 def printed(cpu: Device) -> dict[str, dict[str, Any]]:
     """The arguments of every candidate, from one process in a launched environment."""
-    ended = warm.run(
-        [sys.executable, str(SCRIPT), "cpu"],
-        env=server_environment(Placement.of(cpu), {**os.environ, **LAUNCHED}, offline=True),
-        input="".join(json.dumps(candidate.parameters()) + "\n" for candidate in CANDIDATES.values()),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return dict(zip(CANDIDATES, map(json.loads, ended.stdout.splitlines()), strict=True))
+    environment = server_environment(Placement.of(cpu), {**os.environ, **LAUNCHED}, offline=True)
+    asked = "".join(json.dumps(candidate.parameters()) + "\n" for candidate in CANDIDATES.values())
+    told = warm.output_of(str(SCRIPT), "cpu", env=environment, input=asked)
+    return dict(zip(CANDIDATES, map(json.loads, told.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,7 @@ pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")
 
 
 def test_all_threads_are_pinned_and_no_child_is() -> None:
-    script = Path(__file__).with_name("print_affinity.py")
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = warm.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=variables)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = json.loads(warm.output_of(str(Path(__file__).with_name("print_affinity.py"))))
     alone = [found["core"]]
     assert found["core"] in found["before"]
     assert found["own"] == found["after"] == alone
