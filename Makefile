@@ -36,6 +36,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing torch, transformers and others into $(VENV); the first time that takes a minute or more."
 	$(INSTALL) --editable .
 	@touch $@
 

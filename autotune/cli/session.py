@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import click
 
 from autotune.cli.output import print_json
 from autotune.cli.view import View, open_view
+from autotune.core.stop import StopReason
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search as run_observed_search
 
@@ -29,6 +31,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     from autotune.results.json_document import report_document
     from autotune.results.study_view import study_view
     from autotune.results.text import summary_lines
+    from autotune.results.wording import state_of
     from autotune.store.location import shown_location
 
     if as_json:
@@ -44,7 +47,19 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
         click.echo(f"  autotune export {name}{where} {f'> {file}' if form == 'json' else f'--format {form}'}")
         if report.workload["task"] == "own":
             click.echo(f"  autotune run {name}{where}")
-    if report.study.state != "finished":
-        click.echo(f"  autotune resume {name}{where}")
+    if state_of(report.study) != "finished":
+        click.echo(f"  autotune resume {name}{where}{_larger_budget(report)}")
     click.echo(f"  autotune show {name}{where}")
     click.echo(f"  autotune dashboard{where}")
+
+
+def _larger_budget(report: Report) -> str:
+    """Return the option of a budget twice as large, where a search spent its own; a budget counts what was spent."""
+    match report.study.stop_reason:
+        case StopReason.TRIALS:
+            return f" --trials {2 * len(report.trials)}"
+        case StopReason.TIME:
+            spent = sum(trial.seconds or 0.0 for trial in report.trials)
+            return f" --time-budget {math.ceil(2 * spent)}s"
+        case _:
+            return ""

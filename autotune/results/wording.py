@@ -49,11 +49,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
 
 def state_of(study: StudyRecord) -> str:
     """Return a study's state in a word or two: one whose budget was spent is not finished."""
-    if study.state != "finished" or study.stop_reason not in (StopReason.TRIALS, StopReason.TIME):
-        return study.state
-    if study.best_trial_id is not None and study.best_trial_id == study.baseline_trial_id:
-        return "baseline only"
-    return "budget spent"
+    is_cut = study.state == "finished" and study.stop_reason in (StopReason.TRIALS, StopReason.TIME)
+    return "budget spent" if is_cut else study.state
 
 
 def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:

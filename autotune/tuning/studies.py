@@ -22,6 +22,7 @@ from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, list_devices
 from autotune.models.dataset_files import check_unchanged
+from autotune.results.wording import state_of
 from autotune.space.features import version_of
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
@@ -98,7 +99,7 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
     trials = store.trials(known.id)
     elsewhere = tuple(trial for trial in trials if trial.environment_id != known.environment_id)
     name = f"the study {known.name}"
-    beginning = f"{name} was finished" if known.state == "finished" else f"continuing {name}"
+    beginning = f"{name} was finished" if state_of(known) == "finished" else f"continuing {name}"
     notes.append(f"{beginning}, {plural(len(trials), 'trial')} recorded")
     if elsewhere:
         notes.append(

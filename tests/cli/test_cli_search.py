@@ -64,7 +64,9 @@ def test_the_next_commands_can_be_pasted(studied: Studied, tmp_path: Path) -> No
     assert ran.code == 0, ran.stderr
     answer, _, following = ran.stdout.partition("\n\nNext:\n")
     assert answer.startswith("Best: per-device batch")
-    export, show, _ = following.splitlines()
+    export, resume, show, _ = following.splitlines()
+    assert resume.split()[1:4] == ["resume", "tiny-bert-16", "--storage"]
+    assert resume.endswith(" --trials 2")
     for line in (export, show):
         shown = subprocess.run(
             line.replace("autotune", " ".join(command()), 1),

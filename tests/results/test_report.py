@@ -332,7 +332,7 @@ def test_what_the_machine_showed_before_counts() -> None:
     [
         (NOTHING_LEFT.reason, 1, "finished"),
         (StopReason.TIME, 1, "budget spent"),
-        (StopReason.TRIALS, 0, "baseline only"),
+        (StopReason.TRIALS, 0, "budget spent"),
         (StopReason.TRIALS, None, "budget spent"),
     ],
 )
