@@ -111,6 +111,7 @@ class TrainingWatch:
         """The dtype of the first parameter of each module that was called; ``None`` for one without parameters."""
         self._undo: list[Callable[[], None]] = []
         self.is_removed = False
+        self._has_optimizer = self._has_passed = False
         self._found_inf: list[Any] = []
         self._thread = threading.get_ident()
         self._forget()
@@ -151,6 +152,28 @@ class TrainingWatch:
             self.checkpoints = self.checkpoints or torch.is_grad_enabled()
 
         on_checkpoint(take)
+
+    def watch_updates_by_hand(self) -> None:
+        """Take ``model.zero_grad()`` after backward passes for the end of an update, until an optimizer steps.
+
+        For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
+        """
+        zero_grad: Any = torch.nn.Module.zero_grad
+        by_hand: list[_ByHand] = []
+
+        @functools.wraps(zero_grad)
+        def watched(model: Any, *words: Any, **options: Any) -> Any:
+            if not self._has_optimizer and self._has_passed:
+                by_hand[:] = by_hand or [_ByHand(model)]
+                if self.listener is not None:
+                    self.listener.optimizer_begins(by_hand[0])
+                self._end_update(by_hand[0])
+            result = zero_grad(model, *words, **options)
+            if not self._has_optimizer and self._is_close:
+                self._keep_weights(_ByHand(model))
+            return result
+
+        self._replace(torch.nn.Module, "zero_grad", watched)
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
@@ -309,6 +332,7 @@ class TrainingWatch:
                 if was_on:
                     self._turn_on()
             self._backward_passes += 1
+            self._has_passed = True
             self._is_elsewhere = self._is_elsewhere or threading.get_ident() != self._thread
             if self.listener is not None:
                 self.listener.backward_ends()
@@ -378,9 +402,13 @@ class TrainingWatch:
 
     # Updates
 
+    def _keep_weights(self, optimizer: Any) -> None:
+        self._weights_before = [(each, part_of(each).clone()) for each in parameters_of(optimizer)]
+
     def _before_update(self, optimizer: Any) -> None:
+        self._has_optimizer = True
         if self._is_close:
-            self._weights_before = [(each, part_of(each).clone()) for each in parameters_of(optimizer)]
+            self._keep_weights(optimizer)
         if self.listener is not None:
             self.listener.optimizer_begins(optimizer)
 
@@ -388,6 +416,11 @@ class TrainingWatch:
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             # A fused optimizer leaves its update out by itself.
             self._found_inf.append(found)
+        self._end_update(optimizer)
+
+    def _end_update(self, optimizer: Any) -> None:
+        self._has_passed = False
+        found = getattr(optimizer, "found_inf", None)
         if self._is_close and (found is None or not bool(found.item())):
             update = update_of(optimizer, self._weights_before)
             self._weights_before = []
@@ -395,6 +428,13 @@ class TrainingWatch:
                 self.update = update
         if self.listener is not None:
             self.listener.optimizer_ends(optimizer)
+
+
+class _ByHand:
+    """What is updated without an optimizer, in place of one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.param_groups = [{"params": list(model.parameters())}]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -82,6 +82,8 @@ class Seen:
     """``None`` where it is not known."""
     normalizes: bool = False
     """Whether a batch norm was at work."""
+    trains: bool = True
+    """Whether the updates that were looked at changed weights as gradients say."""
     problem: Problem | None = None
 
     @property
@@ -190,7 +192,7 @@ class _Inspecting:
         if words is None:
             return None
         seen = Beside(Seen, lambda send: self._run_here(words, {}, send)).result(patience_seconds)
-        return seen if seen is not None and seen.problem is None else None
+        return seen if seen is not None and seen.problem is None and seen.trains else None
 
     def _run(self, values: Values, *, to_first_call: bool = False) -> Seen:
         """Run the script with some values; raises ``UserCodeError`` where it does not train with them."""
@@ -385,6 +387,7 @@ class _Watching(Listener):
         self._first: Any = None
         self._watch = TrainingWatch()
         self._watch.watch_checkpoints()
+        self._watch.watch_updates_by_hand()
         self._loading = Loading()
         self._loading.watch()
         self._watch_making()
@@ -439,7 +442,7 @@ class _Watching(Listener):
         """Return what is wrong where there are only such passes."""
         return UserCodeError(
             f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
-            "have it update by a torch.optim.Optimizer, whose steps are what is measured",
+            "have it update by a torch.optim.Optimizer, or call model.zero_grad() after each update: that ends a step",
         )
 
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -485,6 +488,7 @@ class _Watching(Listener):
             self._loading.prefetch,
             self._loss,
             self._normalizes,
+            self._watch.update is None or self._watch.update.is_honest,
         )
 
 

@@ -50,6 +50,7 @@ class PlaceholderTrial(StepsTrial):
         set_variables(source.variables, variables)
         assert self._checks is not None
         self._checks.watch.watch_checkpoints()
+        self._checks.watch.watch_updates_by_hand()
         steps = self._observed()
         self._steps = steps  # type: ignore[assignment]
         run_script(dataclasses.replace(source, argv=words), output_dir)

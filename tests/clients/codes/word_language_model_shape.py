@@ -1,4 +1,4 @@
-"""Train words in the shape of PyTorch's examples/word_language_model: the second dimension is the batch."""
+"""Train words in the shape of PyTorch's examples/word_language_model: no optimizer, the batch is second."""
 
 import argparse
 import time
@@ -46,19 +46,19 @@ def get_batch(source, i):
 words = torch.randint(0, 64, (16000,))
 train_data, val_data = batchify(words, args.batch_size), batchify(words[:2000], 10)
 model, criterion = RNNModel(64, args.emsize), nn.NLLLoss()
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 for epoch in range(1, args.epochs + 1):
     model.train()
     hidden, start_time = model.init_hidden(args.batch_size), time.time()
     for batch, i in enumerate(range(0, train_data.size(0) - 1, args.bptt)):
         data, targets = get_batch(train_data, i)
-        optimizer.zero_grad()
+        model.zero_grad()
         hidden = tuple(h.detach() for h in hidden)
         output, hidden = model(data, hidden)
         loss = criterion(output, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-1.0)
         if batch % args.log_interval == 0:
             print(f"| epoch {epoch} | {batch} batches | {time.time() - start_time:.2f} s | loss {loss.item():5.2f}")
     model.eval()
