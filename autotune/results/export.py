@@ -295,7 +295,15 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
 
 def _applying(export: Export) -> list[str]:
     """Say how to apply what has no field in ``TrainingArguments``."""
-    return [f"before it trains: from autotune.training import apply; {export.applied}"] if export.applied else []
+    lines = []
+    if export.row_tokens:
+        lines.append(
+            f"pack the samples: from autotune.training import pack; rows = pack(dataset, {export.row_tokens}); "
+            "Trainer(train_dataset=rows, data_collator=rows.collate, …)"
+        )
+    if export.applied:
+        lines.append(f"before it trains: from autotune.training import apply; {export.applied}")
+    return lines
 
 
 def _by_hand(template: Template) -> list[str]:

@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         pieces = 1
         while hidden.shape[0] * weight.shape[0] > pieces * _LOGITS_AT_ONCE:
             pieces *= 2
-        tokens = -(-hidden.shape[0] // pieces)
+        tokens = max(1, -(-hidden.shape[0] // pieces))
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import Trainer, masking_utils
+from transformers import Trainer, TrainerCallback, masking_utils
 
 from autotune.training.errors import SettingUnavailableError
 
@@ -45,17 +45,30 @@ class WithoutFullMasks:
         return {name: value for name, value in batch.items() if name not in masks}
 
 
+class _WhileItTrains(TrainerCallback):  # type: ignore[misc]
+    """Keeps transformers from looking for packed samples where there is no mask, while a ``Trainer`` trains."""
+
+    def __init__(self) -> None:
+        self._asked = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_tracing, _ = self._asked
+        # As transformers does by itself since 5.23 where there is no mask.
+        masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = self._asked
+
+
 def leave_out_full_masks(trainer: Trainer) -> None:
-    """Have a ``Trainer`` pass no attention mask with batches in which no sample is padded."""
+    """Have a ``Trainer`` pass no attention mask with batches in which no sample is padded.
+
+    Raises ``SettingUnavailableError`` for one that makes batches in a way of its own: they might be packed.
+    """
+    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
+        raise SettingUnavailableError(
+            f"{type(trainer).__name__}.get_train_dataloader is your own; whether its batches need a mask is not known"
+        )
     trainer.data_collator = WithoutFullMasks(trainer.data_collator)
-    is_tracing = masking_utils.is_tracing
-
-    def is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
-        return tensor is not None and is_tracing(tensor)
-
-    def no_packed_samples(position_ids: torch.Tensor) -> None:
-        return None
-
-    # As transformers does by itself since 5.23 where there is no mask.
-    masking_utils.is_tracing = is_tracing_values
-    masking_utils.find_packed_sequence_indices = no_packed_samples
+    trainer.add_callback(_WhileItTrains())

@@ -111,7 +111,7 @@ def attend_within_samples(
     if cu_seq_lens_q is None or max_length_q is None:
         raise SettingUnavailableError(
             "this model was set to train on samples in one row; for anything else call "
-            "model.set_attn_implementation('sdpa') first"
+            f"model.set_attn_implementation('sdpa') first, and {ATTENTION!r} before it goes on training"
         )
     odd = [name for name in ("softcap", "position_bias", "s_aux") if kwargs.get(name) is not None]
     if odd or not getattr(module, "is_causal", True):
@@ -136,10 +136,14 @@ AttentionInterface.register(ATTENTION, attend_within_samples)
 
 
 class InOneRow:
-    """Makes batches as another collator does, with their samples one after the other in a single row."""
+    """Makes batches as another collator does, with their samples one after the other in a single row.
 
-    def __init__(self, collator: Callable[..., Any]) -> None:
+    The first token of a sample follows from nothing before it. Its label becomes -100, unless ``keeps_first``.
+    """
+
+    def __init__(self, collator: Callable[..., Any], *, keeps_first: bool = False) -> None:
         self._collator = collator
+        self._keeps_first = keeps_first
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return a batch of tensors (1, tokens), and where its samples begin.
@@ -159,12 +163,22 @@ class InOneRow:
         mask = tensors.pop("attention_mask", torch.ones(shape)).bool()
         positions = tensors.setdefault("position_ids", mask.cumsum(1) - 1)
         row = {name: value[mask][None] for name, value in tensors.items()}
-        # What a sample begins with follows from nothing before it.
-        row["labels"] = row["labels"].where(row["position_ids"] != 0, _IGNORED)
+        is_first = mask & (mask.cumsum(1) == 1)
+        if not mask.any() or positions[is_first].any():
+            raise SettingUnavailableError(
+                "a batch has no token that counts, or position_ids that do not begin at 0; train without padding_free"
+            )
+        if not self._keeps_first:
+            row = without_first_labels(row)
         starts = (positions[mask] == 0).nonzero().flatten()
         ends = torch.cat((starts, torch.tensor([int(mask.sum())]))).int()
         longest = int(ends.diff().max())
         return {**row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def without_first_labels(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which nothing is predicted for the first token of each sample."""
+    return {**row, "labels": row["labels"].where(row["position_ids"] != 0, _IGNORED)}
 
 
 class PackedRows(Dataset[dict[str, list[int]]]):
@@ -247,13 +261,18 @@ def pack(samples: Any, tokens: int) -> PackedRows:
 def join_samples(trainer: Trainer) -> None:
     """Have a ``Trainer`` put the samples of each batch in one row, where each attends to itself alone.
 
-    Raises ``SettingUnavailableError`` for a model whose samples would mix.
+    So it does in evaluations: ``compute_metrics`` is given rows, with labels of -100 where samples begin. Raises
+    ``SettingUnavailableError`` for a model whose samples would mix.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(base).__name__, base.config.get_text_config()
+    if isinstance(trainer.data_collator, InOneRow):
+        raise SettingUnavailableError("the samples of a batch are put in one row already")
     if getattr(config, "attention_chunk_size", None):
         raise SettingUnavailableError(f"{name} attends within chunks, which would not begin with the samples")
+    if getattr(trainer.args, "use_cache", False):
+        raise SettingUnavailableError("with use_cache=True a model does not look where samples begin; leave it out")
     attention = config._attn_implementation
     if attention == "sdpa":
         base.set_attn_implementation(ATTENTION)
@@ -263,16 +282,26 @@ def join_samples(trainer: Trainer) -> None:
             "flash_attention_2"
         )
     try:
-        mixes = _mixes(trainer, base)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if _mixes(trainer, base):
+            raise SettingUnavailableError(
+                f"{name} mixes the samples of a row with {attention} attention; train without padding_free and packing"
+            )
+    except BaseException as error:
         base.set_attn_implementation(attention)
-        raise SettingUnavailableError(f"{name} does not take samples in one row: {error}") from error
-    if mixes:
-        base.set_attn_implementation(attention)
-        raise SettingUnavailableError(
-            f"{name} mixes the samples of a row with {attention} attention; train without padding_free and packing"
-        )
-    trainer.data_collator = InOneRow(trainer.data_collator)
+        if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
+            raise SettingUnavailableError(f"{name} does not take samples in one row: {error}") from error
+        raise
+    # The loss is divided by the labels that the Trainer counts in a step. Where it counts those of first tokens, it
+    # does so in rows, too, and they are left out afterwards.
+    counts_first = not getattr(trainer, "_loss_shifts_labels", False)
+    trainer.data_collator = InOneRow(trainer.data_collator, keeps_first=counts_first)
+    if counts_first:
+        prepare = trainer._prepare_inputs
+
+        def prepare_inputs(inputs: Any) -> Any:
+            return without_first_labels(prepare(inputs))
+
+        trainer._prepare_inputs = prepare_inputs
 
 
 @torch.no_grad()

@@ -57,8 +57,9 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
     needed = request.effective_batch or request.batches.levels()[-1]
     if facts.samples < needed:
         option = "--effective-batch" if request.effective_batch else "--batch-multiple"
+        counted = "samples" if facts.packed is None else "rows"
         raise InvalidRequestError(
-            f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",
+            f"--dataset {data.label} has {facts.samples} {counted}, less than one step of {option} {needed}",
             f"use {option} {facts.samples} or less, or more data",
         )
     limit = max_seq_len(workload.config)

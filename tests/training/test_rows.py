@@ -17,12 +17,13 @@ from autotune.training.rows import InOneRow, best_fit
 LONGEST = 24
 
 
-def texts(count: int = 24) -> list[dict[str, Any]]:
-    """Return samples of 3 to 24 tokens, of whose labels the first third do not count, as of a prompt."""
+def texts(count: int = 24, *, prompted: bool = True) -> list[dict[str, Any]]:
+    """Return samples of 3 to 24 tokens; if ``prompted``, labels of the first third do not count."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator).tolist()
     ids = [torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+    starts = [len(row) // 3 if prompted else 0 for row in ids]
+    return [{"input_ids": row, "labels": [-100] * start + row[start:]} for row, start in zip(ids, starts, strict=True)]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -66,11 +67,13 @@ def trainer_on(model: Any, data: Any, folder: Path, collate: Any, **settings: An
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulation", "prompted"), [(1, True), (2, False)])
+def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, prompted: bool, tmp_path: Path) -> None:
+    """Also where the first token of a sample has a label, which some versions of transformers count."""
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": 3}
-    stock = train(trainer_on(build(), texts(), tmp_path, padded, **settings))
-    trainer = apply(trainer_on(build(), texts(), tmp_path, padded, **settings), padding_free=True)
+    data = texts(prompted=prompted)
+    stock = train(trainer_on(build(), data, tmp_path, padded, **settings))
+    trainer = apply(trainer_on(build(), data, tmp_path, padded, **settings), padding_free=True)
     seen: list[Any] = []
     trainer.model.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
     losses, weights = train(trainer)
@@ -119,10 +122,21 @@ def test_a_model_that_mixes_samples_is_refused(build: Any, words: str, tmp_path:
     assert "\n" not in str(caught.value)
 
 
+def test_what_keeps_samples_from_being_told_apart_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_on(language_model(), texts(), tmp_path, padded, use_cache=True)
+    with pytest.raises(SettingUnavailableError, match="with use_cache=True a model does not look"):
+        apply(trainer, padding_free=True)
+    trainer = apply(trainer_on(language_model(), texts(), tmp_path, padded), padding_free=True)
+    with pytest.raises(SettingUnavailableError, match="in one row already"):
+        apply(trainer, padding_free=True)
+
+
 def test_batches_of_something_else_are_refused() -> None:
     tokens = torch.ones(2, 3, dtype=torch.long)
     for batch, words in (
         ({"input_ids": tokens}, "no input_ids and labels"),
+        ({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, "position_ids that do not begin at 0"),
+        ({"input_ids": tokens, "labels": tokens, "attention_mask": 0 * tokens}, "no token that counts"),
         ({"input_ids": tokens, "labels": tokens, "pixel_values": torch.ones(2, 3, 4, 4)}, "a batch has pixel_values"),
     ):
         with pytest.raises(SettingUnavailableError, match=words):

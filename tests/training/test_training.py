@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Trainer,
     TrainingArguments,
+    masking_utils,
 )
 
 from autotune.space.levers import EXPERTS
@@ -279,6 +280,19 @@ class TestUnpadded:
         assert losses == stock[0]
         assert torch.equal(weights, stock[1])
         assert seen == [False, True, True, True, True]
+
+    def test_packed_samples_are_looked_for_again_after_the_training(self, tmp_path: Path) -> None:
+        asked = masking_utils.find_packed_sequence_indices
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path), unpadded=True)
+        assert masking_utils.find_packed_sequence_indices is asked
+        train(trainer)
+        assert masking_utils.find_packed_sequence_indices is asked
+
+    def test_batches_that_are_made_in_a_way_of_its_own_may_be_packed(self, tmp_path: Path) -> None:
+        trainer = trainer_of(language_model(), samples(), tmp_path)
+        trainer.__class__ = type("Own", (type(trainer),), {"get_train_dataloader": lambda self: iter(())})
+        with pytest.raises(SettingUnavailableError, match=r"Own\.get_train_dataloader is your own"):
+            apply(trainer, unpadded=True)
 
     def test_packed_samples_are_refused(self, tmp_path: Path) -> None:
         data = [row | {"position_ids": torch.arange(16)} for row in samples()]

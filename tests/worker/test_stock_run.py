@@ -45,6 +45,15 @@ def test_a_rank_does_not_time_the_checkpoint_that_another_writes(monkeypatch: py
     assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
 
 
+def test_rows_are_counted_where_an_epoch_ends_with_fewer() -> None:
+    """Nine rows in batches of eight: five epochs in ten steps."""
+    work: Any = SimpleNamespace(arguments={"per_device_train_batch_size": 8}, devices=SimpleNamespace(ranks=1))
+    watch: Any = stock._Watch(_Meter(), 10, False, lambda: None, stock._rows_of_batches(9, work))  # type: ignore[arg-type]
+    for _ in range(10):
+        watch.count({"input_ids": torch.zeros(1, 30), "cu_seq_lens_q": torch.arange(12)}, None)
+    assert watch._samples == 45
+
+
 def test_new_lengths_are_counted_after_the_warm_up() -> None:
     """And a last batch with fewer samples is no new length."""
     watch: Any = stock._Watch(_Meter(), 8, False, lambda: None)  # type: ignore[arg-type]

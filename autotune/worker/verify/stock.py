@@ -7,9 +7,10 @@ memory cap unless the work sets one.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelerate import PartialState
@@ -42,7 +43,12 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
 
     def __init__(
-        self, meter: Meter, steps: int, evaluates: bool, wait_for_ranks: Callable[[], None], rows: int | None = None
+        self,
+        meter: Meter,
+        steps: int,
+        evaluates: bool,
+        wait_for_ranks: Callable[[], None],
+        rows: Iterator[int] | None = None,
     ) -> None:
         self._meter = meter
         self._rows = rows
@@ -71,7 +77,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
         joined = inputs.get("cu_seq_lens_q")
-        self._samples += shapes[0][0] if joined is None else self._rows or len(joined) - 1
+        if joined is None:
+            self._samples += shapes[0][0]
+        else:
+            self._samples += len(joined) - 1 if self._rows is None else next(self._rows)
         self._new_shapes += lengths not in self._shapes
         self._shapes.add(lengths)
 
@@ -139,14 +148,23 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
     data = work.workload.data
-    # Rows of several samples, of which a batch does not tell where they end.
-    rows = int(work.arguments["per_device_train_batch_size"]) if data is not None and data.packing else None
+    rows = None
+    if data is not None and data.packing and data.facts is not None:
+        rows = _rows_of_batches(data.facts.samples, work)
     watch = _Watch(meter, work.steps, work.evaluates, lambda: PartialState().wait_for_everyone(), rows)
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:
         outcome = classify_failure(error, watch.during, meter, work)
         return StockResult(outcome.state, outcome.message, outcome.during)
+
+
+def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
+    """Return how many rows each batch has: a packed batch does not tell where its rows end."""
+    batch = int(work.arguments["per_device_train_batch_size"])
+    # accelerate fills the last batch of an epoch where several ranks share the dataset.
+    last = count % batch if work.devices.ranks == 1 else 0
+    return itertools.cycle([batch] * (count // batch) + [last] * bool(last))
 
 
 def classify_failure(error: Exception, during: str, meter: Meter, work: StockWork) -> OutOfMemory | Failed:
