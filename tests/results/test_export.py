@@ -403,7 +403,6 @@ def test_what_has_no_field_is_applied_by_one_line(fields: tuple[str, ...]) -> No
 
 def test_every_form_says_that_samples_are_packed(fields: tuple[str, ...]) -> None:
     report = report_of(Candidate(Arm("bf16", padding_free=True), 4), "cuda", fields)
-    data = {"packing": True}
-    made = make_export(dataclasses.replace(report, workload={**report.workload, "data": data, "seq_len": 512}))
+    made = dataclasses.replace(make_export(report), row_tokens=512)
     assert any("rows = pack(dataset, 512)" in line for line in beside_lines(made))
     assert "rows = pack(dataset, 512)" in render(made, "python")
