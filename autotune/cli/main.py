@@ -176,10 +176,10 @@ def _no_such_option(error: click.ClickException) -> str | None:
 def _with_its_words(error: click.NoSuchOption) -> str:
     """Return ``; did you mean --effective-batch?``: options that share a word with it, else those spelled alike."""
     assert error.ctx is not None
-    known = [name for option in error.ctx.command.params for name in option.opts if name.startswith("--")]
+    names = [name for option in error.ctx.command.params for name in option.opts if name.startswith("--")]
     # "size" says nothing of what is meant: --batch-size is not --image-size.
     words = set(error.option_name.strip("-").split("-")) - {"size"}
-    near = [name for name in known if words & set(name.strip("-").split("-"))] or list(error.possibilities or ())
+    near = [name for name in names if words & set(name.strip("-").split("-"))] or list(error.possibilities or ())
     return f"; did you mean {' or '.join(near[:3])}?" if near else ""
 
 

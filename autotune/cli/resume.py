@@ -48,18 +48,18 @@ def resume(
         limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
         resume_remotely(service, study, limits, as_json=as_json)
         return
-    asked = {"device": device, "gpus": gpus, "parallel": parallel}
+    places = {"device": device, "gpus": gpus, "parallel": parallel}
     if executor is not None:
         from autotune.cli.remote import resume_on_cluster
 
         with open_store(storage, create=False) as store:
-            options = asked if any(asked.values()) else recorded_options(store, study)
+            options = places if any(places.values()) else recorded_options(store, study)
         limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
         ended = resume_on_cluster(executor, study, {**options, **limits}, storage, wait=wait)
         print_searched(ctx, *ended, storage, as_json=as_json)
         return
     with open_store(storage, create=False) as store:
-        devices = named_devices(asked) if gpus or parallel else ()
+        devices = named_devices(places) if gpus or parallel else ()
         budget = Budget(trials, time_budget, trial_timeout)
         request = recorded_request(store, study, device, budget, devices, parallel=parallel)
     search_and_print(ctx, request, storage, wait=wait, as_json=as_json)

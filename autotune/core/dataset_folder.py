@@ -60,9 +60,9 @@ def hold_data(folder: Path) -> HeldData | None:
 def publish_data(partial: Path, folder: Path) -> DataFacts | None:
     """Move a prepared dataset to its folder. Where another search was first, keep its folder and return its facts."""
     with _only_change_in(folder.parent):
-        known = facts_in(folder)
-        if known is not None:
-            return known
+        facts = facts_in(folder)
+        if facts is not None:
+            return facts
         if os.path.lexists(folder):
             # A folder without facts is incomplete, and no search uses it.
             shutil.rmtree(folder.rename(_aside(folder)), ignore_errors=True)
@@ -70,10 +70,10 @@ def publish_data(partial: Path, folder: Path) -> DataFacts | None:
             partial.rename(folder)
         except OSError:
             # Without locks, another search may have published its folder in between.
-            known = facts_in(folder)
-            if known is None:
+            facts = facts_in(folder)
+            if facts is None:
                 raise
-    return known
+    return facts
 
 
 @contextlib.contextmanager

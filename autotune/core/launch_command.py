@@ -155,11 +155,11 @@ def find_command(name: str) -> str | None:
     """
     beside = os.path.join(os.path.dirname(sys.executable), name)
     # An environment that is not activated has its commands beside its Python alone.
-    found = None if os.sep in name else shutil.which(name) or shutil.which(beside)
-    if found is None:
+    path = None if os.sep in name else shutil.which(name) or shutil.which(beside)
+    if path is None:
         return None
     try:
-        with open(found, "rb") as file:
+        with open(path, "rb") as file:
             first = file.readline(300).decode(errors="replace")
     except OSError:
         return None
@@ -174,7 +174,7 @@ def find_command(name: str) -> str | None:
             f"{name} belongs to another Python, {interpreter[0]}, whose packages trials do not have",
             f"install autotune there, and run it with that Python: {interpreter[0]} -m autotune search … -- {name} …",
         )
-    return beside if is_foreign else found
+    return beside if is_foreign else path
 
 
 def _without_python(words: list[str], command: str) -> list[str]:

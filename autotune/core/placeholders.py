@@ -145,9 +145,9 @@ def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
     """
     filled: list[str] = []
     for word in words:
-        found = _PLACEHOLDER.fullmatch(word)
-        if found is not None:
-            placeholder = Placeholder(found[1], found[2])
+        match = _PLACEHOLDER.fullmatch(word)
+        if match is not None:
+            placeholder = Placeholder(match[1], match[2])
             text = placeholder.fill(values)
             if placeholder.is_option:
                 filled += shlex.split(text)
@@ -169,14 +169,14 @@ def without_placeholders(words: Sequence[str]) -> tuple[str, ...] | None:
     """
     left: list[str] = []
     for word in words:
-        found = _PLACEHOLDER.fullmatch(word)
-        if found is not None and not Placeholder(found[1], found[2]).is_option:
+        match = _PLACEHOLDER.fullmatch(word)
+        if match is not None and not Placeholder(match[1], match[2]).is_option:
             if not left or not _takes_next(left[-1]):
                 return None
             left.pop()
-        elif found is None and not _PLACEHOLDER.search(word):
+        elif match is None and not _PLACEHOLDER.search(word):
             left.append(word)
-        elif found is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
+        elif match is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
             return None
     return tuple(left)
 
@@ -199,8 +199,8 @@ class Template:
     def placeholders(self) -> list[Placeholder]:
         """All placeholders, in order."""
         texts = [*(value for _, value in self.variables), *self.words]
-        found = [placeholder for text in texts for placeholder in placeholders_in(text)]
-        return found + [placeholder for path in self.files for placeholder in _in_file(path)]
+        placeholders = [placeholder for text in texts for placeholder in placeholders_in(text)]
+        return placeholders + [placeholder for path in self.files for placeholder in _in_file(path)]
 
     @property
     def names(self) -> frozenset[str]:
@@ -253,13 +253,13 @@ def read_template(words: Sequence[str], variables: Sequence[tuple[str, str]], cw
 
 def _check_is_whole(word: str, words: Sequence[str]) -> None:
     """Raise ``InvalidRequestError`` for a placeholder that a shell has split at its commas."""
-    found = _SPLIT.search(word)
-    if found is None or "{" in word[: found.start(1)]:
+    match = _SPLIT.search(word)
+    if match is None or "{" in word[: match.start(1)]:
         return
-    before = word[: found.start(1)]
+    before = word[: match.start(1)]
     rest = [other.removeprefix(before) for other in words[words.index(word) + 1 :]]
-    named = [other for other in rest if re.match(rf"({'|'.join(_KEYS[found[1]])})=", other)]
-    whole = f"{before}{{{','.join([word[found.start(1) :], *named])}}}"
+    named = [other for other in rest if re.match(rf"({'|'.join(_KEYS[match[1]])})=", other)]
+    whole = f"{before}{{{','.join([word[match.start(1) :], *named])}}}"
     raise InvalidRequestError(
         f"the shell has taken the braces of {word!r} for its own", f"put quotes around it: {shlex.quote(whole)}"
     )
@@ -284,14 +284,14 @@ def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
 
 
 def _in_file(path: str) -> list[Placeholder]:
-    found: list[Placeholder] = []
+    placeholders: list[Placeholder] = []
 
     def take(placeholder: Placeholder) -> str:
-        found.append(placeholder)
+        placeholders.append(placeholder)
         return ""
 
     _replace_in_file(path, take)
-    return found
+    return placeholders
 
 
 def _filled_copy(path: str, values: Values, folder: str) -> str:

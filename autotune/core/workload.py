@@ -104,8 +104,8 @@ class Workload:
     def data_folder(self, logs: Path) -> Path:
         """Return the folder that its dataset is prepared in, beside the logs; workloads with the same data share it."""
         assert self.data is not None
-        asked = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        parts = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.
         return logs / ".data" / key
 
@@ -114,8 +114,8 @@ class Workload:
         words = f"{self.dtype} weights"
         words += f" in {self.quantize[0]} bits" if self.quantize else ""
         words += f", LoRA of rank {self.lora_rank}" if self.peft else ""
-        told = {name.removeprefix("lora_"): value for name, value in (self.lora_options or {}).items()}
-        return words + (f" ({', '.join(f'{name}={value}' for name, value in told.items())})" if told else "")
+        options = {name.removeprefix("lora_"): value for name, value in (self.lora_options or {}).items()}
+        return words + (f" ({', '.join(f'{name}={value}' for name, value in options.items())})" if options else "")
 
     def lora_arguments(self) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig``, as far as neither task nor model decides them."""

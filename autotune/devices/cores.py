@@ -65,20 +65,20 @@ def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, .
 
 def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]:
     """Return those of the cores that are the second hardware thread of a physical core."""
-    found: set[int] = set()
+    second_threads: set[int] = set()
     for core in cores:
         try:
             siblings = parse_cores((folder / f"cpu{core}" / "topology" / "thread_siblings_list").read_text())
         except (OSError, ValueError):
             continue
-        found.update(sibling for sibling in siblings if sibling > min(siblings))
-    return frozenset(found)
+        second_threads.update(sibling for sibling in siblings if sibling > min(siblings))
+    return frozenset(second_threads)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """Parse a kernel's list of cores, ``0-3,8,10-11``; raises ``ValueError`` for anything else."""
-    found: list[int] = []
+    cores: list[int] = []
     for piece in filter(None, text.strip().split(",")):
         first, _, last = piece.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)

@@ -268,8 +268,8 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
         raise InvalidRequestError(f"{where} has no figures", _SPEC_EXAMPLE)
     unknown = sorted(set(figures) - _SPEC_FIELDS)
     if unknown:
-        known = ", ".join(sorted(_SPEC_FIELDS))
-        raise InvalidRequestError(f"{where}: {unknown[0]!r} is not known", f"known are {known}")
+        names = ", ".join(sorted(_SPEC_FIELDS))
+        raise InvalidRequestError(f"{where}: {unknown[0]!r} is not known", f"known are {names}")
 
     missing = [field for field in _SPEC_NEEDED if figures.get(field) is None]
     if missing:

@@ -95,10 +95,10 @@ def machine_id(root: Path = ROOT) -> str:
     import platform
 
     try:
-        known = (root / "etc/machine-id").read_text(encoding="ascii", errors="replace").strip()
+        machine_id = (root / "etc/machine-id").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
-        known = ""
-    return hashlib.sha256(f"autotune {known} {platform.node()}".encode()).hexdigest()[:16]
+        machine_id = ""
+    return hashlib.sha256(f"autotune {machine_id} {platform.node()}".encode()).hexdigest()[:16]
 
 
 def _name_of(processor: dict[str, str]) -> str:

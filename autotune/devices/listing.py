@@ -114,8 +114,8 @@ def devices_of_ranks(
     if alike and alike[0].kind == "cpu":
         return (alike[0],) * ranks
     same = [device for uuid in uuids for device in alike if device.uuid == uuid]
-    found = same if len(same) == ranks else alike[:ranks]
-    if len(found) < ranks:
+    devices = same if len(same) == ranks else alike[:ranks]
+    if len(devices) < ranks:
         gone = [uuid for uuid in uuids if uuid not in {device.uuid for device in alike}]
         verb = "is" if len(alike) == 1 else "are"
         raise DeviceError(
@@ -123,7 +123,7 @@ def devices_of_ranks(
             + (f": {' and '.join(gone)} {'is' if len(gone) == 1 else 'are'} missing" if gone else ""),
             _with_reasons("go on where they are, or search anew under another --study"),
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def find_gpus(text: str) -> tuple[Device, ...]:

@@ -112,8 +112,8 @@ class NvmlSession:
             return None
         places = range(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
         handles = [self._optional("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
-        found = [self._device(None, instance) for instance in handles if instance is not None]
-        return [instance for instance in found if instance is not None]
+        devices = [self._device(None, instance) for instance in handles if instance is not None]
+        return [instance for instance in devices if instance is not None]
 
     def used_bytes(self, uuid: str) -> int | None:
         """Return the bytes in use on a GPU now; ``None`` where there is no such GPU or no answer."""
@@ -301,9 +301,9 @@ class NvmlSession:
         """Return the CUDA compute capability; for a MIG instance that of its GPU."""
         name = "nvmlDeviceGetCudaComputeCapability"
         function = self._optional("_nvmlGetFunctionPointer", name)
-        found = self._optional(name, handle) or _call_for_two_numbers(function, handle)
-        if found is not None:
-            return int(found[0]), int(found[1])
+        numbers = self._optional(name, handle) or _call_for_two_numbers(function, handle)
+        if numbers is not None:
+            return int(numbers[0]), int(numbers[1])
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
@@ -337,11 +337,11 @@ class NvmlSession:
 
     def _neighbours(self, handle: Any) -> tuple[Neighbour, ...]:
         """Return the other processes on a GPU with their names."""
-        found = []
+        processes = []
         for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
-            found.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
-        return tuple(found)
+            processes.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
+        return tuple(processes)
 
     def _optional(self, name: str, *arguments: Any) -> Any:
         """Call a function of the binding; return ``None`` where binding, driver or device do not support it."""
@@ -436,14 +436,14 @@ def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int 
         return tuple(range(len(uuids)))
     shown: list[int | str] = []
     for entry in visible.split(","):
-        found = _visible_gpu(entry.strip(), uuids)
-        if found is None:
+        gpu = _visible_gpu(entry.strip(), uuids)
+        if gpu is None:
             break
-        if found in shown:
+        if gpu in shown:
             return ()
-        if isinstance(found, str):
-            return tuple(shown) or (found,)
-        shown.append(found)
+        if isinstance(gpu, str):
+            return tuple(shown) or (gpu,)
+        shown.append(gpu)
     return tuple(shown)
 
 

@@ -68,10 +68,10 @@ class SearchActor:
         os.environ.pop(_VISIBLE, None)
         if visible is not None:
             os.environ[_VISIBLE] = visible
-        found: Document = encode(facts_here())
-        gpus = [device for device in found["devices"] if device["kind"] == "cuda"]
-        found["devices"] = [device for device in found["devices"] if device not in gpus[most_gpus:]]
-        return found
+        facts: Document = encode(facts_here())
+        gpus = [device for device in facts["devices"] if device["kind"] == "cuda"]
+        facts["devices"] = [device for device in facts["devices"] if device not in gpus[most_gpus:]]
+        return facts
 
     def begin(self, work: Document) -> None:
         """Start the search, once."""
@@ -87,9 +87,9 @@ class SearchActor:
         self._asked_at = time.monotonic()
         if self._run is None:
             return []
-        found = self._run.messages(after, wait_seconds)
+        messages = self._run.messages(after, wait_seconds)
         self._asked_at = time.monotonic()
-        return [encode(message) for message in found]
+        return [encode(message) for message in messages]
 
     def cancel(self) -> None:
         """Have the search end."""

@@ -216,8 +216,8 @@ class _Child:
             problem = problem_of(error)
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
-            told = f"the process of the search failed: {type(error).__name__}: {error}"
-            problem = problem_of(TrialServerError(told[:500], "see the log of the service"))
+            message = f"the process of the search failed: {type(error).__name__}: {error}"
+            problem = problem_of(TrialServerError(message[:500], "see the log of the service"))
         finally:
             self._is_interruptible = False
             with self._guard:
@@ -317,8 +317,8 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
         verification.check()
     except PromiseMissedError as error:
         missed = problem_of(error)
-    told = encode(verification_document(verification))
-    say("verification", {"verification": told, "problem": missed, "lines": verification_lines(verification)})
+    document = encode(verification_document(verification))
+    say("verification", {"verification": document, "problem": missed, "lines": verification_lines(verification)})
     return True
 
 

@@ -49,13 +49,13 @@ class RayRun:
             if not self._cluster.is_ready(self._ticket, wait_seconds + 1.0):
                 return []
             ticket, self._ticket = self._ticket, None
-            told: list[Document] = self._cluster.get(ticket)
+            messages: list[Document] = self._cluster.get(ticket)
         except NodeLostError as error:
             return self._end(after, str(error))
         except ServiceError as error:
             return self._wait_for_the_cluster(after, error)
         self._away_since = None
-        return [decode(message, Message) for message in told]
+        return [decode(message, Message) for message in messages]
 
     @staticmethod
     def _end(after: int, why: str) -> list[Message]:
@@ -129,7 +129,7 @@ class RayEngine:
         """Look which nodes there are, and ask new ones what they have."""
         nodes = {node.id: node for node in self._cluster.nodes()}
         self._refused = {key: why for key, why in self._refused.items() if key in nodes}
-        found = []
+        hosts = []
         for key, node in nodes.items():
             facts = self._facts_of(node) if node.gpus or node.cpus else None
             if facts is None:
@@ -138,8 +138,8 @@ class RayEngine:
             cpus = [device for device in facts.devices if device.kind == "cpu"]
             # Nodes of one machine have one name, and devices of their own for Ray.
             devices = gpus or cpus
-            found.append(Host(facts.host, tuple(replace(each, uuid=f"{each.uuid}@{key}") for each in devices), key))
-        self._hosts = tuple(found)
+            hosts.append(Host(facts.host, tuple(replace(each, uuid=f"{each.uuid}@{key}") for each in devices), key))
+        self._hosts = tuple(hosts)
 
     def _facts_of(self, node: ClusterNode) -> NodeFacts | None:
         """Return what a node says of itself; ``None`` for one that is refused or does not answer."""

@@ -340,14 +340,14 @@ def _current_cluster() -> str:
     except ImportError as error:
         raise _not_installed() from error
     try:
-        found = get_ray_address_from_environment("auto", None)
+        address = get_ray_address_from_environment("auto", None)
     except (ConnectionError, ValueError) as error:
-        found = None
+        address = None
         if not isinstance(error, ConnectionError):
             raise
-    if not found:
+    if not address:
         raise ServiceError("no Ray cluster runs on this machine", "name one: --executor ray://HOST:10001")
-    return str(found)
+    return str(address)
 
 
 @contextlib.contextmanager

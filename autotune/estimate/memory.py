@@ -126,16 +126,16 @@ def _prediction_at(
     others = [steps for at, steps in of_class if at == batch and steps > 1]
     if accumulation == 1 or not others:
         return None
-    known = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
-    more_bytes = (accumulation - known.gradient_accumulation_steps) * known.micro_batch_bytes
+    nearest = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
+    more_bytes = (accumulation - nearest.gradient_accumulation_steps) * nearest.micro_batch_bytes
     predicted = replace(
-        known,
+        nearest,
         gradient_accumulation_steps=accumulation,
-        peak_allocated_bytes=known.peak_allocated_bytes + more_bytes,
-        peak_reserved_bytes=known.peak_reserved_bytes + more_bytes,
+        peak_allocated_bytes=nearest.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=nearest.peak_reserved_bytes + more_bytes,
     )
     fits = ceiling.bounds.fits(predicted.peak_reserved_bytes, predicted.once_allocated_bytes, PREDICTION_MARGIN)
-    return replace(predicted, fits=known.fits and fits)
+    return replace(predicted, fits=nearest.fits and fits)
 
 
 class MemoryModel:

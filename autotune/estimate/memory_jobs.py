@@ -229,11 +229,11 @@ class Forecast:
             return
         waiting, self._waiting = self._waiting, []
         for inquiry in waiting:
-            known = self._kept.find(inquiry.identity)
-            if known is None:
+            prediction = self._kept.find(inquiry.identity)
+            if prediction is None:
                 self._waiting.append(inquiry)
             else:
-                _file(inquiry, known)
+                _file(inquiry, prediction)
 
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:

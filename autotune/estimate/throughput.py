@@ -272,8 +272,8 @@ class Speeds:
         candidates = [self._space.candidate(arm, batch) for batch in ladder]
         if steps is None or memory is None:
             return max((elsewhere[candidate] for candidate in candidates if candidate in elsewhere), default=None)
-        known = [steps.samples_per_second(c) for c in candidates if memory.likely_fits(c)]
-        return max((speed for speed in known if speed is not None), default=None)
+        speeds = [steps.samples_per_second(c) for c in candidates if memory.likely_fits(c)]
+        return max((speed for speed in speeds if speed is not None), default=None)
 
     def _tf32_is_behind(self, arm: Arm) -> bool:
         """Return whether tf32 is slower than the best even without any waiting, by the GPU time measured in bf16.
@@ -285,8 +285,8 @@ class Speeds:
         bounds = [self.view(twin).gpu_bound()]
         if twin != plain and (bound := self.view(plain).gpu_bound(at_any_batch=True)) is not None:
             bounds.append(bound / _RECOMPUTING_TIMES)
-        known = [bound for bound in bounds if bound is not None]
-        return bool(known) and min(known) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
+        finite = [bound for bound in bounds if bound is not None]
+        return bool(finite) and min(finite) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
 
     def _is_beaten_throughout(self, arm: Arm) -> bool:
         """Return whether at every batch that may fit, an arm that is never slower was measured there or above."""

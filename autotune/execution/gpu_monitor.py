@@ -270,8 +270,8 @@ class _Watch:
         newcomer that was there the longest.
         """
         seen = Counter(pid for sample in self._samples for pid in sample.pids if pid not in self._before.pids)
-        known = frozenset(pid for reading in self._readings for pid in reading.own)
-        own = known & seen.keys() or {pid for pid, _ in seen.most_common(1)}
+        own_pids = frozenset(pid for reading in self._readings for pid in reading.own)
+        own = own_pids & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
 
     def _missing(self, after: Condition) -> list[str]:
@@ -308,10 +308,10 @@ class _Clocks:
                 self._noted.add((gpu.uuid, word))
                 self._note(f"{word} lasts on {gpu.label}: trials count as they are, and training will run so too")
         hottest = max((s.temperature_celsius for s in samples if s.temperature_celsius is not None), default=None)
-        found = [f"{word} at {hottest} °C" if hottest is not None else word for word in words if word not in steady]
+        reasons = [f"{word} at {hottest} °C" if hottest is not None else word for word in words if word not in steady]
         clock, best = max((sample.sm_clock_mhz or 0 for sample in samples), default=0), self._best_mhz.get(gpu.uuid, 0)
         is_capped = any(sample.is_power_capped for sample in samples)
         if not words and not is_capped and len(samples) >= _FEWEST_SAMPLES and clock < _CLOCK_DROP * best:
-            found.append(f"clocks of {clock} MHz, not {best} MHz as before")
+            reasons.append(f"clocks of {clock} MHz, not {best} MHz as before")
         self._best_mhz[gpu.uuid] = max(best, clock)
-        return found
+        return reasons

@@ -35,9 +35,9 @@ def advice_lines(
             refused.append((name, offer.why_not or ""))
             continue
         speed = _with_ends(offer.best.samples_per_second, offer.best.interval_samples_per_second)
-        told = "" if len(grades) == 1 else f" {offer.graded.grade}"
+        grade_text = "" if len(grades) == 1 else f" {offer.graded.grade}"
         cost = "" if offer.cost is None or offer.interval_cost is None else _with_ends(offer.cost, offer.interval_cost)
-        row = [name, offer.best.candidate.describe(), f"{speed}{told}", format_rate(offer.hours), cost]
+        row = [name, offer.best.candidate.describe(), f"{speed}{grade_text}", format_rate(offer.hours), cost]
         rows.append(row[: len(head)])
     lines += table_lines(head, rows)
     # Outside the table, whose second column such a sentence would widen beyond 80 characters.

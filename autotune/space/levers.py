@@ -345,9 +345,9 @@ _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), k
 
 def changed(arm: Arm, **values: Any) -> Arm:
     """Return an arm with other settings; what is part of one that is now the default gets its default, too."""
-    found = dataclasses.replace(arm, **values)
-    idle = [row.name for row in LEVERS if row.part_of and getattr(found, row.part_of) == _DEFAULTS[row.part_of]]
-    return dataclasses.replace(found, **{name: _DEFAULTS[name] for name in idle})
+    other = dataclasses.replace(arm, **values)
+    idle = [row.name for row in LEVERS if row.part_of and getattr(other, row.part_of) == _DEFAULTS[row.part_of]]
+    return dataclasses.replace(other, **{name: _DEFAULTS[name] for name in idle})
 
 
 def without(arm: Arm, names: Iterable[str]) -> Arm:
@@ -411,12 +411,12 @@ def never_slower(arm: Arm, *, allows: Callable[[Arm], bool]) -> frozenset[Arm]:
     An arm that differs in several settings is never slower either. Another precision counts where it ``allows`` the
     arm.
     """
-    found = {arm}
+    arms = {arm}
     for row in LEVERS:
         if row.never_slower is not None:
-            better = {changed(one, **{row.name: row.never_slower(one)}) for one in found}
-            found |= {one for one in better if row.name != "precision" or allows(one)}
-    return frozenset(found - {arm})
+            better = {changed(one, **{row.name: row.never_slower(one)}) for one in arms}
+            arms |= {one for one in better if row.name != "precision" or allows(one)}
+    return frozenset(arms - {arm})
 
 
 def inconvenience(arm: Arm) -> tuple[int, ...]:

@@ -260,7 +260,7 @@ def choose_arms(
         for precision in precisions
     )
     whys = {arm: excluding(arm) for arm in arms}
-    found = tuple(arm for arm, why in whys.items() if why is None)
-    if not found:
+    allowed = tuple(arm for arm, why in whys.items() if why is None)
+    if not allowed:
         raise InvalidRequestError(f"nothing is left to search: {next(iter(whys.values()))}", "turn one of the two off")
-    return found
+    return allowed

@@ -76,12 +76,12 @@ class Leases:
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             while not insert_if_absent(connection, LeaseRow, {"name": name, **values}):
                 # Where writers do not wait for each other, another may come between any two of these.
-                known = find_lease(connection, name)
-                if known is None:
+                lease = find_lease(connection, name)
+                if lease is None:
                     continue
-                if self._is_held(known):
-                    return known
-                unchanged = (LeaseRow.name == name) & (LeaseRow.token == known.token)
+                if self._is_held(lease):
+                    return lease
+                unchanged = (LeaseRow.name == name) & (LeaseRow.token == lease.token)
                 if connection.execute(update(LeaseRow).where(unchanged).values(**values)).rowcount == 1:
                     break
         return None

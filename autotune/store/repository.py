@@ -176,10 +176,10 @@ class Store:
         study = self.study(name)
         if study is not None:
             return study
-        known = [summary.study.name for summary in self.studies()]
-        hint = did_you_mean(name, known, most=3, least_ratio=0.5) or f"the newest are {', '.join(known[:5])}"
+        names = [summary.study.name for summary in self.studies()]
+        hint = did_you_mean(name, names, most=3, least_ratio=0.5) or f"the newest are {', '.join(names[:5])}"
         raise UnknownStudyError(
-            f"there is no study {name!r} in {self.label}", hint if known else "run autotune search first"
+            f"there is no study {name!r} in {self.label}", hint if names else "run autotune search first"
         )
 
     def studies(self) -> list[StudySummary]:

@@ -77,8 +77,8 @@ def _by_kernel(
         raise SettingUnavailableError("this torch has no attention within a window for samples in one row")
     causal = {"window_size": (window - 1 if window else -1, 0)} if takes_window else {"is_causal": True}
     flat = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    found: torch.Tensor = call(*flat, ends, ends, longest, longest, scale=scale, **causal)
-    return found.transpose(0, 1)[None]
+    attended: torch.Tensor = call(*flat, ends, ends, longest, longest, scale=scale, **causal)
+    return attended.transpose(0, 1)[None]
 
 
 def _has_kernel() -> bool:
@@ -125,11 +125,11 @@ def attend_within_samples(
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     is_half = dtype in (torch.bfloat16, torch.float16)
     if device == "cuda" and is_half and not dropout and query.shape[-1] == value.shape[-1] and _has_kernel():
-        found = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, sliding_window, scaling)
+        attended = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, sliding_window, scaling)
     else:
         lengths = cu_seq_lens_q.diff().tolist()
-        found = _each_by_itself(query, key, value, lengths, sliding_window, dropout, scaling)
-    return found.transpose(1, 2).contiguous(), None
+        attended = _each_by_itself(query, key, value, lengths, sliding_window, dropout, scaling)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, attend_within_samples)
@@ -317,8 +317,8 @@ def _mixes(trainer: Trainer, model: Any) -> bool:
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         moved.pop("labels")
         with trainer.compute_loss_context_manager():
-            found: torch.Tensor = model(**moved, use_cache=False).logits
-        return found[0, -len(second) :].float()
+            logits: torch.Tensor = model(**moved, use_cache=False).logits
+        return logits[0, -len(second) :].float()
 
     is_training = model.training
     model.eval()

@@ -69,12 +69,12 @@ _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _check_experts(request: SearchRequest) -> None:
-    asked = request.experts_implementations or ()
-    if asked and not any(request.workload.config.get(name) for name in _EXPERTS_FIELDS):
+    implementations = request.experts_implementations or ()
+    if implementations and not any(request.workload.config.get(name) for name in _EXPERTS_FIELDS):
         raise InvalidRequestError(
-            f"--experts {','.join(asked)}: {request.workload.model} is no mixture of experts", "leave it out"
+            f"--experts {','.join(implementations)}: {request.workload.model} is no mixture of experts", "leave it out"
         )
-    for name in asked:
+    for name in implementations:
         if name not in EXPERTS:
             raise InvalidRequestError(f"--experts {name} is not known", f"use some of {', '.join(EXPERTS)}")
 
@@ -127,24 +127,24 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
 
 def _check_strategies(request: SearchRequest) -> None:
     """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
-    asked = request.strategies
-    if asked is None:
+    strategies = request.strategies
+    if strategies is None:
         return
-    if request.beside and asked != ("zero2-offload",):
+    if request.beside and strategies != ("zero2-offload",):
         raise InvalidRequestError(
-            f"--strategy {','.join(asked)} is how several GPUs train together, and --parallel has each trial train "
-            "on one",
+            f"--strategy {','.join(strategies)} is how several GPUs train together, and --parallel has each trial "
+            "train on one",
             "leave one of the two out",
         )
-    if request.ranks == 1 and asked != ("zero2-offload",):
+    if request.ranks == 1 and strategies != ("zero2-offload",):
         raise InvalidRequestError(
-            f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
+            f"--strategy {','.join(strategies)} applies to several GPUs, and there is one",
             "add --gpus 2, or leave it out",
         )
-    sharded = [strategy for strategy in asked if strategy != "ddp"]
+    sharded = [strategy for strategy in strategies if strategy != "ddp"]
     if not sharded:
         return
-    fsdp = [strategy for strategy in asked if strategy in FSDP]
+    fsdp = [strategy for strategy in strategies if strategy in FSDP]
     if fsdp and request.device.kind == "cpu":
         raise DeviceError(
             f"--strategy {fsdp[0]}: on a CPU accelerate always trains with DDP",
@@ -163,7 +163,7 @@ def _check_strategies(request: SearchRequest) -> None:
             "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
         )
     _check_optims_shard(sharded[0], request.optims)
-    _check_zero(request, [strategy for strategy in asked if strategy in ZERO_STAGES])
+    _check_zero(request, [strategy for strategy in strategies if strategy in ZERO_STAGES])
 
 
 def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
@@ -208,10 +208,10 @@ def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts
     _check_ranks_of_own_code(request)
     _check_settings(request, model.checkpointing_layers)
     _check_sharding(request, model)
-    known = facts.optims or request.optims
+    optims = facts.optims or request.optims
     for optim in request.optims:
-        if optim not in known and optim != OWN_OPTIM:
-            near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
+        if optim not in optims and optim != OWN_OPTIM:
+            near = near_misses(optim, sorted(optims), most=3, least_ratio=0.4) or sorted(optims)[:3]
             raise InvalidRequestError(
                 f"--optim {optim} is not known to the installed transformers", f"it has {', '.join(near)} …"
             )

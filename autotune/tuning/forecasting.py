@@ -68,21 +68,21 @@ def forecast_of(
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
     pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
-    known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
+    predictable = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
     if traces is not None:
-        known = [arm for arm in known if traces.has(arm)]
+        predictable = [arm for arm in predictable if traces.has(arm)]
     # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
     arms = sorted(
-        known,
+        predictable,
         key=lambda arm: (
             objective == "max-batch" and not arm.gradient_checkpointing,
             ranks > 1 and arm.precision not in ("bf16", "fp16"),
         ),
     )
-    asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
+    inquiries = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
-    target = Target(prepared.chip, prepared.ceiling, asked, prepared.model.checkpointing_layers)
+    target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers)
     if patience_seconds is None:
         patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
     return Forecast(

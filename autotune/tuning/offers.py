@@ -49,8 +49,8 @@ def models_of(
         # No kind of attention makes a difference to float32, of which both would say the same.
         only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
-    asked = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
-    models = predictions(targets, asked, answers, counts)
+    requests = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
+    models = predictions(targets, requests, answers, counts)
     return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
 
 
@@ -86,7 +86,7 @@ def best_offer(chip: Chip, count: int, job: Job, price: float | None) -> Offer:
 def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
     """Return the predicted steps of all candidates that fit, and the least memory of those that do not."""
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
-    known: list[StepTime] = []
+    steps: list[StepTime] = []
     least: int | None = None
     for arm in space.arms:
         model = model_of(arm, chip, job.models)
@@ -103,8 +103,8 @@ def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[
             needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
             least = min(needed, least or needed)
             if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
-                known.append(speeds.predict(operations, _of_ranks(candidate, count)))
-    return known, least
+                steps.append(speeds.predict(operations, _of_ranks(candidate, count)))
+    return steps, least
 
 
 def _of_ranks(candidate: Candidate, count: int) -> Candidate:

@@ -72,8 +72,8 @@ class OptunaPolicy:
             if candidate is not None and refusal is None:
                 self._proposals[candidate] = proposal
                 return candidate
-            why, known = (refusal.why, refusal.known) if refusal is not None else ("", None)
-            excess = over_line_gib(known, history.ceiling) if known is not None else None
+            why, outcome = (refusal.why, refusal.known) if refusal is not None else ("", None)
+            excess = over_line_gib(outcome, history.ceiling) if outcome is not None else None
             self._tell(proposal, TrialState.PRUNED, None, excess)
             self._skip(proposal.params, why, excess)
         # The end of a running trial may make a refused candidate worth a trial.

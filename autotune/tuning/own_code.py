@@ -28,14 +28,14 @@ def _check_samples(request: SearchRequest, samples: int | None) -> None:
     if source is None or samples is None:
         return
     if request.effective_batch is None:
-        needed = asked = request.batch_multiple or 1
+        needed = batch = request.batch_multiple or 1
         option, enough = "--batch-multiple", samples
     else:
-        needed, asked = request.effective_batch // request.world_size, request.effective_batch
+        needed, batch = request.effective_batch // request.world_size, request.effective_batch
         option, enough = "--effective-batch", samples * request.world_size
     if samples < needed:
         raise InvalidRequestError(
-            f"the training data of {source.name} has {samples} samples, less than one step of {option} {asked}",
+            f"the training data of {source.name} has {samples} samples, less than one step of {option} {batch}",
             f"use {option} {enough} or less, or more data",
         )
 
@@ -130,14 +130,14 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
 
 def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...]) -> SearchRequest:
     """Return the request with the precisions for which a placeholder says what the script calls them."""
-    asked = request.precisions or named
-    if unnamed := [name for name in asked if name not in named]:
+    precisions = request.precisions or named
+    if unnamed := [name for name in precisions if name not in named]:
         raise InvalidRequestError(
             f"--precision {unnamed[0]}: the placeholder does not say what the script calls it",
             f"name it there: {{precision:{unnamed[0]}=…}}",
         )
-    usable = tuple(name for name in asked if request.precisions or name in request.chosen_precisions)
-    return replace(request, precisions=usable or asked)
+    usable = tuple(name for name in precisions if request.precisions or name in request.chosen_precisions)
+    return replace(request, precisions=usable or precisions)
 
 
 def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
@@ -176,10 +176,10 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.fixed
     batch = own.per_device_train_batch_size if fixed.batch is None else fixed.batch
     accumulation = own.gradient_accumulation_steps if fixed.accumulation is None else fixed.accumulation
-    asked = request.effective_batch
-    if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
+    effective_batch = request.effective_batch
+    if {"batch", "accumulation"} <= searched or (effective_batch is None and "batch" in searched):
         return None
-    samples = None if asked is None else asked // request.world_size
+    samples = None if effective_batch is None else effective_batch // request.world_size
     if "batch" not in searched:
         if batch is None or (samples is not None and samples % batch):
             raise InvalidRequestError(

@@ -92,9 +92,9 @@ class ThroughputPolicy:
         if smaller:
             return smaller[len(smaller) // 2]
         elsewhere = view.history.elsewhere
-        known = [batch for batch in rungs if self._space.candidate(view.arm, batch) in elsewhere]
-        if known:
-            return max(known, key=lambda batch: elsewhere[self._space.candidate(view.arm, batch)])
+        measured = [batch for batch in rungs if self._space.candidate(view.arm, batch) in elsewhere]
+        if measured:
+            return max(measured, key=lambda batch: elsewhere[self._space.candidate(view.arm, batch)])
         fitting = view.predicted_to_fit(rungs)
         if fitting and not self._is_free:
             return self._fastest_predicted(view, fitting)
@@ -234,18 +234,18 @@ class MaxBatchPolicy:
 
     def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Return the batch at which the line through two measured peaks meets the ceiling's line."""
-        known: dict[int, int] = {
+        peaks: dict[int, int] = {
             b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
         }
-        far = [b for b in known if b <= FAR_ENOUGH * fits]
-        above = [b for b in known if b > fits]
+        far = [b for b in peaks if b <= FAR_ENOUGH * fits]
+        above = [b for b in peaks if b > fits]
         other = min(above) if above else max(far, default=None)
         middle = fits * 2 if over is None else (fits + over) // 2
         if other is None:
             return middle
-        slope = (known[fits] - known[other]) / (fits - other)
+        slope = (peaks[fits] - peaks[other]) / (fits - other)
         line_bytes = view.history.ceiling.line_bytes
-        aimed = int(fits + (line_bytes - known[fits]) / slope) if slope > 0 else LARGEST_FREE_BATCH
+        aimed = int(fits + (line_bytes - peaks[fits]) / slope) if slope > 0 else LARGEST_FREE_BATCH
         if over is None:
             return min(aimed, fits * 4)
         if aimed < over:

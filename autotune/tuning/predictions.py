@@ -119,10 +119,10 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
-    asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes}
     if ranks > 1 and options["world_size"] == 1:
-        asked["world_size"] = ranks
-    return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **asked)
+        fields["world_size"] = ranks
+    return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **fields)
 
 
 def _ranks(gpus: str | None) -> int:

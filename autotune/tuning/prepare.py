@@ -119,7 +119,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
 
 
 def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
-    known = model.attn_implementations
+    implementations = model.attn_implementations
     if request.workload.source is not None:
-        return known
-    return request.attn_implementations or (("sdpa",) if "sdpa" in known else ("eager",))
+        return implementations
+    return request.attn_implementations or (("sdpa",) if "sdpa" in implementations else ("eager",))

@@ -178,12 +178,12 @@ def shows_deviation(history: History, winner: Tried, trial_seconds: float, spent
     That makes the promises of this search and of all later ones on the machine more certain. The first search on a
     machine measures its winner in three processes, later ones in two until enough is known.
     """
-    candidate, known = winner.candidate, history.pool.degrees(winner.candidate)
+    candidate, degrees = winner.candidate, history.pool.degrees(winner.candidate)
     if candidate.arm.torch_compile:
         return False
-    if known < _FEW_DEVIATIONS:
+    if degrees < _FEW_DEVIATIONS:
         return history.attempts(candidate) < _MOST_PROCESSES and trial_seconds <= _FEW_SHARE * spent_seconds
-    is_new = history.attempts(candidate) < _HOST_BOUND_PROCESSES and known < _ENOUGH_DEVIATIONS
+    is_new = history.attempts(candidate) < _HOST_BOUND_PROCESSES and degrees < _ENOUGH_DEVIATIONS
     return is_new and trial_seconds <= _CHEAP_SHARE * spent_seconds
 
 

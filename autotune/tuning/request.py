@@ -292,9 +292,9 @@ def request_from_document(
     that no request can have.
     """
     kind, document = recorded_type(), without_version(document)
-    known = set(kind.__struct_fields__)
+    names = set(kind.__struct_fields__)
     # An option of a later autotune that is off has no effect.
-    said = {name: value for name, value in document.items() if name in known or value not in (None, False)}
+    said = {name: value for name, value in document.items() if name in names or value not in (None, False)}
     recorded = fields_of(decode(said, kind))
     if recorded["ranks"] != 1 + len(others):
         raise ValueError(f"it has {recorded['ranks']} ranks, and {1 + len(others)} devices were found for them")

@@ -99,7 +99,7 @@ class Library:
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
         """Return the latest measurement at another accumulation, converted to this one."""
-        found: Completed | None = None
+        converted: Completed | None = None
         for past, outcome in self._alike(candidate):
             other = past.trial.candidate
             if other == candidate or not (other.accumulates and candidate.accumulates):
@@ -108,8 +108,8 @@ class Library:
             if measured is not None:
                 worked_out = Completed(measured, source=_source(past, derived=True))
                 if _says_enough(worked_out, candidate, effort):
-                    found = worked_out
-        return found
+                    converted = worked_out
+        return converted
 
     def _alike(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
         for past in self._completed.get((candidate.arm, candidate.per_device_train_batch_size), ()):

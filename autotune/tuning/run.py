@@ -85,8 +85,8 @@ def run_search(
                 store = _opened(stack, storage)
             if store is None:
                 return False
-            known = store.study(name)
-            if known is not None and (why := what_differs(store, known, request)) is not None:
+            study = store.study(name)
+            if study is not None and (why := what_differs(store, study, request)) is not None:
                 others[name] = why
                 return True
             return store.leases.holder(name_of_study(name)) is not None

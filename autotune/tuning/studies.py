@@ -135,9 +135,9 @@ def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> st
         return "your own code may have changed"
     if request.workload.data is not None:
         return "the dataset may have changed"
-    asked = json.loads(json.dumps({**request.workload.recorded_document(), **request.document()}))
+    document = json.loads(json.dumps({**request.workload.recorded_document(), **request.document()}))
     recorded = {**store.workload_of(known), **known.request}
-    changed = differences({name: recorded.get(name) for name in asked}, asked)
+    changed = differences({name: recorded.get(name) for name in document}, document)
     if changed:
         return changed[0]
     environment = store.environment(known.environment_id)

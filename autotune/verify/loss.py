@@ -94,8 +94,8 @@ class LossComparison:
     def _difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
         """Return the largest relative difference of the comparable steps; infinite where one is not finite."""
         pairs = list(zip(ours, theirs, strict=False))[: self.steps]
-        found = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
-        return max(found) if found and all(map(math.isfinite, found)) else math.inf
+        differences = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
+        return max(differences) if differences and all(map(math.isfinite, differences)) else math.inf
 
     @property
     def is_same(self) -> bool:

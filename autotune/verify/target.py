@@ -165,26 +165,26 @@ def find_exported(store: Store, arguments: Document) -> Report:
 
     Raises ``InvalidRequestError`` where studies of different workloads do: the file does not name its model.
     """
-    found: list[Report] = []
+    reports: list[Report] = []
     for summary in store.studies():
         if summary.best is None:
             continue
         report = load_report(store, summary.study.name)
         exported = make_export(report).measured_arguments
         if all(arguments.get(name) == value for name, value in exported.items()):
-            found.append(report)
-    if not found:
+            reports.append(report)
+    if not reports:
         raise UnknownStudyError(
             f"no study in {store.label} exports this file",
             "name the study with --study, or its database with --storage; an export of another machine is "
             "verified there",
         )
-    if len({report.study.workload_id for report in found}) > 1:
-        names = ", ".join(report.study.name for report in found[:5])
+    if len({report.study.workload_id for report in reports}) > 1:
+        names = ", ".join(report.study.name for report in reports[:5])
         raise InvalidRequestError(
             f"studies of different models or data export these values: {names}", "say which is meant with --study"
         )
-    return found[0]
+    return reports[0]
 
 
 def placement_of(report: Report, among: Sequence[Device] | None = None) -> Placement:

@@ -139,14 +139,14 @@ class Verification:
         if again is None or scaled is None or speed is None or finding is None:
             return []
         promise = self.target.promise
-        found = [
+        lines = [
             f"measured again just now as in the search: {describe_speed(again.speed)} samples/s, "
             f"{_compared(again.speed.mean / promise.mean)} the search's {format_rate(promise.mean)}",
             f"the stock run is {_compared(speed.mean / scaled.mean)} that",
         ]
         machine, run = conclusion(finding, self._where, has_changed=bool(self.changed_packages()))
-        found = [line + (f": {told}" if told else "") for line, told in zip(found, (machine, run), strict=True)]
-        return [*found, *(f"this trial was disturbed: {why}" for why in again.disturbed)]
+        lines = [line + (f": {told}" if told else "") for line, told in zip(lines, (machine, run), strict=True)]
+        return [*lines, *(f"this trial was disturbed: {why}" for why in again.disturbed)]
 
     @property
     def _where(self) -> str:
@@ -210,16 +210,16 @@ class Verification:
         """Return the promises that were not kept, each in a sentence; empty where all were."""
         if self.obtained.state == "out_of_memory":
             return [f"memory ran out during {_DURING[self.obtained.during or '']}: {self.obtained.message}"]
-        found = self._too_slow()
+        problems = self._too_slow()
         peak = self.training_peak_bytes or 0
         if peak > self.most_bytes:
-            found.append(
+            problems.append(
                 f"a peak of {format_bytes(peak)} is {peak / self.promised_peak_bytes - 1:.1%} above "
                 f"the promised {format_bytes(self.promised_peak_bytes)}"
             )
         if self.obtained.loss_problem:
-            found.append(self.obtained.loss_problem)
-        return found
+            problems.append(self.obtained.loss_problem)
+        return problems
 
     def _too_slow(self) -> list[str]:
         """Say that the speed was missed; empty where it was not."""
@@ -258,23 +258,23 @@ class Verification:
                 f"{describe_speed(speed)} samples/s lie above the promised {describe_ends(promise)}; the search "
                 f"measured {above / (1 + above):.0%} too low, and what it compared may be as uncertain"
             ]
-        found = []
+        lines = []
         open_share = slack(promise, speed)
         if compare(promise, speed) == "cannot_tell":
             if speed.mean < promise.low:
                 promised = describe_ends(promise)
-                found.append(
+                lines.append(
                     f"{describe_speed(speed)} samples/s lie below the promised {promised}, but reach into them"
                 )
             else:
-                found.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
+                lines.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
-            found.append(f"the promise is wide{describe_width(promise)}: {self._why_promise_is_wide()}")
+            lines.append(f"the promise is wide{describe_width(promise)}: {self._why_promise_is_wide()}")
         else:
-            found.append(f"the run is noisy{describe_width(speed)}: {self._why_run_is_noisy()}")
+            lines.append(f"the run is noisy{describe_width(speed)}: {self._why_run_is_noisy()}")
         if not self._is_host_bound:
-            return found
-        return [*found, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
+            return lines
+        return [*lines, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
 
     def _why_run_is_noisy(self) -> str:
         each = [stretch.seconds / stretch.samples for stretch in self.obtained.stretches]
@@ -394,29 +394,29 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
 
 def notes(verification: Verification) -> list[str]:
     """Return notes that limit the validity of the comparison."""
-    found = []
+    notes = []
     if changed := verification.changed_packages():
-        found.append(f"the study was measured with {'; '.join(changed)}")
+        notes.append(f"the study was measured with {'; '.join(changed)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_length_seconds:
-        found.append(
+        notes.append(
             f"{format_count(verification.new_shapes)} padded lengths were new to the GPU in these steps; the promise "
             f"allows for their extra time ({format_rate(verification.target.promise.mean)} without it)"
         )
     reserved = verification.peak_bytes("reserved") or 0
     if verification.target.has_data and reserved > line_bytes:
-        found.append(
+        notes.append(
             f"the allocator kept {format_bytes(reserved)} reserved for batches of other lengths, above the "
             f"{format_bytes(line_bytes)} that leave the headroom; under its cap it frees that"
         )
     peak = verification.training_peak_bytes or 0
     if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
-        found.append(
+        notes.append(
             f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
         )
     copy_bytes = promised.bucket_copy_bytes
     if copy_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
-        found.append(f"in one step DDP may hold the {format_bytes(copy_bytes)} of its gradient buckets twice")
+        notes.append(f"in one step DDP may hold the {format_bytes(copy_bytes)} of its gradient buckets twice")
     if verification.obtained.skipped_steps:
-        found.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
-    return found
+        notes.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
+    return notes

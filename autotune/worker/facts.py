@@ -84,12 +84,12 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
 
 def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
-    found = inspect_environment()
-    found = dataclasses.replace(found, lacks_nccl=lacks_nccl(work.devices))
+    inspection = inspect_environment()
+    inspection = dataclasses.replace(inspection, lacks_nccl=lacks_nccl(work.devices))
     try:
-        return dataclasses.replace(found, model=_model_facts(workload, work.devices.ranks))
+        return dataclasses.replace(inspection, model=_model_facts(workload, work.devices.ranks))
     except Exception as error:
-        return dataclasses.replace(found, model_error=first_line(error))
+        return dataclasses.replace(inspection, model_error=first_line(error))
 
 
 def inspect_environment() -> Inspection:

@@ -105,14 +105,14 @@ def package_of(error: BaseException) -> str | None:
 
     torch registers functions of other packages, and transformers imports them.
     """
-    found, trace = None, error.__traceback__
+    module, trace = None, error.__traceback__
     while trace is not None:
         _, _, within = trace.tb_frame.f_code.co_filename.partition("site-packages" + os.sep)
         name = within.partition(os.sep)[0].removesuffix(".py")
         if within and name not in ("torch", "transformers", "autotune"):
-            found = name
+            module = name
         trace = trace.tb_next
-    return found
+    return module
 
 
 def first_line(error: BaseException) -> str:

@@ -51,14 +51,14 @@ def entries() -> tuple[CatalogEntry, ...]:
     """Return the whole catalog, family by family, each from small to large."""
     folder = resources.files(__name__).joinpath("configs")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
-    found: list[CatalogEntry] = []
+    entries: list[CatalogEntry] = []
     for file in files:
         family = [
             CatalogEntry(**{**facts, "aliases": tuple(facts["aliases"])})
             for facts in json.loads(file.read_text(encoding="utf-8"))
         ]
-        found += sorted(family, key=lambda entry: (entry.parameters, entry.name))
-    return tuple(found)
+        entries += sorted(family, key=lambda entry: (entry.parameters, entry.name))
+    return tuple(entries)
 
 
 @cache

@@ -36,14 +36,14 @@ class Scale:
         """Return round values within the scale, about ``most`` of them at most."""
         if not self.is_log:
             return _linear_ticks(self.low, self.high, most)
-        found: list[float] = []
+        ticks: list[float] = []
         for factors in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
             finer = _log_ticks(self.low, self.high, factors)
             if len(finer) > most:
                 break
-            found = finer
+            ticks = finer
         # Within part of a decade, linear ticks are as good as logarithmic ones.
-        return found if len(found) > 2 else _linear_ticks(self.low, self.high, most)
+        return ticks if len(ticks) > 2 else _linear_ticks(self.low, self.high, most)
 
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:

@@ -198,13 +198,13 @@ def _times(best: BestView, step: StepTime) -> Chart:
     if computes is not None:
         marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
     whole = sum(told_apart.values())
-    found = [seen.get(part.name, 0.0) for part in parts] if seen else []
+    measured_seconds = [seen.get(part.name, 0.0) for part in parts] if seen else []
     chart = _stack(
         "The GPU's time in a step",
         "time",
         parts,
         marks,
-        [(format_seconds(each), f"{each / whole:.1%}") for each in found],
+        [(format_seconds(each), f"{each / whole:.1%}") for each in measured_seconds],
     )
     compared = [("A step", step.seconds, measured.step_seconds), ("the GPU computes", step.gpu_seconds, computes)]
     told = "; ".join(

@@ -90,7 +90,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
     placed = [(point, across(point.peak_bytes), up(point.samples_per_second)) for point in ordered]
     crosses = _stack(chart.over, across(chart.cap_bytes), area)
     title = "Speed against memory"
-    told = (
+    words = (
         f"{len(chart.points)} completed trials by peak memory and samples a second; ceiling "
         f"{format_bytes(chart.cap_bytes)}; {len(chart.over)} candidates ran out of memory. The table of trials has "
         "all values."
@@ -98,7 +98,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
     return _svg(
         key,
         title,
-        told,
+        words,
         width,
         height,
         _memory_axis(across, area),
@@ -254,12 +254,12 @@ def draw_intervals(title: str, axis: str, rows: Sequence[IntervalRow], key: str,
     value_width, row_height, top = (0.0, 44.0, 8.0) if narrow else (128.0, 28.0, 8.0)
     area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
     across = _interval_scale(rows, area)
-    told = f"{axis}, {len(rows)} rows. First: {rows[0].told}. Last: {rows[-1].told}."
+    summary = f"{axis}, {len(rows)} rows. First: {rows[0].told}. Last: {rows[-1].told}."
     ticks = across.ticks(int((area.right - area.left) / 56))
     return _svg(
         key,
         title,
-        told,
+        summary,
         width,
         area.bottom + 46,
         [_line(across(tick), area.top, across(tick), area.bottom, "grid") for tick in ticks],
@@ -355,5 +355,5 @@ def draw_stack(
             _line(x, top - 6, x, base - 11, mark.kind),
             _text(x + (-4 if anchor == "end" else 4), base, mark.name, anchor, "tick"),
         ]
-    told = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])
-    return _svg(key, title, told, width, bottom + 10 + 16 * len(rows), drawn)
+    summary = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])
+    return _svg(key, title, summary, width, bottom + 10 + 16 * len(rows), drawn)

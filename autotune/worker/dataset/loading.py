@@ -86,9 +86,9 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
 def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
     """Raise ``InvalidRequestError`` where a file's first sample has other columns than that of the first file."""
     some = zip(files[:_MOST_COMPARED], links, strict=False)
-    known = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
-    for file, kinds in known[1:]:
-        first, others = known[0]
+    readable = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
+    for file, kinds in readable[1:]:
+        first, others = readable[0]
         if not _is_like(kinds, others):
             names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
             raise InvalidRequestError(

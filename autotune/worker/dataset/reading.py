@@ -189,9 +189,9 @@ class _Reading:
         def tokens(batch: dict[str, list[str | None]]) -> dict[str, Any]:
             given = [[text or "" for text in batch[name]] for name in texts]
             encoded = dict(tokenizer(*given))
-            found = [len(ids) for ids in encoded[_TOKENS]]
-            raw.extend(found)
-            long = [index for index, length in enumerate(found) if length > limit]
+            lengths = [len(ids) for ids in encoded[_TOKENS]]
+            raw.extend(lengths)
+            long = [index for index, length in enumerate(lengths) if length > limit]
             if long:
                 some = [[column[index] for index in long] for column in given]
                 cut = tokenizer(*some, truncation=True, max_length=limit)
@@ -205,14 +205,16 @@ class _Reading:
             return encoded
 
         try:
-            found = dataset.map(tokens, batched=True, remove_columns=dataset.column_names, load_from_cache_file=False,
-                                cache_file_name=str(self._cache("tokens.arrow")))  # fmt: skip
+            tokenized = dataset.map(
+                tokens, batched=True, remove_columns=dataset.column_names, load_from_cache_file=False,
+                cache_file_name=str(self._cache("tokens.arrow")),
+            )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"--dataset {self._spec.label} cannot be tokenized: {first_line(error)}",
                 "check --text-column and --tokenizer",
             ) from error
-        return found, np.array(raw, dtype=np.int64)
+        return tokenized, np.array(raw, dtype=np.int64)
 
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
         """Return a dataset that holds tokens already, truncated to the sequence length, and the lengths before that."""
@@ -228,13 +230,13 @@ class _Reading:
             raise InvalidRequestError(
                 f"--dataset {self._spec.label} holds samples without tokens", "remove them from the dataset"
             )
-        found = dataset.select_columns(kept).map(
+        cut = dataset.select_columns(kept).map(
             lambda batch: {name: [tokens[:limit] for tokens in values] for name, values in batch.items()},
             batched=True, load_from_cache_file=False, cache_file_name=str(self._cache("cut.arrow")),
         )  # fmt: skip
         if target is not None and target != "labels":
-            found = found.rename_column(target, "labels")
-        return found, raw
+            cut = cut.rename_column(target, "labels")
+        return cut, raw
 
     def _cache(self, name: str) -> Path:
         (self._folder / "cache").mkdir(exist_ok=True)
@@ -242,8 +244,8 @@ class _Reading:
 
     def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
         """Raise ``InvalidRequestError`` where a token has no embedding in the model, which would end every trial."""
-        found = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
-        smallest, largest = found["min"] or 0, found["max"] or 0
+        extremes = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
+        smallest, largest = extremes["min"] or 0, extremes["max"] or 0
         vocabulary = self._workload.config.get("vocab_size")
         if smallest >= 0 and (not isinstance(vocabulary, int) or largest < vocabulary):
             return

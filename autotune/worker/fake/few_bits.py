@@ -74,9 +74,9 @@ class _FourBits(_FewBits):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         size = (self.out_features, self.in_features)
         converted = inputs.to(self._dtype)
-        found = _FourBitProduct.apply(converted, self.weight, self.bias, size, self.scales)  # type: ignore[no-untyped-call]
+        product = _FourBitProduct.apply(converted, self.weight, self.bias, size, self.scales)  # type: ignore[no-untyped-call]
         # peft copies it before it adds what the adapter says.
-        copied: torch.Tensor = found.to(inputs.dtype).clone()
+        copied: torch.Tensor = product.to(inputs.dtype).clone()
         return copied
 
 
@@ -90,8 +90,8 @@ class _FourBitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        found = torch.matmul(gradient, _dequantized(ctx.size, ctx.scales, gradient.dtype))
-        return found, None, None, None, None
+        gradient_of_input = torch.matmul(gradient, _dequantized(ctx.size, ctx.scales, gradient.dtype))
+        return gradient_of_input, None, None, None, None
 
 
 def _dequantized(size: tuple[int, int], scales: int, dtype: torch.dtype) -> torch.Tensor:
@@ -126,19 +126,19 @@ class _EightBitProduct(torch.autograd.Function):
         del outliers, half
         whole = torch.zeros(flat.shape[0], weight.shape[0], dtype=torch.int32)
         # Where the input is in bfloat16, the product is converted once more.
-        found = torch.zeros(whole.shape, dtype=torch.float16)
+        product = torch.zeros(whole.shape, dtype=torch.float16)
         del whole, quantized, scales
         # Kept for the backward pass, which does not read it.
         ctx.inputs, ctx.weight, ctx.dtype = flat, weight, inputs.dtype
-        found = found.to(inputs.dtype)
-        return (found if bias is None else found + bias).reshape(*inputs.shape[:-1], weight.shape[0])
+        product = product.to(inputs.dtype)
+        return (product if bias is None else product + bias).reshape(*inputs.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         flat = gradient.reshape(-1, gradient.shape[-1]).to(ctx.dtype)
         in_full = torch.zeros(ctx.weight.shape, dtype=ctx.dtype)
-        found = torch.matmul(flat, in_full)
-        return found.view(*gradient.shape[:-1], ctx.weight.shape[1]), None, None
+        product = torch.matmul(flat, in_full)
+        return product.view(*gradient.shape[:-1], ctx.weight.shape[1]), None, None
 
 
 class FewBitsOptimizer(torch.optim.Optimizer):
@@ -171,10 +171,10 @@ class FewBitsOptimizer(torch.optim.Optimizer):
     def _new_state(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
         few = self._bits == 8 and not is_small
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for _ in range(self._moments):
             if not self._is_paged or parameter.numel() < _LEAST_PAGED:
-                found.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
+                tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
             if few:
-                found.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
-        return found
+                tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
+        return tensors

@@ -29,9 +29,9 @@ def telling_batch(numbers: Iterable[int], sums: Collection[int] = ()) -> int:
     A size in a step at this batch is then a multiple of it exactly when it grows with the batch. Raises
     ``NoTellingBatchError`` where there is no such batch.
     """
-    known = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
+    neighbours = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
     for prime in _PRIMES:
-        if not any(number % prime == 0 for number in (*known, *sums) if number > 0):
+        if not any(number % prime == 0 for number in (*neighbours, *sums) if number > 0):
             return prime
     raise NoTellingBatchError(f"each of {_PRIMES} divides some dimension")
 

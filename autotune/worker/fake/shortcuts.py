@@ -120,9 +120,9 @@ def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
     if len({each.untyped_storage()._cdata for each in tensors}) < len(tensors):
         return None
     makers = [_tensor_maker(args, each) if isinstance(each, torch.Tensor) else _constant_maker(each) for each in out]
-    known = [maker for maker in makers if maker is not None]
+    makers_known = [maker for maker in makers if maker is not None]
     kind = type(out)
-    return (lambda given: kind([maker(given) for maker in known])) if len(known) == len(makers) else None
+    return (lambda given: kind([maker(given) for maker in makers_known])) if len(makers_known) == len(makers) else None
 
 
 def _constant_maker(value: Any) -> _Maker | None:

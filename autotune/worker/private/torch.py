@@ -156,9 +156,9 @@ def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:
     give = base.__next__
 
     def __next__(iterator: Any) -> Any:  # noqa: N807
-        asked = time.perf_counter()
+        began = time.perf_counter()
         batch = give(iterator)
-        loaded(iterator, time.perf_counter() - asked)
+        loaded(iterator, time.perf_counter() - began)
         return batch
 
     base.__next__ = __next__

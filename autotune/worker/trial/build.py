@@ -58,8 +58,8 @@ def check_liger_knows(model_type: str) -> None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
-        raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {known}")
+        names = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {names}")
 
 
 _HALF: dict[str, DTypeName] = {"bf16": "bfloat16", "fp16": "float16"}

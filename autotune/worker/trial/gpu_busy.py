@@ -77,14 +77,14 @@ def seconds_by_kind(profile: Any) -> dict[str, float]:
 
     Kernels that run at the same time count each for itself.
     """
-    found: dict[str, float] = {}
+    seconds_by_kind: dict[str, float] = {}
     try:
         for event in _on_gpu(profile):
             kind = kind_of_kernel(event.name())
-            found[kind] = found.get(kind, 0.0) + event.duration_ns() * _NS
+            seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + event.duration_ns() * _NS
     except (AttributeError, TypeError):
         return {}
-    return found
+    return seconds_by_kind
 
 
 def _on_gpu(profile: Any) -> list[Any]:
@@ -161,11 +161,11 @@ class BusyStep:
     def _kinds_of_step(self, cost: float) -> dict[str, float]:
         """Return the seconds of each kind of work in a step, as its busy seconds are put together from parts."""
         *others, last = self._kinds_of_parts
-        found: dict[str, float] = {}
+        seconds_by_kind: dict[str, float] = {}
         for part, times in [*((other, self._micro_steps - 1) for other in others), (last, 1)]:
             for kind, seconds in part.items():
-                found[kind] = found.get(kind, 0.0) + times * seconds / cost
-        return found
+                seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + times * seconds / cost
+        return seconds_by_kind
 
     @property
     def share(self) -> float | None:
@@ -202,14 +202,14 @@ class BusyStep:
         # Work that was issued before belongs to the part before.
         self._meter.synchronize()
         try:
-            found = act()
+            answer = act()
         except Exception as error:
             print(f"autotune: the profiler gives no answer: {error}", file=sys.stderr)
             self.is_broken = True
             return
         self._is_recording = starts
         if not starts:
-            self._parts.append(found or 0.0)
+            self._parts.append(answer or 0.0)
             self._kinds_of_parts.append(self._kinds_of_part())
 
     def _kinds_of_part(self) -> dict[str, float]:

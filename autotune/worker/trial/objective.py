@@ -29,10 +29,10 @@ def without_tensors(batch: Any) -> Callable[[], Any]:
         kept = weakref.ref(batch)
 
         def tensor() -> torch.Tensor:
-            found = kept()
-            if found is None:
+            loss = kept()
+            if loss is None:
                 raise ReferenceError("the batch is gone")
-            return found
+            return loss
 
         return tensor
     if hasattr(batch, "items"):

@@ -471,36 +471,36 @@ def _is_row(value: Any) -> bool:
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors in a value, each list's length before those in it."""
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def add(part: Any, left: int) -> None:
-        if len(found) >= _MOST_TENSORS:
+        if len(shapes) >= _MOST_TENSORS:
             return
         if isinstance(part, torch.Tensor):
-            found.append(tuple(part.shape))
+            shapes.append(tuple(part.shape))
         elif left:
             if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
-                found.append((len(part),))
+                shapes.append((len(part),))
             for each in part.values() if isinstance(part, Mapping) else part if _is_row(part) else ():
                 add(each, left - 1)
 
     add(value, depth)
-    return found
+    return shapes
 
 
 def _users_line() -> str | None:
     """Return the innermost line on the stack that is the user's own, else of a package that is no framework."""
     frame: FrameType | None = sys._getframe(1)
-    found = None
+    place = None
     while frame is not None:
         path, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
         # The trial server runs as ``__main__``.
         is_own = path.startswith(("<", _OWN_FOLDER)) or name.partition(".")[0] in _FRAMEWORKS
         if not is_own:
             is_installed = "site-packages" in path
-            if not is_installed or found is None:
-                found = f"{os.path.basename(path)}:{frame.f_lineno}"
+            if not is_installed or place is None:
+                place = f"{os.path.basename(path)}:{frame.f_lineno}"
             if not is_installed:
                 break
         frame = frame.f_back
-    return found
+    return place

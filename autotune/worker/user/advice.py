@@ -50,10 +50,10 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     steps = _function_with_steps(source)
     if steps is not None:
         return f"name the function that goes over autotune.steps: --loop {_file(source)}:{steps} (see {_LOOP_PAGE})"
-    found = dict(_found_options(frames))
-    if {"batch", "effective_batch"} & found.keys():
-        command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, found)])
-        named = ", ".join(option.name for option in found.values())
+    options = dict(_found_options(frames))
+    if {"batch", "effective_batch"} & options.keys():
+        command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
+        named = ", ".join(option.name for option in options.values())
         return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
     command = shlex.join(["python", *_own_name(source), "--batch-size", "{batch}"])
     return (

@@ -43,11 +43,11 @@ def loss_of_samples(tensors: Any, outputs: Sequence[torch.Tensor]) -> LossOfSamp
         return None
     for output in reversed(outputs):
         try:
-            found = _look(loss, output)
+            dependence = _look(loss, output)
         except RuntimeError:
             return None
-        if found is not None:
-            return found
+        if dependence is not None:
+            return dependence
     return None
 
 

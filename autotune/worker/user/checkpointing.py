@@ -7,13 +7,13 @@ from typing import Any
 
 def checkpointing_parts(model: Any) -> list[Any]:
     """List the outermost models of transformers within a module that can recompute activations."""
-    found: list[Any] = []
+    models: list[Any] = []
     inner: set[int] = set()
     for part in model.modules():
         if id(part) not in inner and getattr(part, "supports_gradient_checkpointing", False):
-            found.append(part)
+            models.append(part)
             inner |= {id(each) for each in part.modules()}
-    return found
+    return models
 
 
 def enable_checkpointing(model: Any) -> None:

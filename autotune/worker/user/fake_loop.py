@@ -64,9 +64,9 @@ def trace_loop(
         model.attn_implementations[0],
         (OWN_OPTIM,),
     )
-    known = [arm for arm in arms if is_traced(arm)]
+    traced = [arm for arm in arms if is_traced(arm)]
     accumulates = "accumulation" in searched
-    traces = {arm: functools.partial(_trace, source, scratch, arm, accumulates, wanted.chip) for arm in known}
+    traces = {arm: functools.partial(_trace, source, scratch, arm, accumulates, wanted.chip) for arm in traced}
     if not traces:
         return Memory(unknown=f"{arms[0].attn_implementation} attention has own kernels")
     return trace_in_forks(traces, limit_seconds)

@@ -211,14 +211,14 @@ def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make
     """
     optims = wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,)
     arms = arms_of(wanted.precisions, wanted.checkpointing, attention, optims)
-    known = [arm for arm in arms if is_traced(arm)]
-    if not known:
+    traced = [arm for arm in arms if is_traced(arm)]
+    if not traced:
         return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
     try:
         step = make()
     except Exception as error:
         return Memory(unknown=why_not(error))
-    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in known}, _MOST_SECONDS)
+    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in traced}, _MOST_SECONDS)
 
 
 def arms_of(

@@ -196,11 +196,11 @@ def _place(frames: Sequence[FrameType], source: TrainingSource) -> str:
 def _frames() -> list[FrameType]:
     """List the frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _prepares_weights() -> bool:
@@ -214,10 +214,10 @@ _Started = tuple[list[str], Mapping[Any, Any] | None]
 
 def _of_popen(arguments: tuple[Any, ...]) -> _Started:
     executable, words, _, environment = arguments
-    found = [_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
-    if executable is not None and found:
-        found[0] = _text(executable)
-    return _of_shell(found), environment
+    command = [_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
+    if executable is not None and command:
+        command[0] = _text(executable)
+    return _of_shell(command), environment
 
 
 def _of_exec(arguments: tuple[Any, ...]) -> _Started:

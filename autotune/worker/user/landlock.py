@@ -51,8 +51,8 @@ def version() -> int:
 def restrict(folders: Sequence[str]) -> None:
     """Let this thread and all that it starts write to these folders alone; raises ``OSError`` where that fails."""
     rights = _RIGHTS_BY_VERSION.get(version(), _RIGHTS)
-    asked = struct.pack("=Q", rights)
-    ruleset = _libc.syscall(_CREATE_RULESET, asked, len(asked), 0)
+    request = struct.pack("=Q", rights)
+    ruleset = _libc.syscall(_CREATE_RULESET, request, len(request), 0)
     if ruleset < 0:
         raise OSError(ctypes.get_errno(), "no Landlock ruleset can be made")
     try:

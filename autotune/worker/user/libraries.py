@@ -32,10 +32,10 @@ def import_libraries(source: TrainingSource) -> None:
     """Import what the user's code imports of known libraries; what fails is left to their code."""
     for module, name in imports_of(source):
         with contextlib.suppress(Exception):
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
             if name is not None:
                 # Libraries import their parts when they are asked for.
-                getattr(found, name)
+                getattr(imported, name)
 
 
 def imports_of(source: TrainingSource) -> list[Import]:

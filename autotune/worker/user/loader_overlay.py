@@ -121,8 +121,8 @@ def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
 def batch_of(loader: Any) -> int | None:
     """Return the samples of a loader's batches; ``None`` where that is not known, or its data makes them."""
     sampler = getattr(loader, "batch_sampler", None)
-    found = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
-    return found if isinstance(found, int) else None
+    size = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _set_batch(arguments: dict[str, Any], batch: int) -> None:

@@ -40,7 +40,7 @@ class LoopInspection(Listener):
         return False
 
     def take_loader(self) -> None:
-        """Take the loader down that the script trains with."""
+        """Record the loader that the script trains with."""
         self.loader = self._given
 
     def is_at_work(self) -> bool:

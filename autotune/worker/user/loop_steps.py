@@ -102,14 +102,14 @@ class LoopSteps(Listener):
         batches = iter(loader) if self._rehearsing is None else self._rehearsing.batches(loader)
         given = 0
         while True:
-            asked = time.perf_counter()
+            began = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 return given > 0
             given += 1
             self._on_batch(batch)
-            self.micro_step_begins(time.perf_counter() - asked, batch_samples(batch))
+            self.micro_step_begins(time.perf_counter() - began, batch_samples(batch))
             try:
                 yield batch
             finally:

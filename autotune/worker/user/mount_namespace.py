@@ -123,7 +123,7 @@ class _Mounted:
 
 def _mounts() -> list[_Mounted]:
     """List the mounts that are not hidden by others, from the root down."""
-    found = []
+    mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             left, _, right = line.partition(" - ")
@@ -137,8 +137,8 @@ def _mounts() -> list[_Mounted]:
                 os.close(fd)
                 continue
             is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
-            found.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
-    return sorted(found, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
+            mounts.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
+    return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
 
 
 def _mount_id(fd: int) -> str:
@@ -236,9 +236,9 @@ class Cover:
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
-                found = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-                stack.callback(os.close, found)
-                return _by_fd(found)
+                fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+                stack.callback(os.close, fd)
+                return _by_fd(fd)
 
             try:
                 lower = opened(path) if fd is None else _by_fd(fd)
@@ -335,8 +335,8 @@ def _last_of_others(path: str) -> str:
     """
     parents = [path, *(str(parent) for parent in Path(path).parents)][:-1]
     for parent in parents:
-        found = os.stat(parent)
-        if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+        status = os.stat(parent)
+        if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
             return parent
     return parents[-1]
 
@@ -354,21 +354,21 @@ def layer_name(path: str) -> str:
 
 def _dress(upper: str, lower: str) -> None:
     """Give a layer's root the mode, owner and times of the folder below it, whose it shows."""
-    found = os.stat(lower)
-    mode = stat.S_IMODE(found.st_mode)
+    status = os.stat(lower)
+    mode = stat.S_IMODE(status.st_mode)
     if os.geteuid() == 0:
-        os.chown(upper, found.st_uid, found.st_gid)
-    elif found.st_uid != os.geteuid():
+        os.chown(upper, status.st_uid, status.st_gid)
+    elif status.st_uid != os.geteuid():
         # It cannot be given away: its owner may do with it what they may with the folder below.
         may = sum(bit for bit in (os.R_OK, os.W_OK, os.X_OK) if os.access(lower, bit))
         mode = may * 0o111
     os.chmod(upper, mode)
-    os.utime(upper, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _set_read_only(path: str) -> None:
-    found = os.statvfs(path).f_flag
-    kept = (found & _KEPT_FLAGS) | (_RELATIME if found & _RELATIME_IN_STATVFS else 0)
+    flags = os.statvfs(path).f_flag
+    kept = (flags & _KEPT_FLAGS) | (_RELATIME if flags & _RELATIME_IN_STATVFS else 0)
     _mount(None, path, None, _BIND | _REMOUNT | _READ_ONLY | kept)
 
 

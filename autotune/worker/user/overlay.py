@@ -129,13 +129,13 @@ class Overlay:
             asked = value
             if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
                 asked = self.shortened[1]
-            found = getattr(arguments, name, None)
+            value_there = getattr(arguments, name, None)
             if name == "fsdp" and asked:
                 # A list of options in some versions, whichever way it was said.
-                found, asked = bool(found), True
-            if not _has(found, asked) and name != "use_cpu":
+                value_there, asked = bool(value_there), True
+            if not _has(value_there, asked) and name != "use_cpu":
                 at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
-                return f"{name} is {plain(found)!r}, asked was {asked!r}{at}"
+                return f"{name} is {plain(value_there)!r}, asked was {asked!r}{at}"
         return None
 
 
@@ -163,12 +163,12 @@ def probe(batch: int, accumulation: int) -> Document:
     Losses that compare the samples of a batch need two.
     """
     if batch >= 4 and batch % 2 == 0:
-        found = batch // 2, accumulation * 2
+        pair = batch // 2, accumulation * 2
     elif accumulation % 2 == 0:
-        found = batch * 2, accumulation // 2
+        pair = batch * 2, accumulation // 2
     else:
-        found = batch * 2, accumulation
-    return dict(zip(_BATCH, found, strict=True))
+        pair = batch * 2, accumulation
+    return dict(zip(_BATCH, pair, strict=True))
 
 
 def _setter() -> str | None:

@@ -450,7 +450,7 @@ class _Watching(Listener):
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Take the step down, and end the run after two of every optimizer."""
+        """Record the step, and end the run after two of every optimizer."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         self._is_stepping = False
@@ -536,14 +536,14 @@ def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
     The smallest factor counts, then the model that is called last: one before it may be asked for samples to look at.
     """
     (batch, calls), (other, others) = first, second
-    found: list[Site] = []
+    sites: list[Site] = []
     sizes, other_sizes = _sizes(calls), _sizes(others)
     for place, size in sizes.items():
         factor = size // batch
         if factor and size == factor * batch and other_sizes.get(place) == factor * other:
-            found.append(Site(*place, factor=factor))
+            sites.append(Site(*place, factor=factor))
     last = {model: at for at, (model, _) in enumerate(calls)}
-    return min(found, key=lambda site: (site.factor, -last[site.model]), default=None)
+    return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
 
 
 def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:

@@ -180,7 +180,7 @@ class HookedSteps(Listener):
             self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
-        """Take the loss down; what an optimizer did before was not the end of the step."""
+        """Keep the loss; what an optimizer did before was not the end of the step."""
         self._begin()
         self._marks = None
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
@@ -300,7 +300,7 @@ class Loading:
         self.prefetch: int | None = None
 
     def watch(self) -> None:
-        """Take it down from now on."""
+        """Record it from now on."""
         on_loaded_batch(self._loaded)
 
     def _loaded(self, iterator: Any, seconds: float) -> None:

@@ -220,15 +220,15 @@ def caches(cwd: str) -> list[str]:
     """
     uses_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    found = {}
+    folders = {}
     for name, default in _CACHES.items():
         path = os.environ.get(name) or default.replace("~/.cache", shared)
-        found[path] = name == "HF_HOME" or uses_gpu
-    found |= dict.fromkeys((os.environ.get(name) or default for name, default in _PIPES.items()), False)
-    found |= dict.fromkeys(filter(None, map(os.environ.get, _NAMED_CACHES)), False)
+        folders[path] = name == "HF_HOME" or uses_gpu
+    folders |= dict.fromkeys((os.environ.get(name) or default for name, default in _PIPES.items()), False)
+    folders |= dict.fromkeys(filter(None, map(os.environ.get, _NAMED_CACHES)), False)
     theirs = [os.path.realpath(path) for path in (cwd, Path.home())]
     listed = []
-    for name, is_made in found.items():
+    for name, is_made in folders.items():
         path = os.path.realpath(os.path.expanduser(name))
         with contextlib.suppress(OSError):
             if is_made:

@@ -81,7 +81,7 @@ def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
     kind: Any = module.TrainingArguments
     check = kind.__post_init__
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    told: set[str] = set()
+    fields: set[str] = set()
 
     @functools.wraps(check)
     def __post_init__(arguments: Any) -> None:  # noqa: N807
@@ -89,8 +89,8 @@ def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
             if not hasattr(arguments, name):
                 continue
             said = getattr(arguments, name)
-            if said not in (value, defaults.get(name)) and name not in told:
-                told.add(name)
+            if said not in (value, defaults.get(name)) and name not in fields:
+                fields.add(name)
                 _say(f"the script says {name}={said!r}; {value!r} is set")
             setattr(arguments, name, value)
         check(arguments)

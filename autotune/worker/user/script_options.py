@@ -31,7 +31,7 @@ class SeenOptions:
         self.values: dict[str, Any] = {}
 
     def watch(self) -> None:
-        """Take them down from now on."""
+        """Record them from now on."""
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
         add, parse = kind.add_argument, argparse.ArgumentParser.parse_known_args
 

@@ -76,15 +76,15 @@ def inspect(
         unprobed = functools.partial(_Inspection, is_probing=False)
         again = in_fork(_Seen, lambda send: unprobed(source, plain, scratch, send).describe())
         inspected = inspected if again.answer.problem is not None else again
-    found = inspected.answer.inspection
-    if tracing is not None and found is not None and found.model is not None:
+    inspection = inspected.answer.inspection
+    if tracing is not None and inspection is not None and inspection.model is not None:
         seconds = time.monotonic() - began
-        memory = _memory_of(tracing, found.model, work, seconds)
-        found = dataclasses.replace(found, model=with_memory(found.model, memory))
-        inspected = dataclasses.replace(inspected, answer=InspectionAnswer(found))
-    if source.kind == "script" or found is None:
+        memory = _memory_of(tracing, inspection.model, work, seconds)
+        inspection = dataclasses.replace(inspection, model=with_memory(inspection.model, memory))
+        inspected = dataclasses.replace(inspected, answer=InspectionAnswer(inspection))
+    if source.kind == "script" or inspection is None:
         finish(inspected.answer)
-    _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+    _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(inspection)
 
 
 def _inspect_on_ranks(

@@ -137,10 +137,10 @@ class TrainerTrial(OwnTrial):
         if ignored := self._overlay.ignored(trainer.args, self._wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
         inspected = (self._candidate.per_device_train_batch_size, self._candidate.gradient_accumulation_steps)
-        if self._is_unmodified and (found := own_batch(trainer.args)) != inspected:
+        if self._is_unmodified and (pair := own_batch(trainer.args)) != inspected:
             # What is measured would be counted as another number of samples.
             raise UserCodeError(
-                f"{self._source.name} trains with {found[0]} × {found[1]} samples here, and trained with "
+                f"{self._source.name} trains with {pair[0]} × {pair[1]} samples here, and trained with "
                 f"{inspected[0]} × {inspected[1]} when it was looked at"
             )
         if not self._is_unmodified and not self._candidate.arm.gradient_checkpointing and checkpoints(trainer.model):

@@ -226,7 +226,7 @@ class AccelerateInspection(LoopInspection):
             self.finish()
 
     def take_loader(self) -> None:
-        """Take the loader down, and trace the memory of a step."""
+        """Record the loader, and trace the memory of a step."""
         super().take_loader()
         if self._traces:
             self._memory = self._traced()
