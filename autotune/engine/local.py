@@ -65,6 +65,11 @@ class LocalRun:
                 self._changed.wait(wait_seconds)
             return list(self._messages)
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end, and return whether it came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over, seconds)
+
     def cancel(self) -> None:
         """See ``Run.cancel``."""
         self._cancel()
@@ -105,9 +110,10 @@ class SearchProcess:
     def begin(self, work: Work) -> LocalRun:
         """Hand it work; raises ``DeviceError`` where it is gone or busy."""
         run = LocalRun(work.id, lambda: self._send({"cancel": work.id}))
+        # One that was told to end may need a moment for it, though nobody listens to it any longer.
+        if self._run is not None and not self._run.ends_within(END_SECONDS):
+            raise DeviceError("this process runs another search", "wait for its end")
         with self._guard:
-            if self._run is not None and not self._run.is_over:
-                raise DeviceError("this process runs another search", "wait for its end")
             self._run = run
         if not self._send({"work": encode(work)}):
             self._is_deaf = True
