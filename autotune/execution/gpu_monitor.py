@@ -41,7 +41,34 @@ class LocalProcesses(Executor, Protocol):
         """Return the processes of a trial under way."""
 
 
-class WatchedExecutor:
+class _Observed:
+    """An executor around another, whose trials are looked at before and after they run."""
+
+    _executor: Executor
+
+    @property
+    def slots(self) -> tuple[Placement, ...]:
+        """See ``Executor.slots``."""
+        return self._executor.slots
+
+    def submit(self, job: TrialJob) -> str:
+        """See ``Executor.submit``."""
+        self._begins(job)
+        return self._executor.submit(job)
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        """See ``Executor.wait``; the outcome says what disturbed the trial."""
+        trial_id, report = self._executor.wait()
+        return trial_id, report if isinstance(report, Event) else self._judge(trial_id, report)
+
+    def _begins(self, job: TrialJob) -> None:
+        raise NotImplementedError
+
+    def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
+        raise NotImplementedError
+
+
+class WatchedExecutor(_Observed):
     """An executor around another that looks at the GPUs of a trial before, during and after it.
 
     It reads NVML from this process alone. A trial is submitted once the memory that it may reserve is free, or when
@@ -55,7 +82,7 @@ class WatchedExecutor:
         note: Callable[[str], None],
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._executor = executor
+        self._executor: LocalProcesses = executor
         self._context_bytes = context_bytes
         self._note = note
         self._is_ending = is_ending
@@ -63,13 +90,8 @@ class WatchedExecutor:
         self._clocks = _Clocks(note)
         self._watches: dict[str, list[_Watch]] = {}
 
-    @property
-    def slots(self) -> tuple[Placement, ...]:
-        """See ``Executor.slots``."""
-        return self._executor.slots
-
-    def submit(self, job: TrialJob) -> str:
-        """Start a trial and watch it; ``DeviceError`` where one of its GPUs is lost."""
+    def _begins(self, job: TrialJob) -> None:
+        """Wait for the trial's memory and watch it; ``DeviceError`` where one of its GPUs is lost."""
         needed_bytes = job.cap_bytes + self._context_bytes
         placement = job.placement or self.slots[0]
         gpus = {device.uuid: device for device in placement.devices}
@@ -84,20 +106,14 @@ class WatchedExecutor:
 
         watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in ready if before is not None]
         self._watches[trial_id] = watches
-        return self._executor.submit(job)
 
-    def wait(self) -> tuple[str, Event | Outcome]:
-        """See ``Executor.wait``; a trial that was disturbed says by what."""
-        trial_id, report = self._executor.wait()
-        if isinstance(report, Event):
-            return trial_id, report
-        outcome: Outcome = report
+    def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
         watches = self._watches.pop(trial_id, [])
         for watch in watches:
             watch.stop()
         for watch in watches:
             outcome = watch.judge(outcome, self._clocks)
-        return trial_id, outcome
+        return outcome
 
     def close(self) -> None:
         """See ``Executor.close``."""
@@ -127,7 +143,7 @@ class WatchedExecutor:
             time.sleep(_INTERVAL_SECONDS)
 
 
-class SharedExecutor:
+class SharedExecutor(_Observed):
     """An executor around another that marks what it measured while other searches used the same device.
 
     For a CPU, which several searches may use. Such a measurement is not repeated, since the other search may last
@@ -139,26 +155,15 @@ class SharedExecutor:
         self._presence = presence
         self._before: dict[str, Mark] = {}
 
-    @property
-    def slots(self) -> tuple[Placement, ...]:
-        """See ``Executor.slots``."""
-        return self._executor.slots
-
-    def submit(self, job: TrialJob) -> str:
-        """See ``Executor.submit``."""
+    def _begins(self, job: TrialJob) -> None:
         self._before[job.trial_id] = self._presence.mark()
-        return self._executor.submit(job)
 
-    def wait(self) -> tuple[str, Event | Outcome]:
-        """See ``Executor.wait``; a measurement beside another search says so."""
-        trial_id, report = self._executor.wait()
-        if isinstance(report, Event):
-            return trial_id, report
+    def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
         before = self._before.pop(trial_id)
-        if isinstance(report, Completed) and had_company(before, self._presence.mark()):
+        if isinstance(outcome, Completed) and had_company(before, self._presence.mark()):
             why = "another search used this CPU"
-            return trial_id, dataclasses.replace(report, disturbed=(*report.disturbed, why), run_again=False)
-        return trial_id, report
+            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
+        return outcome
 
     def close(self) -> None:
         """See ``Executor.close``."""

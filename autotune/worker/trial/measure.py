@@ -216,11 +216,7 @@ class StepTimer(StepListener):
             self._checks.begin()
             if self._is_warm:
                 self._checks.begin_timed()
-        self._start_clock()
-
-    def restart_clock(self) -> None:
-        """Start the clock of the first step anew: what came before it is no training."""
-        self._start_clock()
+        self.start_clock()
 
     def mark(self) -> Any:
         """Mark this point on the device's timeline."""
@@ -285,7 +281,7 @@ class StepTimer(StepListener):
         elif self._is_warm:
             if self._checks is not None:
                 self._checks.begin_timed()
-            self._start_clock()
+            self.start_clock()
 
     def _was_skipped(self) -> bool:
         """Return whether a gradient scaler left the update of the step that ends out; refuse a step that did not
@@ -313,7 +309,7 @@ class StepTimer(StepListener):
             self._first_reserved = self._meter.peaks().reserved
         self._on_step(self._steps_seen)
         if self._bucket_copy.end_step(self._steps_seen):
-            self._start_clock()
+            self.start_clock()
 
     def _end_profiled(self, measured: Measurement) -> None:
         """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
@@ -366,7 +362,7 @@ class StepTimer(StepListener):
         new = self._schedule.new_lengths if self._schedule else ()
         return new[self._position] if 0 <= self._position < len(new) else 0
 
-    def _start_clock(self) -> None:
+    def start_clock(self) -> None:
         """Start the clock of a step, after reading the energy counter, which takes time itself."""
         self._energy.read()
         self._previous_end = time.perf_counter()
@@ -405,7 +401,7 @@ class StepTimer(StepListener):
         self._rehearsals.forget()
         if self._checks is not None:
             self._checks.step_is_dropped()
-        self._start_clock()
+        self.start_clock()
 
     def _timed_step(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between

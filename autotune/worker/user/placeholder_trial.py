@@ -176,7 +176,7 @@ class HookedSteps(Listener):
             self._has_begun = True
             self._on_begin()
             self._loading.take()
-            self._timer.restart_clock()
+            self._timer.start_clock()
             self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
