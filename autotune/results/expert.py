@@ -23,6 +23,8 @@ from autotune.space.space import LARGEST_FREE_BATCH, Batches
 # What an expert chooses, or what follows from the model and the GPUs.
 _CHOSEN = frozenset(("precision", "gradient_checkpointing", "attn_implementation", "optim", *OF_RANKS))
 _OTHERS = frozenset(row.name for row in LEVERS) - _CHOSEN
+# Peak and speed are predicted for batches of up to so many times the largest that was measured. A choice.
+_FARTHEST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ class Expert:
     samples_per_second: float
     is_measured: bool
     """Whether a trial measured them; else a larger batch may fit than was tried, whose speed is predicted."""
+    may_be_larger: bool
+    """Whether it is not known that no batch larger than this one fits."""
     speedup: float | None
     """The winner's speed over this one."""
 
     def describe(self) -> str:
         """Return ``1.42 × bf16 at the largest batch that fits (64 × 1  bf16, measured)``."""
         arm = self.candidate.arm
-        what = f"{arm.precision} at the largest batch that fits"
+        what = f"{arm.precision} at the largest batch {'tried' if self.may_be_larger else 'that fits'}"
         how = "measured" if self.is_measured else "predicted"
         return f"{self.speedup:.2f} × {what} ({self.candidate.describe()}: {how})"
 
@@ -58,13 +62,17 @@ def expert_of(report: Report) -> Expert | None:
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)))
     best = report.speed(report.best)
     candidate, speed = largest.candidate, _speed(largest)
-    while (larger := _larger(report, candidate)) is not None and _may_fit(report, plain, larger):
-        candidate, speed = larger, _predicted_speed(plain, larger)
+    farthest = _FARTHEST * candidate.per_device_train_batch_size
+    fits: bool | None = True
+    while fits and (larger := _larger(report, candidate)) is not None:
+        fits = _may_fit(report, plain, larger) if larger.per_device_train_batch_size <= farthest else None
+        if fits:
+            candidate, speed = larger, _predicted_speed(plain, larger)
     if best is not None and report.best is not None and candidate == report.best.candidate:
         # One number for the winner, everywhere.
         speed = best.samples_per_second
     speedup = best.samples_per_second / speed if best is not None else None
-    return Expert(candidate, speed, candidate == largest.candidate, speedup)
+    return Expert(candidate, speed, candidate == largest.candidate, fits is None, speedup)
 
 
 def _tried_by_experts(report: Report) -> list[Tried]:
@@ -94,13 +102,16 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     return Candidate(candidate.arm, larger[0], batches.accumulation(larger[0])) if larger else None
 
 
-def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool:
-    """Return whether a larger batch is predicted to fit, by the line through the peaks of two measured ones."""
+def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:
+    """Return whether a larger batch is predicted to fit, by the line through the peaks of two measured ones.
+
+    ``None`` where there are no two.
+    """
     if report.history.is_ruled_out(larger):
         return False
     points = _points(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
     if len(points) < 2:
-        return False
+        return None
     (b1, y1), (b2, y2) = points[-2:]
     slope = (y2 - y1) / (b2 - b1)
     return report.ceiling.fits(int(y2 + slope * (larger.per_device_train_batch_size - b2)))

@@ -65,7 +65,8 @@ class Report:
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
         if self.source is not None and not self.source.interface.has_own_settings:
-            return "a per-device batch of at most 8 without anything else"
+            batch = self.baseline.candidate.per_device_train_batch_size if self.baseline is not None else None
+            return f"a per-device batch of {batch or 'at most 8'} without anything else"
         return "the LoopConfig defaults" if self.is_loop else "your own settings"
 
     @property

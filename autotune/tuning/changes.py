@@ -8,7 +8,7 @@ from autotune.core.candidate import Document
 from autotune.models.hub_revision import commit_of
 from autotune.tuning.environment import comparable_environment, measured_environment
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.request import differences
+from autotune.tuning.request import SearchRequest, differences
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
@@ -26,6 +26,12 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     recorded = {**workload, **request, **measured_environment(environment)}
     # Converted to JSON and back, as the recorded ones were, so that equal values compare equal.
     return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
+
+
+def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
+    """Return what of the user's own code and command differs from a recorded workload; known before it is run."""
+    asked = json.loads(json.dumps(request.workload.recorded_document()))
+    return _in_short({"source": _as_asked(workload.get("source"))}, {"source": _as_asked(asked["source"])})
 
 
 def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:

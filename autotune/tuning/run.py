@@ -112,6 +112,9 @@ def run_search(
         has_waited = turn.has_waited
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait))
+            from autotune.tuning.studies import check_source
+
+            check_source(store, turn.study, request)
         if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()

@@ -27,7 +27,7 @@ from autotune.space.features import version_of
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.allowed import check_request
-from autotune.tuning.changes import changes_since
+from autotune.tuning.changes import changes_of_source, changes_since
 from autotune.tuning.environment import describe_environment, is_same_machine, measured_environment
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest, differences, request_from_document
@@ -116,7 +116,20 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
 def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store, environment: Document) -> None:
     """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
     workload = store.workload_of(known)
-    changed = changes_since(prepared, known.request, workload, environment)
+    _refuse_changes(known, changes_since(prepared, known.request, workload, environment))
+
+
+def check_source(store: Store, name: str, request: SearchRequest) -> None:
+    """Raise ``InvalidRequestError`` where a recorded study is of other code or another command.
+
+    ``open_study`` compares all of it, after the code was run.
+    """
+    known = store.study(name)
+    if known is not None and request.workload.source is not None:
+        _refuse_changes(known, changes_of_source(request, store.workload_of(known)))
+
+
+def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
     if changed:
         raise InvalidRequestError(
             f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",

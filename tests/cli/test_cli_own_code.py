@@ -163,6 +163,7 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
     assert other.code == 2
     assert "was made with other settings (source.argv: " in other.stderr
+    assert "up to its training" not in other.stderr, "it is refused before the script is run"
 
 
 def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched, tmp_path: Path) -> None:

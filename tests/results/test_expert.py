@@ -57,6 +57,13 @@ def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     assert "predicted" in found.describe()
 
 
+def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
+    found = expert_of(search((BF16, 32, completed(200.0))))
+    assert found is not None
+    assert (found.candidate.per_device_train_batch_size, found.is_measured) == (32, True)
+    assert "at the largest batch tried (32 × 2" in found.describe()
+
+
 def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None:
     """As where the user's own settings have another effective batch."""
     own = trial(0, BF16, 32, completed(150.0), "baseline")
