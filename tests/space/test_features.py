@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.installation import how_to_add
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
-from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.estimate.history import History
 from autotune.results.export import beside_lines, make_export, render
@@ -39,7 +36,7 @@ from autotune.space.features import (
     version_of,
     with_expandable_segments,
 )
-from autotune.space.levers import is_predictable, packages_of, prediction_class
+from autotune.space.levers import is_predictable, packages_of
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_request
 from autotune.tuning.policy import ThroughputPolicy
@@ -147,9 +144,6 @@ class TestMemory:
     def test_running_out_rules_out_the_default_allocator_and_not_the_other_way_round(self) -> None:
         assert history_of(ran_out(EXPANDING, 32)).ruled_out_by(Candidate(PLAIN, 32)) is not None
         assert history_of(ran_out(PLAIN, 32)).ruled_out_by(Candidate(EXPANDING, 32)) is None
-
-    def test_both_allocate_the_same(self) -> None:
-        assert prediction_class(PLAIN) == prediction_class(EXPANDING)
 
     def test_a_trial_may_reserve_the_line_and_is_judged_by_having_run(self, tmp_path: Path) -> None:
         """What it reserved may read too high, even above the line."""
@@ -285,15 +279,6 @@ class TestCompiling:
 class TestAdapters:
     LORA = replace(BERT_LARGE, peft="lora", lora_rank=16)
 
-    def test_they_make_another_workload_and_their_absence_the_same_as_ever(self) -> None:
-        assert len({w.fingerprint() for w in (BERT_LARGE, self.LORA, replace(self.LORA, lora_rank=8))}) == 3
-        later = ("peft", "lora_rank", "lora_options", "quantize", "data", "images", "image_side", "source")
-        before = {k: v for k, v in BERT_LARGE.document().items() if k not in later}
-        assert Workload.from_document(before) == BERT_LARGE
-        facts = {k: v for k, v in before.items() if k not in ("model", "weights")}
-        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-        assert BERT_LARGE.fingerprint() == hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def test_few_bits_need_adapters(self) -> None:
         with pytest.raises(InvalidRequestError, match="4 bits cannot be trained") as caught:
             check_request(replace(request(), workload=replace(BERT_LARGE, quantize="4bit")))
@@ -319,9 +304,6 @@ class TestAdapters:
 
 class TestExport:
     EXPORT = make_export(report_of(Candidate(EXPANDING, 32, 2), "cuda", OLD_FIELDS))
-
-    def test_the_arguments_hold_fields_of_the_trainer_alone(self) -> None:
-        assert not [name for name in self.EXPORT.arguments if "segments" in name]
 
     def test_the_variable_is_said_beside_them_and_in_every_form_that_can(self) -> None:
         setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"

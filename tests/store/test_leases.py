@@ -61,11 +61,15 @@ def test_a_process_of_this_machine_that_ended_is_not_waited_for(store: Store) ->
     assert store.leases.take("study a", this_owner(), "two") is None
 
 
-def test_of_many_that_take_an_expired_lease_one_gets_it(store: Store) -> None:
-    assert store.leases.take("study a", OTHERS, "old") is None
+@pytest.mark.parametrize("is_expired", [True, False])
+def test_of_many_that_take_a_free_lease_one_gets_it(store: Store, is_expired: bool) -> None:
+    if is_expired:
+        assert store.leases.take("study a", OTHERS, "old") is None
     taken: list[str] = []
+    together = threading.Barrier(8)
 
     def take(token: str) -> None:
+        together.wait(30)
         if leases_later(store).take("study a", OTHERS, token) is None:
             taken.append(token)
 

@@ -11,6 +11,7 @@ from searching import new_store, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.estimate.history import History, Tried
 from autotune.store.records import TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.store.repository import Store
@@ -79,6 +80,14 @@ def test_a_neighbour_that_stays_is_not_fought_for_ever() -> None:
         while repeats.take(record(completed(disturbed=HOT), candidate)) is None:
             runs += 1
     assert runs == repeats.excused == 10
+
+
+def test_an_out_of_memory_beside_a_neighbour_is_never_held_against_a_candidate() -> None:
+    history = History(ceiling=None)  # type: ignore[arg-type]
+    history.add(Tried("1", BEST, OutOfMemory("no memory", disturbed=("others",))))
+    assert history.ruled_out_by(BEST) is None
+    history.add(Tried("2", BEST, OutOfMemory("no memory")))
+    assert history.ruled_out_by(BEST) is not None
 
 
 @pytest.fixture

@@ -21,26 +21,6 @@ from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differen
 
 
 class TestChecked:
-    def test_the_example_is_in_order(self) -> None:
-        check_request(request())
-
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"effective_batch": 64, "batch_multiple": 24}, "--batch-multiple 24"),
-            ({"effective_batch": 63, "world_size": 2}, "--effective-batch 63"),
-        ],
-    )
-    def test_batches_that_cannot_be(self, options: dict[str, Any], words: str) -> None:
-        with pytest.raises(InvalidRequestError, match=words):
-            check_request(request(**options))
-
-    def test_a_precision_that_the_device_lacks(self) -> None:
-        old = dataclasses.replace(H200, capability=(7, 0), name="Tesla V100")
-        with pytest.raises(DeviceError, match=r"cuda:0 \(Tesla V100\) has no bf16") as caught:
-            check_request(dataclasses.replace(request(precisions=("bf16",)), device=old))
-        assert "fp32, fp16" in caught.value.hint
-
     @pytest.mark.parametrize("limit_bytes", [None, 2**30])
     def test_a_device_without_free_memory(self, limit_bytes: int | None) -> None:
         full = dataclasses.replace(H200, memory_free_bytes=0)
@@ -81,11 +61,6 @@ class TestChecked:
         }
         with pytest.raises(InvalidRequestError, match="--partial-checkpointing 12: the model has 6 layers"):
             prepare(partial, facts(checkpointing_layers=6))
-
-    @pytest.mark.parametrize("trials", [0, -1])
-    def test_no_trials(self, trials: int) -> None:
-        with pytest.raises(InvalidRequestError, match=f"--trials {trials}"):
-            request(trials=trials)
 
 
 class TestStudyName:
