@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
 
 ANY_CHANGE = "the queue changed"
 
@@ -34,21 +35,27 @@ class ChangeEvents:
 
     def notify(self, key: str) -> None:
         """Wake all who wait for a change of this key, and those who wait for any change."""
-        with self._guard:
-            self.count += 1
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._set, key)
+        self._after_change(self._set, key, ANY_CHANGE)
 
     def notify_all(self) -> None:
         """Wake everybody, as at the end of the process."""
-        for key in list(self._events):
-            self.notify(key)
+        self._after_change(self._set_all)
 
-    def _set(self, key: str) -> None:
-        for each in (key, ANY_CHANGE):
-            event = self._events.pop(each, None)
+    def _after_change(self, tell: Callable[..., None], *keys: str) -> None:
+        """Count a change, and have the event loop tell of it: nobody else touches its events."""
+        with self._guard:
+            self.count += 1
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(tell, *keys)
+
+    def _set(self, *keys: str) -> None:
+        for key in keys:
+            event = self._events.pop(key, None)
             if event is not None:
                 event.set()
+
+    def _set_all(self) -> None:
+        self._set(*self._events.keys())
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:

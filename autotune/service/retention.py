@@ -26,6 +26,9 @@ async def forget_hourly(searches: Searches, keep: timedelta) -> None:
             await asyncio.to_thread(forget, searches, keep)
         except StorageError as error:
             log.warning("old searches cannot be forgotten now: %s", error)
+        except Exception:
+            # Nobody waits for this task: without this, one error would end it unseen.
+            log.exception("old searches cannot be forgotten now")
         await asyncio.sleep(_PAUSE_SECONDS)
 
 

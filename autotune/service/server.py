@@ -267,7 +267,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        reason = {
+        line = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -275,8 +275,8 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            reason["exception"] = self.formatException(record.exc_info)
-        return json.dumps(reason)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def log_to_stderr() -> None:

@@ -276,14 +276,15 @@ class Queue:
     def listed(
         self, *, states: Sequence[JobState], containing: str, order: JobOrder, is_ascending: bool, skip: int, most: int
     ) -> list[JobRecord]:
-        """Return jobs whose study, owner, model or device contains a text, in an order; the newest first among equals.
+        """Return jobs whose study, owner, training or device contains a text, in an order; of equals the newest first.
 
-        Those without a value come last.
+        The device is the one that a job runs on and the one that it needs. Those without a value come last.
         """
         query = _JOBS.where(_JOB.c.state.in_(states)) if states else _JOBS
         model, device = _JOB.c.request["model"].as_string(), _JOB.c.device["name"].as_string()
         if containing:
-            places = (_JOB.c.study, _JOB.c.submitted_by, model, device)
+            code = _JOB.c.request["code"].as_string()
+            places = (_JOB.c.study, _JOB.c.submitted_by, model, code, device, _JOB.c.needs_kind, _JOB.c.needs_gpu)
             query = query.where(or_(*(place.icontains(containing, autoescape=True) for place in places)))
         took: ColumnElement[Any] = _JOB.c.ended_at - _JOB.c.started_at
         if self._engine.dialect.name == "sqlite":

@@ -16,8 +16,10 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import tomllib
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +37,12 @@ from serving import StandInEngine, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.cli.main import cli
+from autotune.core.errors import StorageError
 from autotune.devices import Device
 from autotune.service import server
 from autotune.service.app import make_app
-from autotune.service.retention import forget
+from autotune.service.change_events import ChangeEvents
+from autotune.service.retention import forget, forget_hourly
 from autotune.service.searches import Searches
 from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
@@ -252,6 +256,59 @@ def test_searches_that_ended_long_ago_are_forgotten_and_their_studies_stay(
     assert not logs.exists()
     assert searches.store.study("old") is not None
     assert writer.get(f"/v1/searches/{old}").status_code == 404
+
+
+def test_who_waits_is_woken_from_a_thread_that_does_not_look_at_what_the_loop_changes() -> None:
+    changes = ChangeEvents()
+
+    class OfOneThread(weakref.WeakValueDictionary[str, asyncio.Event]):
+        thread = threading.current_thread()
+
+        def keys(self) -> Iterator[str]:  # type: ignore[override]
+            assert threading.current_thread() is self.thread
+            return super().keys()
+
+        __iter__ = keys
+
+    async def run() -> None:
+        changes.attach()
+        changes._events = OfOneThread()
+        waiting = [changes.next_event(name) for name in ("one", "two")]
+        await asyncio.to_thread(changes.notify_all)
+        await asyncio.gather(*(event.wait() for event in waiting))
+        assert changes.count == 1
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_forgetting_goes_on_after_any_error(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [RuntimeError("dictionary changed size during iteration"), StorageError("the database is locked", "wait")]
+
+    async def run() -> None:
+        tries = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fail_twice(_: object) -> dict[str, str]:
+            if errors:
+                raise errors.pop(0)
+            loop.call_soon_threadsafe(tries.set)
+            return {}
+
+        monkeypatch.setattr(searches.store.queue, "forget", fail_twice)
+        forgetting = asyncio.create_task(forget_hourly(searches, timedelta(days=1)))
+        await asyncio.wait_for(tries.wait(), 60)
+        forgetting.cancel()
+
+    monkeypatch.setattr("autotune.service.retention._PAUSE_SECONDS", 0.01)
+    asyncio.run(run())
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told == [
+        "old searches cannot be forgotten now",
+        "old searches cannot be forgotten now: the database is locked. wait",
+    ]
+    assert "dictionary changed size" in caplog.text
 
 
 def test_a_service_answers_until_its_searches_have_ended(store: Store) -> None:

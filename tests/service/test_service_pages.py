@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from datetime import timedelta
+from urllib.parse import parse_qsl
 
 import pytest
 from processes import wait_until
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
 from searching import H200, search
 from serving import URL, StandInEngine, run_recorded, waits_for_state
-from sqlalchemy import event
+from sqlalchemy import event, update
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
@@ -20,7 +22,9 @@ from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.queue import Needs
+from autotune.store.records import new_id
 from autotune.store.repository import Store
+from autotune.store.tables import StudyRow
 
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
 
@@ -196,6 +200,11 @@ def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: S
         assert "301.0 (299.0 to 303.0)" in text
     assert ">the promise is kept</td>" in visitor.get("/").text
     assert "verify bert-large" not in visitor.get("/compare").text
+    # Run again: the same once more.
+    longer, _ = searches.submit_verification({"study": run.work.study, "steps": 500, "priority": 2}, by="ann")
+    visitor.post(f"/searches/{longer.id}/cancel")
+    again = searches.job(visitor.post(f"/searches/{longer.id}/again").headers["location"].rpartition("/")[2])
+    assert (again.id != longer.id, again.request["steps"], again.priority) == (True, 500, 2)
 
 
 def test_several_gpus_can_be_asked_for(visitor: TestClient, on_gpu: StandInEngine) -> None:
@@ -336,6 +345,45 @@ def test_options_without_a_field_of_their_own_are_in_a_form_that_was_cloned(visi
     assert "--seed 3" in page
 
 
+def test_what_was_asked_is_written_as_a_command_takes_it(visitor: TestClient, store: Store, searches: Searches) -> None:
+    request = {**LARGE, "time_budget": 30 * 86400.0, "torch_compile": "on", "fresh": True}
+    job, _ = store.queue.submit("asked", request, Needs("cuda", memory_bytes=80 * GIB, count=2))
+    page = visitor.get(f"/searches/{job.id}").text
+    for option in ("--time-budget 2592000s", "--torch-compile on", "--gpus 2", "--fresh"):
+        assert f"<code>{option}</code>" in page
+        assert option in re.findall(r'<code id="again">(.*)</code>', page)[0]
+    # What a request alone can ask for.
+    assert "a device with 80.0 GiB of memory" in page
+    clone = re.findall(r'class="button" href="([^"]*)"', page)[0].replace("&amp;", "&")
+    made = visitor.post("/searches", data=dict(parse_qsl(clone.partition("?")[2])))
+    cloned = searches.job(made.headers["location"].rpartition("/")[2])
+    assert {**cloned.request, "gpus": None} == {**job.request, "gpus": None}
+    assert "needs.memory_bytes" not in visitor.get(f"/searches/{cloned.id}").text
+
+
+def test_a_search_that_runs_says_what_is_left_of_its_budgets(
+    visitor: TestClient, searches: Searches, on_gpu: StandInEngine, store: Store
+) -> None:
+    visitor.post("/searches", data={**LARGE, "trials": "40", "time_budget": "90m"})
+    run = run_recorded(searches, on_gpu, ends=False)
+    study = store.existing_study(run.work.study)
+    store.update_study(dataclasses.replace(study, state="running", best_trial_id=None))
+    trials = store.trials(study.id)
+    store.start_trial(dataclasses.replace(trials[-1], id=new_id(), number=len(trials), outcome=None))
+    store.lose_running_trials(study.id)
+    page = f"/parts/searches/{run.job}"
+    # One that was interrupted is run again, and counts once.
+    assert f"<p>{len(trials)} of at most 40 trials; no trial starts after" in visitor.get(page).text
+    ends = study.started_at + timedelta(minutes=90)
+    assert f"no trial starts after {ends:%Y-%m-%d %H:%M} UTC" in visitor.get(page).text
+    # One that was continued has spent a part of its time before.
+    monday = study.started_at - timedelta(days=3)
+    with store.engine.begin() as connection:
+        connection.execute(update(StudyRow).values(started_at=monday, seconds=1200.0))
+    searches.changes.notify(run.job)
+    assert "; at least 20m00s of at most 1h30m are spent" in visitor.get(page).text
+
+
 def test_searches_are_found_and_sorted(visitor: TestClient, store: Store) -> None:
     for name, batch, owner in (("alpha", 32, "bob"), ("beta", 8, "ann"), ("gamma", None, "ann")):
         store.queue.submit(name, {"model": f"model-{name}", "effective_batch": batch}, Needs(), submitted_by=owner)
@@ -345,7 +393,7 @@ def test_searches_are_found_and_sorted(visitor: TestClient, store: Store) -> Non
             store.queue.end(job.id, 1, "finished")
 
     def listed(**params: str) -> list[str]:
-        return re.findall(r">(alpha|beta|gamma)<", visitor.get("/searches", params=params).text)
+        return re.findall(r">(alpha|beta|gamma|delta)<", visitor.get("/searches", params=params).text)
 
     assert listed() == ["gamma", "beta", "alpha"]
     assert listed(sort="study", up="true") == ["alpha", "beta", "gamma"]
@@ -356,6 +404,8 @@ def test_searches_are_found_and_sorted(visitor: TestClient, store: Store) -> Non
     assert listed(find="ANN") == ["gamma", "beta"]
     assert listed(find="gpu 1") == ["beta"]
     assert listed(find="model-al") == ["alpha"]
+    store.queue.submit("delta", {"code": "Glue"}, Needs("cuda", "b200"), submitted_by="bob")
+    assert (listed(find="glue"), listed(find="B200")) == (["delta"], ["delta"])
     assert listed(find="%") == []
     assert listed(find="ann", state="ended") == ["beta"]
     assert visitor.get("/searches", params={"sort": "odd"}).status_code == 422

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.option_kinds import BYTES, FLAG, SECONDS
 from autotune.core.options import BY_NAME
-from autotune.core.units import GIB
+from autotune.core.units import GIB, format_bytes
 from autotune.store.queue import JobRecord, Needs
 
 CHECKED = "on"
@@ -21,6 +21,8 @@ def fields_of(job: JobRecord) -> dict[str, str]:
     asked = {name: value for name, value in job.request.items() if name in BY_NAME}
     if device := _device(job.needs):
         asked["device"] = job.needs.gpu or device
+    if job.needs.count > 1:
+        asked["gpus"] = job.needs.count
     if job.priority:
         asked["priority"] = job.priority
     return {name: text for name, value in asked.items() if (text := _text(name, value))}
@@ -43,15 +45,29 @@ def _text(name: str, value: Any) -> str:
     if option.kind is BYTES and isinstance(value, int):
         in_gib = f"{value / GIB:g}GiB"
         return in_gib if option.kind.read(in_gib) == value else f"{value}B"
-    return f"{value:g}s" if option.kind is SECONDS else str(value)
+    return f"{value:.15g}s" if option.kind is SECONDS else str(value)
+
+
+def not_in_fields(job: JobRecord) -> str | None:
+    """Say what a job asks for that neither the form nor a command can ask for; ``None`` where there is no such."""
+    if job.needs.memory_bytes is None:
+        return None
+    return (
+        f"The request also asks for a device with {format_bytes(job.needs.memory_bytes)} of memory. Neither the form "
+        "nor the command can ask for that: send it as needs.memory_bytes to /v1/searches."
+    )
 
 
 def command_of(fields: Mapping[str, str], url: str) -> str:
     """Return the command that asks the service at ``url`` for the same as the fields of a form."""
     words = ["autotune", "search", "--server", url.rstrip("/")]
-    for name, text in filled_in(fields):
-        words += [BY_NAME[name].parameter] if BY_NAME[name].kind is FLAG else [BY_NAME[name].parameter, text]
-    return shlex.join(words)
+    return shlex.join(words + [word for name, text in filled_in(fields) for word in arguments(name, text)])
+
+
+def arguments(name: str, text: str) -> list[str]:
+    """Return a field of the form as words of a command: an option's name, and its value where it takes one."""
+    option = BY_NAME[name]
+    return [option.parameter] if option.kind is FLAG else [option.parameter, text]
 
 
 def filled_in(fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlencode
@@ -12,14 +13,14 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from markupsafe import Markup
 
 from autotune.core.errors import AutotuneError
-from autotune.core.options import BY_NAME
+from autotune.core.units import format_seconds
 from autotune.results.export import Format, beside_lines, make_export, render
 from autotune.results.html.page import study_page
 from autotune.results.report import Report
 from autotune.results.study_view import study_view
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
-from autotune.service.pages.asked import command_of, fields_of, request_again
+from autotune.service.pages.asked import arguments, command_of, fields_of, not_in_fields, request_again
 from autotune.service.pages.frame import Visitor, error_page, sign_in_page
 from autotune.service.pages.listing import Row
 from autotune.service.pages.proof import latest_run, shown_by
@@ -28,6 +29,7 @@ from autotune.service.searches import Searches, may_change
 from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
+from autotune.store.repeats import Repeats
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
 
@@ -58,7 +60,8 @@ def again(search: str, token: Submitter, searches: Known) -> Response:
     """Queue the same once more: measured anew where it has a result, else continued from what was measured."""
     job = searches.job(search)
     if VERIFIES in job.request:
-        made, _ = searches.submit_verification({"study": job.request[VERIFIES], "again": True}, by=token.name)
+        same = {"study": job.request[VERIFIES], "steps": job.request["steps"], "priority": job.priority}
+        made, _ = searches.submit_verification({**same, "again": True}, by=token.name)
     else:
         continues = job.state != "finished" and may_change(token, job)
         made, _ = searches.submit(request_again(job, continues=continues), by=token)
@@ -86,19 +89,20 @@ class _Asked:
     """What was asked, and how it can be asked again."""
 
     command: str
-    options: tuple[tuple[str, str], ...]
-    """Names and values, without the model."""
+    options: tuple[str, ...]
+    """As in the command, without the model."""
     clone: str
     """The form with the same in it."""
+    left_out: str | None
+    """What is asked for in neither of the two."""
 
 
 def _asked(job: JobRecord, url: str) -> _Asked:
     fields = fields_of(job)
-    options = tuple(
-        (BY_NAME[name].parameter, text) for name, text in fields.items() if name not in ("model", "code", "study")
-    )
+    told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
+    options = tuple(shlex.join(arguments(name, text)) for name, text in told.items())
     fields.pop("study", None)
-    return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}")
+    return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}", not_in_fields(job))
 
 
 def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
@@ -126,16 +130,29 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
 
 
 def _to_come(job: JobRecord, report: Report | None) -> str | None:
-    """Say what may still come of a search that runs: how many trials at most, and until when."""
+    """Say what may still come of a search that runs: how many trials at most, and for how long."""
     if job.state != "running" or report is None:
         return None
     most, budget = job.request.get("trials"), job.request.get("time_budget")
-    told = [f"{len(report.trials)} of at most {most} trials"] if most else []
-    if budget:
-        told.append(f"ends at {report.study.started_at + timedelta(seconds=budget):%H:%M} UTC at the latest")
+    told = [f"{_trials_spent(report)} of at most {most} trials"] if most else []
+    study = report.study
+    if budget and job.attempts == 1 and job.started_at is not None and study.started_at >= job.started_at:
+        told.append(f"no trial starts after {study.started_at + timedelta(seconds=budget):%Y-%m-%d %H:%M} UTC")
+    elif budget:
+        # It goes on: what was spent before counts, and not the time in between.
+        told.append(f"at least {format_seconds(study.seconds)} of at most {format_seconds(budget)} are spent")
     if told:
         return f"{'; '.join(told)}. It ends earlier where nothing that is left can be faster."
     return f"{len(report.trials)} trials so far. It ends when nothing that is left can be faster."
+
+
+def _trials_spent(report: Report) -> int:
+    """Return how many trials count against a budget that was given, as ``Plan.trials_spent`` counts them."""
+    trials, repeats = [trial for trial in report.trials if not report.is_elsewhere(trial)], Repeats()
+    for trial in trials:
+        if trial.outcome is not None:
+            repeats.take(trial)
+    return len(trials) - repeats.excused - sum(trial.stage == "reused" for trial in trials)
 
 
 def _with_best_so_far(report: Report) -> Report:
