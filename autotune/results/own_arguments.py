@@ -123,7 +123,9 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
         "batch_size": "batch_size of the training DataLoader",
         "per_device_train_batch_size": "batch_size of the training DataLoader",
         "accumulate_grad_batches": "accumulate_grad_batches of the Trainer",
-        "gradient_accumulation_steps": "gradient_accumulation_steps of the Accelerator",
+        "gradient_accumulation_steps": (
+            "the batches of an optimizer step" if kind == "fabric" else "gradient_accumulation_steps of the Accelerator"
+        ),
         "mixed_precision": "mixed_precision of the Accelerator",
         "precision": "precision of Fabric" if kind == "fabric" else "precision of the Trainer",
         **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in by_loader.items()},

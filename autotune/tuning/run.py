@@ -243,8 +243,8 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
     if model is not None and model.interface.batch_matters is not None:
         observer.note(
-            f"{model.interface.batch_matters}: another per-device batch is another training; "
-            "leave {accumulation} out, or give --batch-multiple and --effective-batch the batch that you mean"
+            f"{model.interface.batch_matters}: another per-device batch is another training; --batch-multiple N "
+            "--effective-batch N keeps a batch of N samples"
         )
     if model is not None and model.in_batch_loss is not None and model.own is not None:
         own = model.own.per_device_train_batch_size

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, default
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch_size", type=int, default=4)
-parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
+parser.add_argument("--gradient-accumulation-steps", type=int, default=2)
 parser.add_argument("--precision", default="32-true")
 args = parser.parse_args()
 

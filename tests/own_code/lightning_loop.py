@@ -23,6 +23,12 @@ class Classifier(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Make the model, once."""
+        if self.model is not None:
+            return
         config = AutoConfig.for_model(
             "bert", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64
         )
@@ -30,6 +36,8 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The loss of a batch."""
+        if batch_idx == 0:
+            print(f"checkpoints: {self.model.is_gradient_checkpointing}")
         loss = self.model(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss

@@ -62,7 +62,7 @@ def test_an_accumulation_in_the_code_is_left_and_memory_is_not_predicted(
 ) -> None:
     script = tmp_path / "train.py"
     text = SCRIPT.read_text().replace("args.gradient_accumulation_steps", "3")
-    script.write_text(text.replace('parser.add_argument("--gradient_accumulation_steps", type=int, default=2)', ""))
+    script.write_text(text.replace('parser.add_argument("--gradient-accumulation-steps", type=int, default=2)', ""))
     model = inspected(trial_server, Workload.of_source(find_script(["python", str(script)])), precisions=("bf16",))
     assert model.interface.searched == ("batch", "precision", "checkpointing")
     assert model.own.gradient_accumulation_steps == 3

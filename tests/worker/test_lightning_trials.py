@@ -44,6 +44,7 @@ def test_a_lightning_script_is_measured_unmodified(
     assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
     assert 0 < measured.optimizer_seconds < measured.step_seconds  # type: ignore[operator]
     assert "trains with bf16-mixed, 2" in answer.log
+    assert "checkpoints: True" in answer.log
     assert "validates" not in answer.log
     answer = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 4, 2), unmodified=True)
     assert "trains with 32-true, 2" in answer.log

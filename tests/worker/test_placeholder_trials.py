@@ -275,7 +275,8 @@ SAMPLES = """
 import sys, torch, torch.nn.functional as F
 batch, accum, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 norm = {"norm": torch.nn.BatchNorm1d(16)}.get(kind, torch.nn.LayerNorm(16))
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), norm, torch.nn.Linear(16, 4))
+ends = [torch.nn.Linear(16, 1), torch.nn.Flatten(0)] if kind == "flat" else [torch.nn.Linear(16, 4)]
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), norm, *ends)
 optimizer = torch.optim.Adam(net.parameters())
 for step in range(60):
     for _ in range(accum):
@@ -284,6 +285,8 @@ for step in range(60):
         if kind == "contrast":
             other = F.normalize(net(x + 0.1))
             loss = F.cross_entropy(F.normalize(out) @ other.T * 10, torch.arange(batch))
+        elif kind == "flat":
+            loss = F.mse_loss(out, x.mean(-1))
         elif kind.endswith("sum"):
             loss = F.cross_entropy(out, x.argmax(-1) % 4, reduction="sum")
         elif kind == "masked":
@@ -303,7 +306,7 @@ for step in range(60):
         ("sum", "the loss of loop.py adds up the samples of a batch"),
         ("'undivided sum'", None),
         ("masked", None),
-        ("mean", None),
+        ("flat", None),
     ],
 )
 def test_what_is_another_training_in_other_batches_is_told(

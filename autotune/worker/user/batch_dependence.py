@@ -36,7 +36,8 @@ def loss_of_samples(tensors: Any, outputs: Sequence[torch.Tensor]) -> LossOfSamp
     """Look at the loss that a backward pass is about to begin from, and at what models returned for it.
 
     The first dimension of the ``outputs`` is that of samples, or of their rows. Returns ``None`` where that cannot be
-    known: without an output that the loss depends on, or with functions that have no second derivative.
+    known: without an output that the loss depends on, or with functions that have no second derivative. Hooks on the
+    tensors between both are called for it, too.
     """
     loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
@@ -44,7 +45,8 @@ def loss_of_samples(tensors: Any, outputs: Sequence[torch.Tensor]) -> LossOfSamp
     for output in reversed(outputs):
         try:
             dependence = _look(loss, output)
-        except RuntimeError:
+        except Exception:
+            # Of a function or a hook of the user's; the training itself goes on.
             return None
         if dependence is not None:
             return dependence
@@ -55,7 +57,7 @@ def _look(loss: torch.Tensor, output: torch.Tensor) -> LossOfSamples | None:
     (first,) = torch.autograd.grad(loss.sum(), output, create_graph=True, allow_unused=True)
     if first is None:
         return None
-    gradient = float(first.detach().float().flatten(1).norm(dim=1).mean())
+    gradient = float(first.detach().float().reshape(len(first), -1).norm(dim=1).mean())
     return LossOfSamples(_compares(first, output), _is_summed(loss.grad_fn), gradient)
 
 

@@ -51,8 +51,10 @@ class SeenOptions:
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
     def flags(self, options: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Return the flag of each thing that can be searched, where the script has one."""
-        return {what: name for what, names in options.items() for name in names if name in self.names}
+        """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores."""
+        spelled = {name.replace("_", "-"): name for name in self.names}
+        wanted = {what: [name.replace("_", "-") for name in names] for what, names in options.items()}
+        return {what: spelled[name] for what, names in wanted.items() for name in names if name in spelled}
 
 
 @functools.cache

@@ -34,7 +34,7 @@ _OPTIONS = {
     "accumulation": ("--gradient_accumulation_steps",),
     "precision": ("--mixed_precision",),
     "checkpointing": ("--gradient_checkpointing", "--activation_checkpointing"),
-    "workers": ("--dataloader_num_workers", "--num_workers", "--num-workers", "--workers"),
+    "workers": ("--dataloader_num_workers", "--num_workers", "--workers"),
 }
 
 

@@ -23,10 +23,10 @@ from autotune.worker.user.script_options import set_options
 
 HINT = "have it train for more steps, or on more data"
 _OPTIONS = {
-    "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size", "--batch-size"),
+    "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),
     "accumulation": ("--gradient_accumulation_steps",),
     "precision": ("--precision",),
-    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers"),
+    "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
 }
 _NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -99,10 +99,10 @@ class FabricOverlay:
 
     def _seen(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(setup)
-        def watched(fabric: Any, model: Any, *words: Any, **options: Any) -> Any:
-            self.models.append(model)
-            self._changes.apply_to(model)
-            return setup(fabric, model, *words, **options)
+        def watched(fabric: Any, module: Any, *words: Any, **options: Any) -> Any:
+            self.models.append(module)
+            self._changes.apply_to(module)
+            return setup(fabric, module, *words, **options)
 
         return watched
 

@@ -41,10 +41,10 @@ _MANY_EPOCHS = 1_000_000
 _NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 # Those with a dot are LightningCLI's.
 _OPTIONS = {
-    "batch": ("--batch_size", "--batch-size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
+    "batch": ("--batch_size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
     "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
     "precision": ("--precision", "--trainer.precision"),
-    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
+    "workers": ("--num_workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
 }
 
 
@@ -145,8 +145,19 @@ class LightningOverlay:
 
         @functools.wraps(fit)
         def fitted(trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
-            changes.apply_to(model)
-            return fit(trainer, model, *words, **options)
+            # Lightning calls it once setup and configure_model have made the parts of the model.
+            inner = getattr(model, "_orig_mod", model)
+            begins = inner.on_fit_start
+
+            def on_fit_start() -> None:
+                changes.apply_to(inner)
+                begins()
+
+            inner.on_fit_start = on_fit_start
+            try:
+                return fit(trainer, model, *words, **options)
+            finally:
+                del inner.on_fit_start
 
         kind.__init__, kind.fit = __init__, fitted
         if self._quiet is None:
