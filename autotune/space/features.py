@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 
 from autotune.core.candidate import Arm
@@ -93,6 +96,24 @@ def require(package: str, lever: str) -> None:
     """Raise ``InvalidRequestError``, with the command that installs it, where a package is missing."""
     if version_of(package) is None:
         raise InvalidRequestError(f"{lever} needs {package}, which is not installed", how_to_install(package))
+
+
+def require_compiler(device_kind: str, lever: str) -> None:
+    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no compiler on this machine.
+
+    Where it looks: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for a GPU.
+    """
+    variable, names = ("CXX", ("g++",)) if device_kind == "cpu" else ("CC", ("gcc", "clang"))
+    named = os.environ.get(variable)
+    if not any(map(shutil.which, (named,) if named else names)):
+        missing = f"{variable} is {named}, which is not there" if named else f"there is no {' or '.join(names)}"
+        raise InvalidRequestError(
+            f"{lever} needs a compiler: {missing}", f"install one, name it in {variable}, or leave {lever} out"
+        )
+    # A torch for CPUs comes without Triton.
+    is_for_cpus = (version_of("torch") or "").endswith("+cpu")
+    if device_kind == "cuda" and not is_for_cpus and importlib.util.find_spec("triton") is None:
+        raise InvalidRequestError(f"{lever} needs triton, which is not installed", how_to_install("triton"))
 
 
 def how_to_install(package: str) -> str:

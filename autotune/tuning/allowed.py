@@ -15,6 +15,7 @@ from autotune.space.features import (
     optim_package,
     packages_of_workload,
     require,
+    require_compiler,
     shards_with,
 )
 from autotune.space.levers import EXPERTS, LEVERS, Training
@@ -56,6 +57,8 @@ def _check_levers(request: SearchRequest) -> None:
         if is_cpu:
             raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
         require("liger-kernel", "--liger")
+    if request.torch_compile == "on" and request.is_at_hand:
+        require_compiler(request.device.kind, "--torch-compile on")
     _check_experts(request)
     _check_settings(request, _MANY_LAYERS)
     if FLASH_ATTENTION in (request.attn_implementations or ()):

@@ -124,8 +124,8 @@ def timeout_seconds(
     Without a limit of the user's it grows with the model, and where no speed is known, with what a step computes.
     """
     limit = _USUAL_SECONDS if request.trial_timeout_seconds is None else request.trial_timeout_seconds
-    limit += _COMPILE_SECONDS if compiles(candidate.arm) else 0.0
     if request.trial_timeout_seconds is None:
+        limit += _COMPILE_SECONDS if compiles(candidate.arm) else 0.0
         limit += parameters / _BUILT_PARAMETERS_PER_SECOND
     run = min(candidate.gradient_accumulation_steps, effort.max_micro_steps)
     samples = run * candidate.per_device_train_batch_size

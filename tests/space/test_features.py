@@ -32,6 +32,7 @@ from autotune.space.features import (
     allocator_variable,
     goes_together,
     optim_package,
+    require_compiler,
     segments_expand,
     version_of,
     with_expandable_segments,
@@ -317,3 +318,21 @@ class TestExport:
 
     def test_nothing_is_said_where_nothing_need_be_set(self) -> None:
         assert render(make_export(report_of(Candidate(PLAIN, 32, 2), "cuda", OLD_FIELDS)), "env") == ""
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", "CXX"), ("cuda", "CC")])
+def test_compiling_is_refused_where_there_is_no_compiler(
+    kind: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidRequestError, match=r"--torch-compile on needs a compiler: there is no g"):
+        require_compiler(kind, "--torch-compile on")
+    monkeypatch.setenv(variable, str(compiler))
+    require_compiler(kind, "--torch-compile on")
+    monkeypatch.setenv(variable, "/missing/c++")
+    with pytest.raises(InvalidRequestError, match=f"{variable} is /missing/c\\+\\+, which is not there"):
+        require_compiler(kind, "--torch-compile on")
