@@ -237,8 +237,9 @@ for step in range(60):
         return loss
     if kind in ("lbfgs", "closure"):
         opt.step(closure)
-    elif kind == "by hand":
-        closure()
+    elif kind in ("by hand", "cleared"):
+        net.zero_grad() if kind == "cleared" else None
+        closure() if kind == "by hand" else net(x).square().mean().backward()
         with torch.no_grad():
             [weight.sub_(0.01 * weight.grad) for weight in weights]
     else:
@@ -248,9 +249,12 @@ for step in range(60):
 """
 
 
-def test_a_backward_pass_may_be_made_by_the_optimizer(trial_server: ServerClient, folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["closure", "cleared"])
+def test_updates_are_made_with_the_backward_pass_within_and_by_hand(
+    trial_server: ServerClient, folder: Path, kind: str
+) -> None:
     (folder / "loop.py").write_text(UPDATES)
-    told, _ = inspected(trial_server, "loop.py {batch} closure")
+    told, _ = inspected(trial_server, f"loop.py {{batch}} {kind}")
     assert trial_server.trial(told, Candidate(Arm(), 8, 1)).completed.measurement.step_seconds > 0
 
 
