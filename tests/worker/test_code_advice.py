@@ -64,6 +64,16 @@ for word in sys.argv[1:]:
 LOOP
 train(batch_size, gradient_accumulation_steps)
 """
+OTHER_NAMES = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--name", default="a")
+p.add_argument("--rows", type=int, default=3)
+p.add_argument("--updates", type=int, default=1)
+args = p.parse_args()
+LOOP
+train(args.rows, args.updates)
+"""
 PLAIN = "LOOP\ntrain(4, 1)\n"
 STEPS = """
 import autotune, torch
@@ -113,7 +123,8 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
             "python run.py --batch_size={batch} --gradient_accumulation_steps={accumulation} "
             "--dtype={precision:fp32=float32,bf16=bfloat16}",
         ),
-        (PLAIN, "--lr 1", "python run.py --batch-size {batch}"),
+        (OTHER_NAMES, "--rows 2 --name b", "python run.py --rows {batch} --name b"),
+        (PLAIN, "--lr 1", "python run.py --lr 1 --batch-size {batch}"),
     ],
 )
 def test_the_placeholders_that_fit_are_offered(

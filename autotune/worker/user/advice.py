@@ -41,6 +41,7 @@ _PRECISIONS = (
     ("float32", "bfloat16"), ("32-true", "bf16-mixed"), ("32-true", "bf16-true"), ("fp32", "amp_bf16"),
     ("fp32", "bf16"), ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
 )  # fmt: skip
+_MOST_NAMED = 8
 _LOOP_PAGE = "docs/how-to/own-loop.md"
 _PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
 
@@ -55,11 +56,14 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
         command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
         named = ", ".join(option.name for option in options.values())
         return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
-    command = shlex.join(["python", *_own_name(source), "--batch-size", "{batch}"])
+    numbers = [max(each.option_strings, key=len) for each in watch_options().actions if each.type is int][:_MOST_NAMED]
+    batch = _Option(numbers[0] if numbers else "--batch-size", "{batch}")
+    command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
+    among = f" (one of {', '.join(numbers)}?)" if numbers else ""
     return (
-        "where it takes its batch on its command line, or from a file that this names, put {batch} there, such as "
-        f"-- {command} (see {_PLACEHOLDERS_PAGE}); else make a function train(config) of its loop that goes over "
-        f"autotune.steps(loader), and give --loop {_file(source)}:train (see {_LOOP_PAGE})"
+        f"where it takes its batch on its command line{among}, or from a file that this names, put {{batch}} there, "
+        f"such as -- {command} (see {_PLACEHOLDERS_PAGE}); else make a function train(config) of its loop that goes "
+        f"over autotune.steps(loader), and give --loop {_file(source)}:train (see {_LOOP_PAGE})"
     )
 
 
