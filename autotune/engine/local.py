@@ -170,8 +170,6 @@ class LocalEngine:
         self._children: dict[str, SearchProcess] = {}
         self._pauses: dict[str, float] = {}
         self._is_closing = False
-        self.restarts = 0
-        """How often a process was started again."""
         devices = list_devices()
         self._devices = tuple([device for device in devices if device.kind == "cuda"] or devices[:1])
         for device in self._devices:
@@ -193,7 +191,6 @@ class LocalEngine:
             pause = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses.get(uuid, _FIRST_PAUSE_SECONDS / 2))
             pause = _FIRST_PAUSE_SECONDS if lived >= _STARTED_WELL_SECONDS else pause
             self._pauses[uuid] = pause
-            self.restarts += 1
         log.error(f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause}})
         timer = threading.Timer(pause, self._start_child, [uuid])
         timer.daemon = True

@@ -19,6 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.host_name import OWN_NAMES, host_name
 from autotune.results.dashboard_private import show_constraints
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS
 from autotune.store.location import resolve_location
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 # Shown even where it never varied, since the dashboard divides by the number of parameters.
 _ALWAYS_SHOWN = "per_device_train_batch_size"
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
-# Names of this machine that no DNS server can point elsewhere.
-_OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _OWN_ADDRESSES = ("127.0.0.1", "localhost")
 # A browser opens connections in advance; one without a request for so long is closed.
 _IDLE_SECONDS = 30
@@ -212,12 +211,7 @@ def app_over(storage: DashboardStorage, way_back: str | None = None) -> WSGIAppl
     bottle_app.install(_read_only_page(way_back))
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        # Any port is allowed, since a tunnel may end at another one.
-        host = str(environ.get("HTTP_HOST", ""))
-        name, colon, port = host.rpartition(":")
-        if (name if colon and port.isdecimal() else host).lower() not in _OWN_NAMES:
-            # Otherwise a page from elsewhere, whose name resolves to this machine, could read the studies (DNS
-            # rebinding).
+        if host_name(str(environ.get("HTTP_HOST", ""))) not in OWN_NAMES:
             return _refuse(start_response, "403 Forbidden", "This dashboard answers to localhost and 127.0.0.1 only.")
         method = environ["REQUEST_METHOD"]
         if method not in _READING_METHODS:

@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from autotune.core.host_name import OWN_NAMES, host_name
 from autotune.service.problems import MEDIA_TYPE
 
 MOST_BODY_BYTES = 1024 * 1024
-OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _TOO_LARGE = (413, f"a request may not be longer than {MOST_BODY_BYTES} bytes", "send less at once")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CSP = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
@@ -62,7 +62,7 @@ class Guard:
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
         host = headers.get("host", "")
         if host_name(host) not in self._names:
-            # Else a page from elsewhere, whose name was made to point here, could use the service.
+            # Starlette's TrustedHostMiddleware would answer 400 in plain text, without what the operator can do.
             return 421, "this service does not answer to that host name", "the operator can allow it with --name"
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
@@ -79,12 +79,6 @@ def _read_as_json(scope: Scope) -> None:
     """Have the body of a request read as JSON, which is all that the API takes; curl says that it sends a form."""
     others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]
-
-
-def host_name(host: str) -> str:
-    """Return ``localhost`` of ``localhost:8080``. Any port will do: a tunnel may end at another one."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() else host).lower()
 
 
 class _Meter:

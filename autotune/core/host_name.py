@@ -1,0 +1,14 @@
+"""Read the host name of a request: a page whose name was made to point here must not be answered (DNS rebinding)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Names of this machine that no DNS server can point elsewhere.
+OWN_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+def host_name(host: str) -> str:
+    """Return ``localhost`` of the header ``localhost:8080``. Any port will do: a tunnel may end at another one."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
