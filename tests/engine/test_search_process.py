@@ -1,0 +1,93 @@
+"""Test the process of a device: one search after the other, and none for a process that was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import wait_until
+
+from autotune.core.errors import DeviceError
+from autotune.engine.local import LocalRun, SearchProcess
+from autotune.engine.work import Work
+from autotune.execution import child_process
+
+# Ends a search once it is cancelled and a file is there.
+ENDS_LATE = """
+import json, os, sys, time
+fd, gate = int(sys.argv[1]), sys.argv[2]
+
+def say(work, kind, document):
+    os.write(fd, json.dumps({"work": work, "kind": kind, "document": document}).encode() + b"\\n")
+
+for line in sys.stdin:
+    message = json.loads(line)
+    if "work" in message:
+        say(message["work"]["id"], "line", {})
+    else:
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+        say(message["cancel"], "end", {"state": "interrupted"})
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that lets a search end."""
+    program, path = tmp_path / "ends_late.py", tmp_path / "gate"
+    program.write_text(ENDS_LATE)
+
+    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, str(program), words[4], str(path)], **options)
+
+    monkeypatch.setattr(child_process, "Popen", start)
+    return path
+
+
+@pytest.fixture
+def process(gate: Path) -> Iterator[SearchProcess]:
+    """A device's process."""
+    process = SearchProcess(None, lambda *_: None)
+    yield process
+    process.tell_to_end()
+    process.wait(10.0)
+
+
+def work(name: str) -> Work:
+    return Work(name, name, {})
+
+
+def kinds(run: LocalRun) -> list[str]:
+    return [message.kind for message in run.messages(0, 60.0)]
+
+
+def test_a_search_waits_for_one_that_still_ends(process: SearchProcess, gate: Path) -> None:
+    first = process.begin(work("first"))
+    assert kinds(first) == ["line"]
+    first.close()
+    second: list[LocalRun] = []
+    waiting = threading.Thread(target=lambda: second.append(process.begin(work("second"))))
+    waiting.start()
+    assert not second
+    gate.touch()
+    waiting.join(60)
+    assert first.is_over
+    assert kinds(second[0]) == ["line"]
+
+
+def test_a_process_that_was_killed_takes_no_search(process: SearchProcess) -> None:
+    run = process.begin(work("first"))
+    assert kinds(run) == ["line"]
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_until(lambda: run.is_over)
+    assert run.messages(1, 60.0)[-1].document["state"] == "lost"
+    with pytest.raises(DeviceError, match="has ended"):
+        process.begin(work("second"))
+    assert not process.is_alive
