@@ -117,6 +117,8 @@ class Inspection:
     """``None`` where the model cannot be built."""
     model_error: str | None = None
     """Why it cannot."""
+    model_hint: str | None = None
+    """What would work, where an option is to blame."""
     chip: Chip | None = None
     """``None`` on a CPU."""
     calibration: Calibration | None = None

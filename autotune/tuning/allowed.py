@@ -198,6 +198,8 @@ def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
             f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
             "install torch as pytorch.org says for CUDA, or search on one GPU",
         )
+    if facts.model is None and facts.model_hint is not None:
+        raise InvalidRequestError(str(facts.model_error), facts.model_hint)
     if facts.model is None:
         raise UnknownModelError(
             f"the model {request.workload.model!r} cannot be built: {facts.model_error}",

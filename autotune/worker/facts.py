@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
 from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
@@ -88,6 +89,8 @@ def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     inspection = dataclasses.replace(inspection, lacks_nccl=lacks_nccl(work.devices))
     try:
         return dataclasses.replace(inspection, model=_model_facts(workload, work.devices.ranks))
+    except InvalidRequestError as error:
+        return dataclasses.replace(inspection, model_error=error.message, model_hint=error.hint)
     except Exception as error:
         return dataclasses.replace(inspection, model_error=first_line(error))
 

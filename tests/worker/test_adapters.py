@@ -61,9 +61,22 @@ def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake
     assert model.after_step == AfterStep((), ())
 
 
-def test_a_rank_that_exceeds_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"LoRA of rank 65 exceeds q_proj of 64 × 64: use 64 or less"):
-        build_model(with_lora(tiny_workload("llama-tiny"), lora_rank=65), "eager", torch.device("meta"))
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"lora_rank": 65}, "LoRA of rank 65 exceeds q_proj of 64 × 64", "use --lora-rank 64 or less"),
+        ({"lora_options": {"target_modules": ["v_proj", "value"]}}, "--lora-targets: no layer is called value",
+         "its linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+    ],
+)  # fmt: skip
+def test_adapters_that_a_model_cannot_have_are_refused(
+    changes: dict[str, object], message: str, hint: str, tmp_path: Path
+) -> None:
+    with TrialServer(
+        Placement.of(find_device("cpu")), with_lora(tiny_workload("llama-tiny"), **changes), tmp_path
+    ) as started:
+        found = started.inspect()
+    assert (found.model_error, found.model_hint) == (message, hint)
 
 
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["v_proj"]}])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from autotune.core.workload import DTYPES, TASKS, DTypeName, Task
 from autotune.worker.trial.build import build_config, build_model, in_deepspeeds_dtype, model_class
 
 CPU = torch.device("cpu")
+HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -69,3 +74,29 @@ def test_decoders_that_classify_get_a_padding_token() -> None:
 def test_a_task_that_the_architecture_has_no_model_for_is_named() -> None:
     with pytest.raises(ValueError, match="no causal-lm model of type 'vit'"):
         model_class(tiny_workload("vit-tiny", task="causal-lm"))
+
+
+@pytest.mark.parametrize("way", ["random", "saved", "4 bits"])
+def test_building_takes_little_more_of_the_host_than_the_weights(way: str, tmp_path: Path) -> None:
+    """Of a process of its own: weights drawn, read from several files, and quantized one after the other."""
+
+    def build(*words: str, **changes: object) -> dict[str, float]:
+        command = [sys.executable, str(HERE / "build_and_tell.py"), json.dumps(changes), *words]
+        environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parents[1]}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+        told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return told
+
+    if way == "4 bits":
+        pytest.importorskip("bitsandbytes")
+        told = build(peft="lora", lora_rank=4, quantize="4bit")
+        assert told["weights"] < 200 * 2**20
+    else:
+        told = build(str(tmp_path))
+        assert told["weights"] > 400 * 2**20
+    if way == "saved":
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        drawn, told = told, build(weights=str(tmp_path))
+        assert told["total"] == drawn["total"]
+    # A second copy of the weights would take 400 MiB.
+    assert told["took"] < told["weights"] + 256 * 2**20

@@ -9,11 +9,13 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
+from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.models.tasks import PEFT_TASKS
 
 # Of random weights, which have to be of some size: that of most language models' configs.
 _DEVIATION = 0.02
+_LINEAR = (torch.nn.Linear, Conv1D)
 
 
 def quantization_config(workload: Workload) -> Any:
@@ -27,7 +29,10 @@ def quantization_config(workload: Workload) -> Any:
 
 
 def with_lora(model: Any, workload: Workload) -> Any:
-    """Return a model with LoRA adapters on its frozen weights; raises ``ValueError`` for a rank that is too large."""
+    """Return a model with LoRA adapters on its frozen weights.
+
+    Raises ``InvalidRequestError`` for a rank that exceeds a layer, and for a target that no layer is called.
+    """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
@@ -38,13 +43,21 @@ def with_lora(model: Any, workload: Workload) -> Any:
         task_type=PEFT_TASKS.get(workload.task),
         modules_to_save=["classifier"] if has_head else None,
     )
+    targets = (workload.lora_options or {}).get("target_modules", [])
+    for target in targets:
+        if not any(name.endswith(target) for name, _ in model.named_modules()):
+            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if type(part) in _LINEAR}
+            raise InvalidRequestError(
+                f"--lora-targets: no layer is called {target}", f"its linear layers are {', '.join(sorted(linear))}"
+            )
     adapted = get_peft_model(model, config)
     for name, layer in adapted.named_modules():
         if isinstance(layer, LoraLayer) and config.r > min(layer.in_features, layer.out_features):
             size = f"{layer.in_features} × {layer.out_features}"
             least = min(layer.in_features, layer.out_features)
-            raise ValueError(
-                f"LoRA of rank {config.r} exceeds {name.rpartition('.')[2]} of {size}: use {least} or less"
+            raise InvalidRequestError(
+                f"LoRA of rank {config.r} exceeds {name.rpartition('.')[2]} of {size}",
+                f"use --lora-rank {least} or less",
             )
     return adapted
 

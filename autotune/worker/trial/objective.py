@@ -49,7 +49,8 @@ def half(batch: Any, samples: int, *, first: bool) -> Any:
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0 or len(batch) < samples:
             return batch
-        if len(batch) % 2:
+        # Several rows a sample, as of pairs, may lie one after the other, or all the first before all the second ones.
+        if len(batch) % 2 or len(batch) > samples:
             raise _NotDivisibleError
         middle = len(batch) // 2
         return batch[:middle] if first else batch[middle:]

@@ -30,6 +30,7 @@ from autotune.worker.fake.step import Training, install_cuda_semantics, numbers_
 from autotune.worker.private.accelerate import compute_on_cpu
 from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
 from autotune.worker.private.transformers import prepares_inputs_itself
+from autotune.worker.private.trl import fold_logits_as_on_gpu
 from autotune.worker.process import in_forks
 from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
 from autotune.worker.user.checkpointing import disable_checkpointing, enable_checkpointing
@@ -267,6 +268,7 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         torch.set_num_threads(1)
         forget_steps(torch)
         compute_on_cpu()
+        fold_logits_as_on_gpu()
         library = install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
         batch = batch_to_trace(step.model, step.shapes)

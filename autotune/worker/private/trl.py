@@ -1,0 +1,36 @@
+"""Adapt private names of TRL."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def fold_logits_as_on_gpu() -> None:
+    """Have TRL's loss without logits take the memory that it takes on a GPU, for the rest of this process.
+
+    TRL (1.16) computes logits in tiles of up to 4,096 tokens and 32,768 entries of the vocabulary. On a GPU a Triton
+    kernel folds each in place, and a product of 16-bit matrices is added to one in float32. Elsewhere torch does
+    both, with several copies of a tile in float32, which is up to 2.5 GiB more. Values are wrong afterwards.
+
+    That a GPU leaves out tokens without a label is not followed: how many there are depends on the data.
+    """
+    if "trl" not in sys.modules:
+        return
+    try:
+        kernels: Any = importlib.import_module("trl.kernels.chunked_logprob")
+    except ImportError:
+        return
+    kernels._forward_tile = kernels._backward_tile = _in_place
+    kernels._addmm_fp32 = _add_product
+
+
+def _in_place(*words: Any, **options: Any) -> None:
+    """Stand in for a kernel that takes no memory."""
+
+
+def _add_product(total: Any, left: Any, right: Any) -> None:
+    """Add the product of two matrices to one in float32, without copies of them in float32."""
+    number = total.new_empty(())
+    total.addmm_(number.expand(left.shape), number.expand(right.shape))
