@@ -463,3 +463,195 @@ def mark_rightly(config: Any) -> None:
         with autotune.step():
             net(torch.randn(config.per_device_batch_size, 24)).mean().backward()
             optimizer.step()
+
+
+def sharpness_aware(config: Any) -> None:
+    """Computes each gradient a second time, at weights that it changes itself."""
+    net = Net()
+    optimizer = sgd(net)
+    for (inputs,) in autotune.steps(loader(config)):
+        net(inputs).mean().backward()
+        with torch.no_grad():
+            moves = [each.grad * 0.05 for each in net.parameters() if each.grad is not None]
+            torch._foreach_add_(list(net.parameters()), moves)
+        optimizer.zero_grad()
+        net(inputs).mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(net.parameters()), moves)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def toggle(config: Any) -> None:
+    """Freezes its discriminator while it trains its generator."""
+    makes, tells = torch.nn.Linear(8, 24), Net()
+    of_maker, of_teller = sgd(makes), sgd(tells)
+    for (real,) in autotune.steps(loader(config)):
+        tells.requires_grad_(True)
+        made = makes(torch.randn(len(real), 8))
+        (tells(made.detach()).mean() - tells(real).mean()).backward()
+        of_teller.step()
+        of_teller.zero_grad()
+        tells.requires_grad_(False)
+        (-tells(made).mean()).backward()
+        of_maker.step()
+        of_maker.zero_grad()
+
+
+class Choosing(Net):
+    """Gives scores of some samples, others each time."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One score for each that is chosen, the first aside."""
+        return super().forward(inputs)[1:][torch.rand(len(inputs) - 1) > 0.3]
+
+
+def choose(config: Any) -> None:
+    """Computes its loss from some of the scores."""
+    net = Choosing()
+    loop(config, lambda x: net(x).mean(), sgd(net))
+
+
+def recompute_in_precision(config: Any) -> None:
+    """Recomputes its model in the precision of the config."""
+    net = Net()
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        with config.autocast("cpu"):
+            scores: torch.Tensor = checkpoint(net, inputs, use_reentrant=False)
+        return scores.float().mean()
+
+    loop(config, loss_of, sgd(net))
+
+
+# What computes in another precision than it is told
+
+
+def _cast(config: Any, net: Net, casts: Callable[[int], Any]) -> None:
+    count = iter(range(10**9))
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        with casts(next(count)):
+            return net(inputs).float().mean()
+
+    loop(config, loss_of, sgd(net))
+
+
+class OffWithin(Net):
+    """Turns off what it is called in."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One score each."""
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(inputs)
+
+
+def off_within(config: Any) -> None:
+    """Calls a model in the precision of the config that computes in its own."""
+    _cast(config, OffWithin(), lambda _: config.autocast("cpu"))
+
+
+def always_half(config: Any) -> None:
+    """Computes in 16 bits, whatever it reads."""
+    print(f"reads {config.precision}, and forgets it")
+    _cast(config, Net(), lambda _: torch.autocast("cpu", torch.bfloat16))
+
+
+def off_later(config: Any) -> None:
+    """Computes in the precision of the config in its first steps."""
+    _cast(config, Net(), lambda number: config.autocast("cpu") if number < 5 else contextlib.nullcontext())
+
+
+# What changes once the clock runs
+
+
+def _from(batch: int, change: Callable[[], object], net: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a loss that makes a change before this batch."""
+    count = iter(range(1, 10**9))
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        if next(count) == batch:
+            change()
+        weights = next(net.parameters())
+        loss: torch.Tensor = net(inputs.to(weights.device, weights.dtype)).mean()
+        return loss
+
+    return loss_of
+
+
+def stop_the_clock(config: Any) -> None:
+    """Honest. Freezes Python's clocks, as libraries for tests do."""
+    import time
+
+    net, now = Net(), time.perf_counter()
+
+    def freeze() -> None:
+        time.perf_counter = time.monotonic = time.time = lambda: now  # type: ignore[assignment]
+
+    loop(config, _from(2, freeze, net), sgd(net))
+
+
+def freeze_later(config: Any) -> None:
+    """Freezes most of its model after some steps."""
+    net = Net()
+    loop(config, _from(6, lambda: net.body.requires_grad_(False), net), sgd(net))
+
+
+def unfreeze_later(config: Any) -> None:
+    """Trains more of its model after some steps."""
+    net = Net()
+    net.body.requires_grad_(False)
+    loop(config, _from(6, lambda: net.body.requires_grad_(True), net), sgd(net))
+
+
+def half_later(config: Any) -> None:
+    """Has its weights in 16 bits after some steps."""
+    net = Net()
+    loop(config, _from(6, net.bfloat16, net), sgd(net))
+
+
+def other_layer_later(config: Any) -> None:
+    """Puts another layer into its model after some steps."""
+    net = Net()
+    optimizer = sgd(net)
+    loop(config, _from(6, lambda: setattr(net, "body", torch.nn.Linear(24, 48)), net), optimizer)
+
+
+class TruncatesLater(TruncatingNet):
+    """Leaves most of its batch out after some calls."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One score each, at first."""
+        self.calls += 1
+        return super().forward(inputs) if self.calls > 5 else Net.forward(self, inputs)
+
+
+def truncate_later(config: Any) -> None:
+    """Has a model that leaves out most of the batch after some steps."""
+    net = TruncatesLater()
+    loop(config, lambda x: net(x).mean(), sgd(net))
+
+
+def on_no_device(config: Any) -> None:
+    """Has a model on the meta device, which computes nothing."""
+    net = Net().to("meta")
+    loop(config, lambda x: net(x.to("meta")).mean(), sgd(net))
+
+
+def to_no_device_later(config: Any) -> None:
+    """Moves it there after some steps."""
+    net = Net()
+    loop(config, _from(6, lambda: net.to("meta"), net), sgd(net))
+
+
+def accumulate_more(config: Any) -> None:
+    """Steps its optimizer after twice as many batches as it is told."""
+    net = Net()
+    optimizer = sgd(net)
+    for number, (inputs,) in enumerate(autotune.steps(loader(config)), start=1):
+        net(inputs).mean().backward()
+        if number % (2 * config.gradient_accumulation_steps) == 0:
+            optimizer.step()
+            optimizer.zero_grad()

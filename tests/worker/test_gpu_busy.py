@@ -130,7 +130,7 @@ class SilentProfiler(FakeProfiler):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
     fake = FakeClock()
-    monkeypatch.setattr(measure, "time", fake)
+    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
     monkeypatch.setattr(gpu_busy, "time", fake)
     return fake
 

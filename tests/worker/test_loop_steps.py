@@ -161,7 +161,7 @@ def test_a_config_remembers_what_was_read_and_refuses_what_is_none() -> None:
 
 def test_waits_for_data_within_a_step_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure, "perf_counter", clock.perf_counter)
     found: list[Measurement] = []
     effort = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=2, max_seconds=1000.0)
     measuring = measure.StepTimer(FakeMeter(clock), Candidate(Arm(), 8, 3), effort, found.append, lambda _: None)

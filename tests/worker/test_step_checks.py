@@ -127,6 +127,13 @@ def test_a_code_that_catches_its_error_of_memory_ran_out_of_it(trial_server: Ser
         ("smaller_later", "trains with other models in some steps than in its first"),
         ("in_a_thread", "makes its backward passes in another thread"),
         whole("accumulate_less", "steps its optimizer after 1 batches, asked was 2"),
+        ("freeze_later", "trains other weights in later steps than in its first, or in another precision (fool_the_"),
+        whole("unfreeze_later", "trains other weights in later steps than in its first"),
+        whole("half_later", "trains other weights in later steps than in its first"),
+        whole("other_layer_later", "trains other weights in later steps than in its first"),
+        whole("to_no_device_later", "trains other weights in later steps than in its first"),
+        ("truncate_later", "computes with fewer samples in later steps than in its first (fool_the_clock.py:"),
+        whole("accumulate_more", "made no whole step of its optimizer in 41 steps"),
         whole("one_backward_pass", "made 1 backward passes in a step of 2 batches"),
     ],
 )
@@ -137,7 +144,7 @@ def test_a_step_that_does_not_train_is_not_counted(trial_server: ServerClient, f
     assert "\n" not in outcome.message
 
 
-@pytest.mark.parametrize("function", ["frozen", whole("detached")])
+@pytest.mark.parametrize("function", ["frozen", *map(whole, ("detached", "on_no_device"))])
 def test_a_model_without_gradients_is_refused_before_any_trial(trial_server: ServerClient, function: str) -> None:
     answer = trial_server.inspection(Workload.of_source(find_loop(f"{CODES}:{function}")))
     assert (
@@ -150,23 +157,46 @@ def test_a_model_without_gradients_is_refused_before_any_trial(trial_server: Ser
     [
         "without_learning_rate",
         "low_rank",
-        *map(whole, ("recompute", "in_parts", "time_first", "two_models", "pairs", "mark_rightly")),
+        "stop_the_clock",
+        *map(whole, ("recompute", "in_parts", "time_first", "two_models", "pairs", "mark_rightly", "sharpness_aware")),
         "compiled",
+        whole("choose"),
+        "toggle",
         whole("compiled_in_place"),
         "stream",
     ],
 )
 def test_an_honest_code_that_looks_like_them_is_measured(trial_server: ServerClient, function: str) -> None:
-    is_alone = function in ("two_models", "mark_rightly")
+    is_alone = function in ("two_models", "mark_rightly", "sharpness_aware", "toggle")
     outcome = tried(trial_server, function, accumulation=1 if is_alone else 2)
     assert isinstance(outcome, Completed), outcome
 
 
-def test_a_precision_that_the_code_leaves_out_is_not_named(trial_server: ServerClient) -> None:
-    assert isinstance(tried(trial_server, "ignore_precision"), Completed)
-    outcome = tried(trial_server, "ignore_precision", "bf16")
-    assert isinstance(outcome, Failed)
-    assert "was asked for bf16 and enters no autocast of it on this cpu (fool_the_clock.py:" in outcome.message
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "message"),
+    [
+        (
+            "ignore_precision",
+            "fp32",
+            "bf16",
+            "was asked for bf16 and enters no autocast of it on this cpu (fool_the_clock.py:",
+        ),
+        ("off_within", "fp32", "bf16", "was asked for bf16 and its model computes nothing in it"),
+        ("always_half", "bf16", "fp32", "was asked for fp32 and calls its model in an autocast of bfloat16"),
+        whole("off_later", "fp32", "bf16", "trains other weights in later steps than in its first, or in another"),
+        whole("recompute_in_precision", "bf16", "fp32", None),
+    ],
+)
+def test_a_precision_that_the_code_leaves_out_is_not_named(
+    trial_server: ServerClient, function: str, right: Precision, wrong: Precision, message: str | None
+) -> None:
+    assert isinstance(tried(trial_server, function, right), Completed)
+    outcome = tried(trial_server, function, wrong)
+    if message is None:
+        assert isinstance(outcome, Completed)
+    else:
+        assert isinstance(outcome, Failed)
+        assert message in outcome.message
 
 
 def test_updates_that_a_fused_optimizer_skips_are_not_counted(trial_server: ServerClient) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from autotune.core.candidate import Candidate
@@ -224,7 +224,7 @@ class StepTimer(StepListener):
 
     def step_begins(self) -> None:
         """Note when the batches are there: the time since the last step was spent waiting for data."""
-        self._begin = time.perf_counter()
+        self._begin = perf_counter()
         self._marks = [self._meter.mark()]
         self._is_profiled = self.pending is not None and not self._new_shapes()
         if self._is_profiled and self._busy is not None:
@@ -243,7 +243,7 @@ class StepTimer(StepListener):
         self._saving_seconds_each.append(self._saving_seconds)
         self._saving_seconds = 0.0
         self._meter.synchronize()
-        end = time.perf_counter()
+        end = perf_counter()
         if self.pending is not None:
             self._end_profiled(self.pending)
             return
@@ -273,6 +273,8 @@ class StepTimer(StepListener):
         self._steps_run_again += again
         self._step_is_over()
         if is_measured and self._enough():
+            if self._checks is not None:
+                self._checks.end_timed()
             self.pending = self.measurement()
             if self._busy is not None and self._effort.busy_steps:
                 self._busy.begin()
@@ -365,7 +367,7 @@ class StepTimer(StepListener):
     def start_clock(self) -> None:
         """Start the clock of a step, after reading the energy counter, which takes time itself."""
         self._energy.read()
-        self._previous_end = time.perf_counter()
+        self._previous_end = perf_counter()
 
     @property
     def micro_steps_begun(self) -> int:
@@ -381,11 +383,11 @@ class StepTimer(StepListener):
     def saving(self) -> Iterator[None]:
         """Leave what is done within out of the step's time."""
         self._meter.synchronize()
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
+            seconds = perf_counter() - began
             self._saving_seconds += seconds
             self._previous_end += seconds
             self._begin += seconds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import time
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -192,7 +192,7 @@ class CpuMeter:
         return None
 
     def mark(self) -> float:
-        return time.perf_counter()
+        return perf_counter()
 
     def seconds_between(self, start: float, end: float) -> float:
         return end - start

@@ -88,6 +88,8 @@ class StepChecks:
         self._usual: frozenset[int] | None = None
         self._is_filled = False
         """Whether a call was given as many samples as the batch has."""
+        self._uneven: set[int] = set()
+        """Models of whose calls before the timed steps some had no output with the first dimension of an input."""
         self._ran_out = False
         self._is_timed = False
         self._until_timed = until_timed
@@ -109,6 +111,17 @@ class StepChecks:
         if self._until_timed and self._usual is not None:
             self.watch.remove()
 
+    def end_timed(self) -> None:
+        """Judge whether the steps that were timed trained what those before them did."""
+        if not self.watch.is_removed and self.watch.trains_otherwise():
+            self.refuse(
+                NotTrained(
+                    f"{self._name} trains other weights in later steps than in its first, or in another precision"
+                    f"{self._at}",
+                    "have each step train the same weights in one precision, and search each stage by itself",
+                )
+            )
+
     def _judge_numerics(self) -> None:
         batch, sizes, at = self._batch, self.watch.inner_sizes, self._at
         if batch is not None and self._is_filled and sizes and not any(_may_hold(size, batch) for size in sizes):
@@ -119,15 +132,36 @@ class StepChecks:
                 )
             )
         if self.precision is not None:
-            device, precision = self.precision
-            entered = {dtype for kind, dtype in self.watch.autocasts if kind == device} | self.watch.weight_dtypes
-            if precision in _DTYPES and _DTYPES[precision] not in entered:
-                self.refuse(
-                    NotTrained(
-                        f"{self._name} was asked for {precision} and enters no autocast of it on this {device}{at}",
-                        f"have it enter one there, or search without {precision}",
-                    )
+            self._judge_precision(*self.precision)
+
+    def _judge_precision(self, device: str, precision: str) -> None:
+        watch, at = self.watch, self._at
+        entered = {dtype for kind, dtype in watch.autocasts if kind == device}
+        asked = _DTYPES.get(precision)
+        around = [cast[1] for cast in watch.casts_before if cast is not None and cast[0] == device]
+        if asked is None and around:
+            self.refuse(
+                NotTrained(
+                    f"{self._name} was asked for {precision} and calls its model in an autocast of {around[0]}{at}",
+                    f"have it enter none there for {precision}, or search without {precision}",
                 )
+            )
+        if asked is None or asked in watch.weight_dtypes:
+            return
+        if asked not in entered:
+            self.refuse(
+                NotTrained(
+                    f"{self._name} was asked for {precision} and enters no autocast of it on this {device}{at}",
+                    f"have it enter one there, or search without {precision}",
+                )
+            )
+        if watch.keeps_weights and asked not in watch.inner_dtypes and not watch.compiles:
+            self.refuse(
+                NotTrained(
+                    f"{self._name} was asked for {precision} and its model computes nothing in it{at}",
+                    f"have the model enter no autocast that is off, or search without {precision}",
+                )
+            )
 
     def _judge_update(self) -> None:
         update, at = self.watch.update, self._at
@@ -178,6 +212,7 @@ class StepChecks:
         trained = frozenset(call.module_id for call in seen.calls)
         if not self._is_timed:
             self._usual = trained | (self._usual or frozenset())
+            self._uneven.update(call.module_id for call in seen.calls if not call.is_even)
         self._count_before = self._count()
         if self._is_timed and self._until_timed:
             self.watch.remove()
@@ -223,6 +258,15 @@ class StepChecks:
             return self._with_memory(
                 f"{self._name} trains with other models in some steps than in its first{at}",
                 "have each step train the same models",
+                seen.memory_errors,
+            )
+        if self._is_timed and any(
+            not call.is_even and call.module_id in (self._usual or ()) and call.module_id not in self._uneven
+            for call in seen.calls
+        ):
+            return self._with_memory(
+                f"the model of {self._name} computes with fewer samples in later steps than in its first{at}",
+                "have the model train with all samples of the batch that it is given",
                 seen.memory_errors,
             )
         if (found := self._problem_of_batch(seen, given)) is not None:

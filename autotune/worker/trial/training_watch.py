@@ -56,6 +56,8 @@ class Call:
     """Of the tensors that went in."""
     is_packed: bool
     """Whether the samples came as one row, as its arguments show."""
+    is_even: bool
+    """Whether an output has the first dimension of an input."""
 
     @property
     def rows(self) -> int:
@@ -99,6 +101,12 @@ class TrainingWatch:
         """What the updates did that were looked at so far; ``None`` where there was none."""
         self.inner_sizes: set[tuple[int, ...]] = set()
         """The first two dimensions of what the first calls kept for the backward pass, parameters aside."""
+        self.inner_dtypes: set[str] = set()
+        """Dtypes of the same."""
+        self.keeps_weights = False
+        """Whether they kept matrices of weights as they are: products in another precision keep a cast copy."""
+        self.compiles = False
+        """Whether ``torch.compile`` was called. Compiled code keeps what it likes, in the dtype that it likes."""
         self._is_close = True
         self._keeping: Any = None
         self._looked_within = 0
@@ -107,6 +115,17 @@ class TrainingWatch:
         self._after_hook: Any = None
         self._latest: Call | None = None
         self._weights_before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._updated: dict[int, list[torch.Tensor]] = {}
+        """What each optimizer that had gradients before the timed steps updates."""
+        self._kinds: list[tuple[torch.Tensor, tuple[object, ...]]] = []
+        """Of all those parameters, as the timed steps began."""
+        self._parts: frozenset[int] = frozenset()
+        """The parameters of the model then."""
+        self.casts_before: frozenset[tuple[str, str] | None] = frozenset()
+        """The autocasts that models were called in before the timed steps; ``None`` for no autocast."""
+        self._casts: set[tuple[str, str] | None] = set()
+        self._lost_gradients = False
+        """Whether a timed update had no gradients at all, though those before had some."""
         self._weights: dict[int, str | None] = {}
         """The dtype of the first parameter of each module that was called; ``None`` for one without parameters."""
         self._undo: list[Callable[[], None]] = []
@@ -183,6 +202,7 @@ class TrainingWatch:
         """Forget what was seen before the training."""
         self.take()
         self.model = self.place = None
+        self._casts.clear()
 
     def take(self) -> Seen:
         """Return what was seen since the last time; waits for the device where a gradient scaler is at work."""
@@ -204,6 +224,25 @@ class TrainingWatch:
         """Look at no gradients and weights any more, and at nothing within backward passes that need not be."""
         self._is_close = False
         self._weights_before.clear()
+        self._kinds = [(each, _kind_of(each)) for updated in self._updated.values() for each in updated]
+        self._parts = self._parts_of_model()
+        self.casts_before = frozenset(self._casts)
+        self._casts.clear()
+
+    def trains_otherwise(self) -> bool:
+        """Return whether the timed steps trained other weights than those before, or in another precision."""
+        return (
+            self._lost_gradients
+            or any(_kind_of(each) != kind for each, kind in self._kinds)
+            or bool(self._parts and self._parts != self._parts_of_model())
+            or bool(self.casts_before and self._casts and self.casts_before != self._casts)
+        )
+
+    def _parts_of_model(self) -> frozenset[int]:
+        # Sharding replaces them within a step.
+        if self.model is None or torch.distributed.is_initialized():
+            return frozenset()
+        return frozenset(map(id, self.model.parameters()))
 
     # Calls of modules
 
@@ -227,6 +266,7 @@ class TrainingWatch:
             self.model = getattr(called, "_orig_mod", called)
         if self._is_close:
             self.place = self.place or _users_line()
+        if torch.is_grad_enabled() and not is_in_autograd():
             self._look_at_autocast()
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
         looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
@@ -237,18 +277,22 @@ class TrainingWatch:
             self.listener.call_begins(trains=torch.is_grad_enabled())
 
     def _look_at_autocast(self) -> None:
-        """Take down an autocast that is on for good, and so is never entered."""
-        for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
-                self.autocasts.add((device, _name(torch.get_autocast_dtype(device))))
+        """Take down the autocast that a model is called in. One that is on for good is never entered."""
+        kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+        on = [(device, _name(torch.get_autocast_dtype(device))) for device in kinds]
+        self.autocasts.update(on)
+        self._casts.update(on or [None])
 
     def _look_within(self, called: torch.nn.Module) -> None:
         """Take down the sizes of what is kept for the backward pass of this call."""
         own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() and _storage(tensor) not in own:
+            if _storage(tensor) in own:
+                self.keeps_weights = self.keeps_weights or tensor.dim() > 1
+            elif tensor.dim():
                 self.inner_sizes.add(tuple(tensor.shape[:2]))
+                self.inner_dtypes.add(_name(tensor.dtype))
             # An output that is kept by what it was computed with would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -289,7 +333,9 @@ class TrainingWatch:
         if not outputs:
             return
         shapes = tuple(shapes_in((*given, *named.values())))
-        call = Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named))
+        sizes = {shape[0] for shape in shapes if shape}
+        is_even = any(each.dim() and each.shape[0] in sizes for each in outputs)
+        call = Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), is_even)
         is_within_backward = is_in_autograd()
         is_new = True
 
@@ -346,6 +392,7 @@ class TrainingWatch:
 
         @functools.wraps(compile_)
         def watched(model: Any = None, **options: Any) -> Any:
+            self.compiles = True
             made: Any = compile_(model, **options)
             if model is None or isinstance(model, torch.nn.Module):
                 # A decorator, which comes here again; or a module, whose call is not compiled itself.
@@ -426,6 +473,10 @@ class TrainingWatch:
             self._weights_before = []
             if self.update is None or update.is_honest or not self.update.is_honest:
                 self.update = update
+            if update.has_gradients:
+                self._updated[id(optimizer)] = list(parameters_of(optimizer))
+        elif id(optimizer) in self._updated and all(each.grad is None for each in parameters_of(optimizer)):
+            self._lost_gradients = True
         if self.listener is not None:
             self.listener.optimizer_ends(optimizer)
 
@@ -435,6 +486,11 @@ class _ByHand:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
+
+
+def _kind_of(weight: torch.Tensor) -> tuple[object, ...]:
+    """Return what of a weight decides how long it takes to train."""
+    return weight.requires_grad, weight.dtype, weight.device.type
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ class Update:
     """What an optimizer's step had to do, and did."""
 
     has_gradients: bool
-    """Whether any of its parameters has one."""
+    """Whether any of its parameters has one, on a device that computes."""
     is_finite: bool
     is_zero: bool
     """Whether all gradients are zero."""
@@ -50,7 +50,9 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def update_of(optimizer: Any, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Update:
     """Return what a step did to the parameters, given their first elements before it."""
-    gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
+    gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None and not each.is_meta]
+    if not gradients:
+        return Update(has_gradients=False, is_finite=True, is_zero=True, is_lost=False)
     is_finite = all(bool(torch.isfinite(part_of(each)).all()) for each in gradients)
     is_zero = not any(bool(part_of(each).any()) for each in gradients)
     if is_zero:
@@ -69,4 +71,4 @@ def update_of(optimizer: Any, before: Sequence[tuple[torch.Tensor, torch.Tensor]
         if bool(moves.any()):
             is_compared = True
             is_lost = torch.equal(part_of(parameter)[moves], weights[moves])
-    return Update(bool(gradients), is_finite, is_zero, is_lost and is_compared)
+    return Update(True, is_finite, is_zero, is_lost and is_compared)

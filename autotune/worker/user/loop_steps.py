@@ -7,8 +7,8 @@ the optimizer stepped.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
 from autotune.worker.trial.listener import Listener, StepListener
@@ -102,14 +102,14 @@ class LoopSteps(Listener):
         batches = iter(loader) if self._rehearsing is None else self._rehearsing.batches(loader)
         given = 0
         while True:
-            began = time.perf_counter()
+            began = perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 return given > 0
             given += 1
             self._on_batch(batch)
-            self.micro_step_begins(time.perf_counter() - began, batch_samples(batch))
+            self.micro_step_begins(perf_counter() - began, batch_samples(batch))
             try:
                 yield batch
             finally:
