@@ -263,7 +263,9 @@ class Runner:
             if not goes_on:
                 run.close()
             with self._guard:
-                self._running.pop(job.id, None)
+                # A job that was put back may run again by now, as another.
+                if self._running.get(job.id) is running:
+                    del self._running[job.id]
             with contextlib.suppress(OSError):
                 self.store.sync()
             self.changes.notify(job.id)

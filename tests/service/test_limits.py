@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
-from processes import all_gone, children, wait_until
+from processes import all_gone, wait_until
 from serving import StandInEngine, waits_for_state, with_token
 from sqlalchemy import event
 from starlette.testclient import TestClient
@@ -179,14 +179,19 @@ def test_a_finished_search_without_a_result_is_looked_at_again(
 def test_a_prediction_that_takes_too_long_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(children(os.getpid()))
-    (tmp_path / "sleeps_twice.py").write_text("import subprocess; subprocess.Popen(['sleep', '1000']).wait()")
+    pids = tmp_path / "pids"
+    (tmp_path / "sleeps_twice.py").write_text(f"""
+import os, subprocess
+child = subprocess.Popen(["sleep", "1000"])
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+child.wait()
+""")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    predict = PredictionProcess("a.db", most_seconds=1.0, module="sleeps_twice")
-    with pytest.raises(ServiceError, match="took longer than 1 s") as told:
-        predict({"model": "gpt2"})
+    predict = PredictionProcess("a.db", most_seconds=2.0, module="sleeps_twice")
+    with pytest.raises(ServiceError, match="took longer than 2 s") as told:
+        predict("predict", {"model": "gpt2"})
     assert told.value.status == 503
-    assert all_gone([pid for pid in children(os.getpid()) if pid not in before])
+    assert all_gone(map(int, pids.read_text().split()))
 
 
 def test_a_prediction_under_way_ends_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +199,7 @@ def test_a_prediction_under_way_ends_with_the_service(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     predict = PredictionProcess("a.db", module="sleeps_long")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(predict, {"model": "gpt2"})
+        waiting = pool.submit(predict, "predict", {"model": "gpt2"})
         assert wait_until(lambda: bool(predict._running))
         predict.close()
         with pytest.raises(ServiceError, match="the prediction was ended"):
@@ -204,7 +209,7 @@ def test_a_prediction_under_way_ends_with_the_service(tmp_path: Path, monkeypatc
 def test_a_token_has_two_predictions_under_way_at_most() -> None:
     is_over = threading.Event()
 
-    def predict(options: object) -> dict[str, object]:
+    def predict(command: object, options: object) -> dict[str, object]:
         is_over.wait(60)
         return {}
 

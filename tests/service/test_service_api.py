@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,31 @@ def test_cancelling(writer: TestClient, searches: Searches, on_cpu: StandInEngin
     assert not on_cpu.has_started
 
 
+def test_a_search_that_runs_again_at_once_keeps_its_device(
+    writer: TestClient, searches: Searches, on_gpu: StandInEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the end of the lost attempt is dealt with, as where a process is killed under load."""
+    on_gpu.add(dataclasses.replace(H200, uuid="GPU-2"), name="other")
+    job, put_back, again = submit(writer), searches.runner._put_back, []
+    first = on_gpu.next_run()
+    followers: list[threading.Thread] = []
+
+    def put_back_and_start(*what: Any, **more: Any) -> None:
+        put_back(*what, **more)
+        searches.runner.wake()
+        again.append(on_gpu.next_run())
+        followers.append(threading.current_thread())
+
+    monkeypatch.setattr(searches.runner, "_put_back", put_back_and_start)
+    first.end("lost", why="its process was ended by signal 9")
+    assert wait_until(lambda: bool(followers))
+    followers[0].join(30)
+    assert [run.job for run in again] == [job["id"]]
+    assert [searches.runner.job_on("other", "GPU-2"), searches.runner.job_on("host", H200.uuid)].count(None) == 1
+    again[0].end("finished")
+    waits_for_state(searches, job["id"], "finished")
+
+
 def test_an_attempt_that_is_lost_is_followed_by_another(
     writer: TestClient, searches: Searches, on_cpu: StandInEngine
 ) -> None:
@@ -388,7 +414,7 @@ def test_the_description_of_the_api_is_complete(writer: TestClient) -> None:
             assert ("404" in responses) == ("{" in path)
             assert ("422" in responses) >= (method == "post")
             assert {code for code in responses if code.startswith("2")}, (method, path)
-    assert len(ids) == len(set(ids)) == 16
+    assert len(ids) == len(set(ids)) == 17
     assert "HTTPValidationError" not in schemas
     # Of every field it is said what it is.
     assert all(each for schema in schemas.values() for each in schema.get("properties", {}).values())
