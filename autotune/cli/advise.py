@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import SectionedCommand, table_options
-from autotune.cli.output import print_json
+from autotune.cli.options import SectionedCommand, options_given, table_options
+from autotune.cli.output import as_printed, print_json
 
 
 @click.command(cls=SectionedCommand, short_help="Compare GPUs for a training job: speed, hours, cost.")
@@ -23,6 +23,7 @@ def advise(
     price: tuple[str, ...] | None,
     prices: str | None,
     samples: float,
+    server: str | None,
     storage: str,
     **options: Any,
 ) -> None:
@@ -42,41 +43,19 @@ def advise(
             hint = "--" + name.replace("_", "-")
             raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="option")
     from autotune.cli.view import waiting
-    from autotune.core.schema import encode
-    from autotune.devices.gpus import ALIASES, find_chip
-    from autotune.devices.prices import read_prices
-    from autotune.estimate.grades import Grades
-    from autotune.results.advice_text import advice_lines, grade_lines
-    from autotune.results.predicted import advice_document
-    from autotune.space.space import Batches
-    from autotune.tuning.answer_cache import AnswersBeside
-    from autotune.tuning.measured import measured_pools
-    from autotune.tuning.offers import Job, best_offer, model_of, models_of
-    from autotune.tuning.predictions import known_chips
 
-    for count in gpu_counts:
-        # Raises where the effective batch cannot be shared.
-        Batches(options["effective_batch"], count)
-    known = known_chips(gpu_spec)
-    chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
-    aliases = {alias: name for alias, name in ALIASES.items() if name in known}
-    paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
-    with (
-        waiting(f"predicting {options['model']}"),
-        AnswersBeside(storage) as answers,
-    ):
-        prepared, models = models_of(chips, options, answers, gpu_counts)
-    workload = prepared.request.workload
-    grades = Grades(
-        measured_pools(storage, workload),
-        lambda arm, chip: model.operations(arm) if (model := model_of(arm, chip, models)) else None,
-    )
-    job = Job(prepared, models, grades, samples)
-    offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
+    with waiting(f"predicting {options['model']}"):
+        if server is not None:
+            from autotune.cli.remote import advise_remotely
+
+            told = advise_remotely(server, options_given(ctx))
+        else:
+            from autotune.tuning.advising import advised
+
+            told = advised(gpu, gpu_counts, gpu_spec, price, prices, samples, storage, options)
     if as_json:
-        print_json(encode(advice_document(offers, workload, samples, paid)))
-    else:
-        lines = advice_lines(offers, workload, options["effective_batch"], samples, paid)
-        click.echo("\n".join(lines))
-        for line in grade_lines(offers):
-            click.echo(line, err=True)
+        print_json(told["advice"])
+        return
+    click.echo(as_printed("\n".join(told["lines"])))
+    for note in told["notes"]:
+        click.echo(as_printed(note), err=True)

@@ -101,3 +101,11 @@ def service_of(ctx: click.Context) -> str | None:
     """Return the service that a command is to ask; ``None`` where it names no service, or a database of its own."""
     named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     return None if named else ctx.params["server"]
+
+
+def options_given(ctx: click.Context) -> dict[str, Any]:
+    """Return the options that were typed on the command line, by name."""
+    return {
+        name: value for name, value in ctx.params.items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from autotune.cli.options import SectionedCommand, table_options
+from autotune.cli.options import SectionedCommand, options_given, table_options
 from autotune.cli.output import print_json
 
 
@@ -40,8 +40,7 @@ def predict(
     if server is not None:
         from autotune.cli.remote import predict_remotely
 
-        named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        predicted = predict_remotely(server, {name: ctx.params[name] for name in named})
+        predicted = predict_remotely(server, options_given(ctx))
     else:
         from autotune.cli.view import waiting
         from autotune.tuning.predictions import predicted_document

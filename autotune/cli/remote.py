@@ -160,13 +160,22 @@ def _on_cluster(
 
 def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
     """Return what a service predicts; ``given`` are the options of the command line."""
-    for name in ("storage", "gpu_spec"):
+    return _predicted(server, "/v1/predict", given)
+
+
+def advise_remotely(server: str, given: Mapping[str, Any]) -> Document:
+    """Return what a service advises: see ``advised``; ``given`` are the options of the command line."""
+    return _predicted(server, "/v1/advise", given)
+
+
+def _predicted(server: str, path: str, given: Mapping[str, Any]) -> Document:
+    for name in ("storage", "gpu_spec", "prices"):
         if given.get(name):
             option = f"--{name.replace('_', '-')}"
             raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
     shown = ("as_json", "server", "all_batches", "anatomy")
     asked = {name: json_value(value) for name, value in given.items() if name not in shown}
-    predicted: Document = Client(server).request("POST", "/v1/predict", asked, timeout_seconds=_PREDICT_SECONDS)
+    predicted: Document = Client(server).request("POST", path, asked, timeout_seconds=_PREDICT_SECONDS)
     return predicted
 
 

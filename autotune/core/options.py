@@ -452,9 +452,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
         WHERE, (
-            "search", "resume", "predict", "verify", "show", "report", "export", "queue", "follow", "cancel",
+            "search", "resume", "predict", "advise", "verify", "show", "report", "export", "queue", "follow", "cancel",
         ), metavar="URL", envvar="AUTOTUNE_SERVER",
-        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service that runs it.",
+        help_in={"predict": "URL of a service that predicts.", "advise": "URL of a service that predicts.",
+                 "verify": "URL of a service that runs it.",
                  "show": "URL of a service that has the study.", "report": "URL of a service that has the study.",
                  "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
         in_function=False,

@@ -14,7 +14,7 @@ from autotune.core.option_kinds import Kind
 from autotune.core.options import BY_NAME
 from autotune.core.schema import json_schemas
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
-from autotune.results.predicted import PredictionDocument, arm_prediction_type, best_prediction_type
+from autotune.results.predicted import AdviceDocument, PredictionDocument, arm_prediction_type, best_prediction_type
 from autotune.service.documents import (
     DevicesDocument,
     FailureDocument,
@@ -23,7 +23,7 @@ from autotune.service.documents import (
     SearchDocument,
     SearchesDocument,
 )
-from autotune.service.predictions import PREDICTED_NAMES
+from autotune.service.predictions import NAMES
 from autotune.service.problems import MEDIA_TYPE
 from autotune.service.requests import OPTION_NAMES
 from autotune.verify.json_document import VerificationDocument
@@ -33,6 +33,14 @@ class TrialsDocument(TypedDict):
     """The trials of a search."""
 
     trials: list[trial_type()]  # type: ignore[valid-type]
+
+
+class AdvisedDocument(TypedDict):
+    """Which GPUs to rent: as JSON, as lines of text, and how it is known."""
+
+    advice: AdviceDocument
+    lines: list[str]
+    notes: list[str]
 
 
 class VerifyingDocument(SearchDocument):
@@ -64,6 +72,7 @@ _ANSWERS: dict[tuple[str, str], _Answer] = {
     ("get", "/v1/searches/{search}/export"): {200: {"text/plain": str}},
     ("get", "/v1/searches/{search}/events"): {200: {_EVENTS: str}},
     ("post", "/v1/predict"): {200: _json(PredictionDocument)},
+    ("post", "/v1/advise"): {200: _json(AdvisedDocument)},
     ("post", "/v1/verify"): {202: _json(VerifyingDocument), 200: _json(VerifyingDocument)},
     ("get", "/v1/verify/{verification}"): {200: _json(VerifyingDocument)},
     ("get", "/v1/devices"): {200: _json(DevicesDocument)},
@@ -162,7 +171,12 @@ def search_body() -> Document:
 
 def prediction_body() -> Document:
     """Return how a prediction is asked for."""
-    return _json_body({**_options_schema(PREDICTED_NAMES), "required": ["model"]})
+    return _json_body({**_options_schema(NAMES["predict"]), "required": ["model"]})
+
+
+def advice_body() -> Document:
+    """Return how advice is asked for."""
+    return _json_body({**_options_schema(NAMES["advise"]), "required": ["model", "effective_batch"]})
 
 
 def verification_body() -> Document:

@@ -19,11 +19,15 @@ _MOST_BYTES = 8 * 2**30
 _NICENESS = 10
 
 
-def predicted(options: dict[str, Any], storage: str) -> dict[str, Any]:
-    """Return the document of ``autotune predict --json``."""
+def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, Any]:
+    """Return the document of ``autotune predict --json``, or what ``autotune advise`` says."""
+    from autotune.tuning.advising import advised
     from autotune.tuning.predictions import predicted_document
 
     gpu = options.pop("gpu")
+    if command == "advise":
+        counts, price, samples = (options.pop(name) for name in ("gpu_counts", "price", "samples"))
+        return advised(gpu, counts, None, price, None, samples, storage, options)
     return predicted_document(gpu, None, storage, options)[0]
 
 
@@ -37,11 +41,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     work = json.load(sys.stdin)["work"]
     try:
-        document: dict[str, Any] = {"document": predicted(check_arguments(work["options"]), work["storage"])}
+        answer = predicted(work["command"], check_arguments(work["options"]), work["storage"])
+        document: dict[str, Any] = {"document": answer}
     except AutotuneError as error:
         document = {"problem": {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}}
-    with os.fdopen(result_fd, "w", encoding="utf-8") as answer:
-        json.dump(document, answer)
+    with os.fdopen(result_fd, "w", encoding="utf-8") as stream:
+        json.dump(document, stream)
 
 
 if __name__ == "__main__":

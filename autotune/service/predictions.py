@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
@@ -19,8 +19,14 @@ from autotune.service.problems import error_of
 from autotune.service.requests import canonical, check_names, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
-_NOT_OVER_HTTP = frozenset({"storage", "as_json", "server", "all_batches", "anatomy", "gpu_spec"})
-PREDICTED_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("predict") if o.name not in _NOT_OVER_HTTP)
+_NOT_OVER_HTTP = frozenset({"storage", "as_json", "server", "all_batches", "anatomy", "gpu_spec", "prices"})
+Command = Literal["predict", "advise"]
+COMMANDS: tuple[Command, ...] = get_args(Command)
+NAMES: dict[Command, tuple[str, ...]] = {
+    command: tuple(option.name for option in options_of(command) if option.name not in _NOT_OVER_HTTP)
+    for command in COMMANDS
+}
+"""The options that a command takes over HTTP."""
 _MOST_KEPT = 256
 _MOST_WAITING = 8
 """More questions at once are refused: each may take a minute of the processor."""
@@ -29,8 +35,8 @@ _MOST_OF_A_TOKEN = 2
 MOST_SECONDS = 30.0
 """How long a prediction may take: nobody is to hold the processors for longer."""
 
-Predict = Callable[[Document], Document]
-"""Returns the document of ``predict --json`` for options by name, each given or at its default."""
+Predict = Callable[[Command, Document], Document]
+"""Returns what a command says of options by name, each given or at its default."""
 
 
 class PredictionProcess:
@@ -45,9 +51,10 @@ class PredictionProcess:
         self._running: set[OneShot] = set()
         self._is_closing = False
 
-    def __call__(self, options: Document) -> Document:
+    def __call__(self, command: Command, options: Document) -> Document:
         """Return the prediction; raises as the command does, and ``ServiceError`` where it takes too long."""
-        work = {"options": {name: json_value(value) for name, value in options.items()}, "storage": self._storage}
+        given = {name: json_value(value) for name, value in options.items()}
+        work = {"command": command, "options": given, "storage": self._storage}
         with OneShot(self._module, work, os.environ, Path(os.devnull)) as process:
             self._running.add(process)
             try:
@@ -57,12 +64,12 @@ class PredictionProcess:
             except TooLateError as error:
                 raise ServiceError(
                     f"the prediction took longer than {self._most_seconds:.0f} s",
-                    "ask for a smaller effective batch or fewer settings, or run autotune predict yourself",
+                    "ask for a smaller effective batch or fewer settings, or run the command without --server",
                     status=503,
                 ) from error
             except NoAnswerError as error:
                 message = "the prediction was ended: it needed too much memory, or the service ends"
-                raise ServiceError(message, "run autotune predict yourself", status=503) from error
+                raise ServiceError(message, "run the command without --server", status=503) from error
             finally:
                 self._running.discard(process)
         if "problem" in answer:
@@ -88,12 +95,12 @@ class Predictions:
     _waiting: Counter[str] = field(default_factory=Counter)
     """By token."""
 
-    def answer(self, document: Any, by: str) -> Document:
+    def answer(self, document: Any, by: str, command: Command = "predict") -> Document:
         """Return the prediction that the client of a token asks for; raises as the command does."""
         if self.predict is None:
-            raise ServiceError("this service predicts nothing", "run autotune predict on a machine", status=501)
-        options = _read(document, self.data_folders)
-        key = canonical({name: json_value(value) for name, value in options.items()})
+            raise ServiceError("this service predicts nothing", "run the command without --server", status=501)
+        options = _read(command, document, self.data_folders)
+        key = canonical({"command": command, **{name: json_value(value) for name, value in options.items()}})
         if (known := self._kept.get(key)) is not None:
             return known
         if self._waiting.total() >= _MOST_WAITING:
@@ -103,7 +110,7 @@ class Predictions:
         self._waiting[by] += 1
         try:
             with self._turn:
-                found = self._kept.get(key) or self.predict(options)
+                found = self._kept.get(key) or self.predict(command, options)
                 self._kept[key] = found
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
@@ -112,13 +119,16 @@ class Predictions:
             self._waiting[by] -= 1
 
 
-def _read(document: Any, data_folders: Sequence[Path]) -> Document:
+def _read(command: Command, document: Any, data_folders: Sequence[Path]) -> Document:
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "gpt2", "gpu": ["rtx-3090"]}')
-    check_names(document, PREDICTED_NAMES, "a prediction")
+    names = NAMES[command]
+    check_names(document, names, f"autotune {command}")
     check_sizes(document)
     given = check_arguments({name: value for name, value in document.items() if value is not None})
     if given.get("model") is None:
         raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
+    if command == "advise" and given.get("effective_batch") is None:
+        raise InvalidRequestError("no effective batch was given", 'give "effective_batch": 64')
     check_paths(given, data_folders)
-    return {name: given.get(name, BY_NAME[name].default) for name in PREDICTED_NAMES}
+    return {name: given.get(name, BY_NAME[name].default) for name in names}

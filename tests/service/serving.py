@@ -124,7 +124,7 @@ def run_recorded(searches: Searches, engine: StandInEngine, *, ends: bool = True
     return run
 
 
-def predict(options: Document) -> Document:
+def predict(command: str, options: Document) -> Document:
     """Stands in for a prediction; says what it was asked."""
     if options["gpu"] == ("unknown",):
         raise InvalidRequestError("--gpu 'unknown' is not known", "known are many")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 from searching import H200
 from serving import PREDICTED, StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
+from autotune.cli.main import cli
 from autotune.cli.remote import print_verification
 from autotune.core.candidate import Document
 from autotune.core.errors import PromiseMissedError, ServiceError
 from autotune.core.options import BY_NAME, options_of
 from autotune.service.predict_process import predicted as predicted_for_a_service
-from autotune.service.predictions import PREDICTED_NAMES
+from autotune.service.predictions import NAMES
 from autotune.service.searches import Searches
 
 ASKED = {"model": "bert-tiny", "effective_batch": 16, "gpu": ["rtx-3090"]}
@@ -34,7 +39,7 @@ def test_a_prediction_is_made_once(reader: TestClient) -> None:
     [
         ({}, "nothing to train was given"),
         ({**ASKED, "model": "/etc"}, "reads no files at"),
-        ({**ASKED, "efective_batch": 1}, "'efective_batch' is not an option of a prediction"),
+        ({**ASKED, "efective_batch": 1}, "'efective_batch' is not an option of autotune predict"),
         ({**ASKED, "gpu_spec": "/etc/passwd"}, "'gpu_spec' is not an option"),
         ({**ASKED, "storage": "x.db"}, "storage is set by the service"),
         ({**ASKED, "trainer": "train.py:build"}, "no code over HTTP"),
@@ -58,11 +63,33 @@ def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatc
         return {"predicted": True}, None
 
     monkeypatch.setattr("autotune.tuning.predictions.predicted_document", predicted)
-    options = {name: BY_NAME[name].default for name in PREDICTED_NAMES}
-    assert predicted_for_a_service({**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
+    options = {name: BY_NAME[name].default for name in NAMES["predict"]}
+    assert predicted_for_a_service("predict", {**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
     of_command = {option.name for option in options_of("predict")}
     passed = of_command - {"gpu", "gpu_spec", "storage", "server", "as_json", "all_batches", "anatomy"}
     assert asked == [(("rtx-3090",), None, "a.db", {name: BY_NAME[name].default for name in passed})]
+
+
+def test_a_service_advises_as_the_command_does(
+    reader: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Document = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 64, "gradient_checkpointing": "off"}
+    given: Document = {**asked, "gpu": ["l4", "h100"], "price": ["l4=0.7"], "gpu_counts": [1, 2]}
+    PREDICTED.clear()
+    assert reader.post("/v1/advise", json=given).status_code == 200
+    assert reader.post("/v1/advise", json=asked | {"effective_batch": None}).status_code == 422
+    refused = reader.post("/v1/advise", json={**given, "prices": "/etc/passwd"})
+    assert (refused.status_code, "'prices' is not an option" in refused.json()["detail"]) == (422, True)
+    (options,) = PREDICTED
+    told = json.loads(json.dumps(predicted_for_a_service("advise", dict(options), str(tmp_path / "a.db"))))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    words += ["--gpu=l4,h100", "--price=l4=0.7", "--gpus=1,2", f"--storage={tmp_path}/a.db"]
+    local = CliRunner().invoke(cli, ["advise", *words])
+    assert local.stdout == "\n".join(told["lines"]) + "\n"
+    monkeypatch.setattr("autotune.service.client.Client.request", lambda *words, **more: told)
+    words[-1] = "--server=http://127.0.0.1:1"
+    assert CliRunner().invoke(cli, ["advise", *words]).stdout == local.stdout
+    assert json.loads(CliRunner().invoke(cli, ["advise", *words, "--json"]).stdout) == told["advice"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Request
 
 from autotune.core.candidate import Document
 from autotune.service.access import Reader
-from autotune.service.openapi import prediction_body
+from autotune.service.openapi import advice_body, prediction_body
 from autotune.service.predictions import Predictions
 
 router = APIRouter(tags=["predict"])
@@ -23,3 +23,14 @@ def predict(
 ) -> Document:  # fmt: skip
     """Return the document of ``autotune predict --json``; takes the options of the command, runs nothing on a GPU."""
     return cast(Predictions, request.app.state.predictions).answer(document, token.name)
+
+
+@router.post("/v1/advise", openapi_extra=advice_body())
+def advise(
+    document: Annotated[
+        dict[str, Any], Body(examples=[{"model": "gpt2-medium", "effective_batch": 64, "price": ["l4=0.7"]}])
+    ],
+    request: Request, token: Reader,
+) -> Document:  # fmt: skip
+    """Compare GPUs to rent as ``autotune advise`` does: its JSON document, and the lines of its text."""
+    return cast(Predictions, request.app.state.predictions).answer(document, token.name, "advise")

@@ -1,0 +1,52 @@
+"""Compare GPUs to rent for a training job: what ``autotune advise`` says, as JSON and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.core.candidate import Document
+from autotune.core.schema import encode
+from autotune.devices.gpus import ALIASES, find_chip
+from autotune.devices.prices import read_prices
+from autotune.estimate.grades import Grades
+from autotune.results.advice_text import advice_lines, grade_lines
+from autotune.results.predicted import advice_document
+from autotune.space.space import Batches
+from autotune.tuning.answer_cache import AnswersBeside
+from autotune.tuning.measured import measured_pools
+from autotune.tuning.offers import Job, best_offer, model_of, models_of
+from autotune.tuning.predictions import known_chips
+
+
+def advised(
+    gpu: tuple[str, ...] | None,
+    gpu_counts: tuple[int, ...],
+    gpu_spec: str | None,
+    price: tuple[str, ...] | None,
+    prices: str | None,
+    samples: float,
+    storage: str,
+    options: dict[str, Any],
+) -> Document:
+    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on how it is known."""
+    for count in gpu_counts:
+        # Raises where the effective batch cannot be shared.
+        Batches(options["effective_batch"], count)
+    known = known_chips(gpu_spec)
+    chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
+    aliases = {alias: name for alias, name in ALIASES.items() if name in known}
+    paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
+    with AnswersBeside(storage) as answers:
+        prepared, models = models_of(chips, options, answers, gpu_counts)
+    workload = prepared.request.workload
+    grades = Grades(
+        measured_pools(storage, workload),
+        lambda arm, chip: model.operations(arm) if (model := model_of(arm, chip, models)) else None,
+    )
+    job = Job(prepared, models, grades, samples)
+    offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
+    return {
+        "advice": encode(advice_document(offers, workload, samples, paid)),
+        "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid),
+        "notes": grade_lines(offers),
+    }
