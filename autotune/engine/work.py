@@ -68,7 +68,7 @@ class Work:
     storage: str | None = None
     """The database that the process writes itself; ``None`` for one of its own, of which it sends the records."""
     studies: tuple[Document, ...] = ()
-    """Where it has a database of its own: studies that it is to know, with the one that it goes on with."""
+    """Where it has a database of its own: studies that it is to know, with the one that it continues."""
     folders: tuple[str, ...] | None = None
     """Folders that alone may be named, since others than who runs it have asked for it; ``None`` for all."""
     wait: bool = True

@@ -201,7 +201,7 @@ class TrialServer:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def listen(self, wait_seconds: float | None) -> bool:
-        """Take in what the server says, waiting at most so long for something; return whether anything came.
+        """Read messages of the server, waiting at most so long for one; return whether any came.
 
         A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
         """
@@ -224,7 +224,7 @@ class TrialServer:
         return progress.popleft() if progress else None
 
     def end_of(self, job_id: str) -> Answer | None:
-        """Return what a job came to, once: its ``result``, if any, and how its process ended; ``None`` before that."""
+        """Return a job's answer, once: its ``result``, if any, and how its process ended; ``None`` before that."""
         job = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
 

@@ -49,16 +49,16 @@ class Observer(Protocol):
     """Is told what happens during a search, and does not influence it."""
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """Take in what is searched, before the first trial."""
+        """Handle the start of a search, before its first trial."""
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Take in that a trial was given to the executor."""
+        """Handle the start of a trial."""
 
     def progress(self, number: int, progress: Progress) -> None:
-        """Take in that a running trial entered a phase or ended a step."""
+        """Handle a new phase or the end of a step of a running trial."""
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """Take in a trial that has ended and is recorded."""
+        """Handle the end of a trial, which is recorded."""
 
     def note(self, text: str) -> None:
         """Show a note to the user."""
@@ -354,7 +354,7 @@ class Search:
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:
-        """Take in a trial that ended; raise ``NoResultError`` where the user's own settings failed with an error.
+        """Learn from a trial that ended; raise ``NoResultError`` where the user's own settings failed with an error.
 
         Other settings would fail in the same way.
         """

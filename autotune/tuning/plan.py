@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def _has_run_nothing(self) -> bool:
-        """Whether this run of the search goes on with earlier trials, and has not started one."""
+        """Whether this run of the search continues earlier trials, and has not started one."""
         return bool(self.records) and not self._company.has_begun
 
     @property

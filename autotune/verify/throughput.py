@@ -116,7 +116,7 @@ class Verification:
 
     @property
     def measured_again(self) -> Again | None:
-        """The winner's trial measured again; ``None`` where that was not done, or came to nothing."""
+        """The winner's trial measured again; ``None`` where that was not done, or gave no result."""
         return self.again if isinstance(self.again, Again) else None
 
     @property

@@ -446,7 +446,7 @@ class _Watching(Listener):
         )
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Take in that what follows is within the step."""
+        """Note that what follows is within the step."""
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
