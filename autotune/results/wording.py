@@ -9,6 +9,7 @@ from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, s
 from autotune.core.schema import decode
 from autotune.core.stop import StopReason
 from autotune.core.units import GIB, format_bytes, format_seconds, plural
+from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
 from autotune.space.dataloader import waits_for_data
@@ -104,8 +105,11 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
     workload, environment, batch = report.workload, report.environment, report.study.request["effective_batch"]
     packages, driver = environment["packages"], environment.get("driver")
     task = "" if workload["task"] == "own" else f"{workload['task']}, "
+    weights = f"{workload['dtype']} weights"
+    if workload.get("peft") or workload.get("quantize"):
+        weights = Workload.from_document(workload).describe_weights()
     return (
-        f"{workload['model']}, {task}{workload['dtype']} weights",
+        f"{workload['model']}, {task}{weights}",
         f"{describe_data(workload)}; " + (f"effective batch {batch}" if batch else "any batch"),
         f"{environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"
         + (f", driver {driver}" if driver else ""),

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import pytest
 from processes import wait_until
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
-from searching import H200, search
+from searching import BERT_LARGE, H200, search
 from serving import URL, StandInEngine, run_recorded, waits_for_state
 from sqlalchemy import event, update
 from starlette.testclient import TestClient
@@ -411,26 +411,36 @@ def test_searches_are_found_and_sorted(visitor: TestClient, store: Store) -> Non
     assert visitor.get("/searches", params={"sort": "odd"}).status_code == 422
 
 
-def test_only_searches_of_one_effective_batch_are_ranked(
+def test_only_searches_of_one_workload_and_effective_batch_are_ranked(
     visitor: TestClient, searches: Searches, store: Store, on_gpu: StandInEngine
 ) -> None:
-    runs = [EFFECTIVE_64, EFFECTIVE_64, ComputedRunner(lambda candidate: 4 * GIB)]
-    options: list[Document] = [{}, {"precisions": ("fp32",)}, {"effective_batch": 32}]
-    for name, landscape, more in zip(("both", "fp32", "smaller"), runs, options, strict=True):
+    computed = ComputedRunner(lambda candidate: 4 * GIB)
+    runs = [EFFECTIVE_64, EFFECTIVE_64, computed, computed]
+    adapters = dataclasses.replace(BERT_LARGE, peft="lora", lora_rank=16)
+    options: list[Document] = [{}, {"precisions": ("fp32",)}, {"effective_batch": 32}, {"workload": adapters}]
+    names = ["both", "fp32", "smaller", "adapters"]
+    for name, landscape, more in zip(names, runs, options, strict=True):
         visitor.post("/searches", data={**LARGE, "study": name, "seed": str(len(name))})
         run = on_gpu.next_run()
         runner = landscape if isinstance(landscape, ComputedRunner) else RecordedRunner(landscape)
         search(store, runner, study=name, **more)
         run.end("finished")
         waits_for_state(searches, run.job, "finished")
-    page = visitor.get("/compare", params={"s": ["both", "fp32", "smaller"]}).text
-    assert page.count("<h2>") == 2
-    of_32, of_64 = page.split("<h2>")[1:]
+    # A study that went on in another search is compared once.
+    again, _ = store.queue.submit("both", LARGE, Needs())
+    store.queue.start(again.id, {"host": "here"})
+    store.queue.end(again.id, 1, "finished")
+    page = visitor.get("/compare", params={"s": [*names, again.id]}).text
+    assert page.count("<h2>") == 3
+    of_adapters, of_32, of_64 = page.split("<h2>")[1:]
+    assert "float32 weights, LoRA of rank 16; " in of_adapters
+    assert "nothing is ranked" in of_adapters
+    assert of_64.count(">both</a>") == 1
     assert re.search(r"both is [\d.]+ ± [\d.]+ times as fast as fp32", of_64)
     assert "nothing is ranked" in of_32
-    assert ">both</a>" in of_64
     assert ">smaller</a>" in of_32
     assert ">smaller</a>" not in of_64
     assert "are not ranked" in page
     like = visitor.get("/compare", params={"like": "fp32"}).text
-    assert all(f">{name}</a>" in like for name in ("both", "fp32", "smaller"))
+    assert all(f">{name}</a>" in like for name in names)
+    assert like.count(">both</a>") == 1

@@ -116,7 +116,7 @@ def compare(
 
 
 def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str], like: str) -> list[JobRecord]:
-    """Return the searches to compare, each once."""
+    """Return the searches to compare, each study once; of many that are ``like`` one, the newest."""
     names = list(dict.fromkeys(filter(None, named)))
     if len(names) > _MOST_COMPARED:
         raise InvalidRequestError(f"{len(names)} searches are too many", f"name at most {_MOST_COMPARED}")
@@ -124,7 +124,11 @@ def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str]
     if like:
         one = searches.job(like)
         jobs += [one, *(job for job in known if _trained(job) == _trained(one))]
-    return list({job.id: job for job in jobs}.values())[:_MOST_COMPARED]
+    # Jobs of one study, which went on in the later ones, have one result.
+    by_study: dict[str, JobRecord] = {}
+    for job in jobs:
+        by_study.setdefault(job.study, job)
+    return list(by_study.values())[:_MOST_COMPARED]
 
 
 def _trained(job: JobRecord) -> tuple[object, object]:
@@ -145,15 +149,17 @@ def _compared(searches: Searches, jobs: Sequence[JobRecord]) -> tuple[list[Compa
 
 def _groups(compared: Sequence[Compared]) -> list[Group]:
     """Put those together that search the same with the same effective batch: no others are ranked."""
-    groups: dict[tuple[str, int], list[Compared]] = {}
+    groups: dict[tuple[str, int | None, int], list[Compared]] = {}
     for each in compared:
-        # With a free batch, the batch of the winner.
-        key = f"{each.study.searched[0]}; {each.study.searched[1]}", each.best.candidate.samples_per_step
+        study = each.study.record
+        # A database has one id for each workload. With a free batch, the batch of the winner.
+        key = study.workload_id, study.request["effective_batch"], each.best.candidate.samples_per_step
         groups.setdefault(key, []).append(each)
-    return [
+    made = [
         Group(
-            title if "any batch" not in title else f"{title}, best at {samples} samples a step",
+            "; ".join(members[0].study.searched[:2]) + ("" if asked else f", best at {samples} samples a step"),
             tuple(sorted(members, key=lambda each: -each.best.speed.samples_per_second)),
         )
-        for (title, samples), members in sorted(groups.items(), key=lambda group: group[0])
+        for (_, asked, samples), members in groups.items()
     ]
+    return sorted(made, key=lambda group: group.title)
