@@ -98,8 +98,8 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     batch = candidate.per_device_train_batch_size
     if batches.effective_batch is None or not batches.valid(batch):
         return replace(candidate, per_device_train_batch_size=2 * batch) if batch < LARGEST_FREE_BATCH else None
-    larger = [b for b in batches.at_level(batches.level(batch)) if b > batch]
-    return Candidate(candidate.arm, larger[0], batches.accumulation(larger[0])) if larger else None
+    larger = min((b for level in batches.levels() for b in batches.at_level(level) if b > batch), default=None)
+    return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None
 
 
 def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:

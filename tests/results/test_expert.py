@@ -58,10 +58,11 @@ def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
 
 
 def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
-    found = expert_of(search((BF16, 32, completed(200.0))))
-    assert found is not None
-    assert (found.candidate.per_device_train_batch_size, found.is_measured) == (32, True)
-    assert "at the largest batch tried (32 × 2" in found.describe()
+    for batch, words in ((32, "(32 × 2"), (1, "(1 × 64")):
+        found = expert_of(search((BF16, batch, completed(200.0))))
+        assert found is not None
+        assert (found.candidate.per_device_train_batch_size, found.is_measured) == (batch, True)
+        assert f"at the largest batch tried {words}" in found.describe()
 
 
 def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None:
