@@ -25,13 +25,6 @@ TABLE = " # batch×acc"
 BRIEFLY = ("--trials", "1")
 OWN = ("--no-baseline", "--device", "cpu", *BRIEFLY)
 
-MAKE_TINY_MODEL = """
-import sys
-from transformers import AutoConfig, AutoModelForSequenceClassification
-config = AutoConfig.from_pretrained("bert-tiny")
-AutoModelForSequenceClassification.from_config(config).save_pretrained(sys.argv[1])
-"""
-
 
 @pytest.fixture(autouse=True)
 def smaller_model(tmp_path: Path) -> None:
@@ -90,12 +83,13 @@ def test_the_tutorial(tmp_path: Path) -> None:
     assert [without_numbers(line).split(" on ")[0] for line in said.splitlines()] == [
         without_numbers(line).split(" on ")[0] for line in told
     ]
-    (script,) = blocks(read(page), "python")
+    script, make_model = blocks(read(page), "python")
     assert len([line for line in script.splitlines() if line.strip()]) <= 20
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    (tmp_path / "make_model.py").write_text(make_model, encoding="utf-8")
     (tmp_path / "training_arguments.json").write_text(exported, encoding="utf-8")
-    run("-c", MAKE_TINY_MODEL, "my-bert", folder=tmp_path)
-    printed, _ = run("train.py", "./my-bert", "training_arguments.json", folder=tmp_path)
+    run("make_model.py", folder=tmp_path)
+    printed, _ = run("train.py", "my-bert", "training_arguments.json", folder=tmp_path)
     assert re.search(r"^\d+\.\d samples/s$", printed, flags=re.MULTILINE), printed
 
 
