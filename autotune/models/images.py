@@ -14,7 +14,9 @@ _TILING = ("idefics3", "smolvlm")
 _USUAL_SIDE = 448
 
 # Fields of vision configs that are left out where they have the default of transformers.
-_DEFAULT_PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+_DEFAULT_PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "idefics3": 32, "smolvlm": 32}
+_DEFAULT_TILE = 224
+_DEFAULT_SCALE = 2
 
 
 def takes_images(config: dict[str, Any]) -> bool:
@@ -47,9 +49,10 @@ def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
     if model_type not in _TILING:
         known = ", ".join((*_MERGING, *_TILING))
         raise InvalidRequestError(
-            f"the images of models of type {model_type!r} are not known", f"use one of the types {known}"
+            f"the images of models of type {model_type!r} are not known",
+            f"use one of the types {known}, or name another --task, such as causal-lm, to train without images",
         )
-    side = int(vision["image_size"])
+    side = int(vision.get("image_size", _DEFAULT_TILE))
     if asked not in (None, side):
         raise InvalidRequestError(
             f"--image-size {asked}: {model_type} takes images of {side} pixels, and cuts larger ones in such tiles",
@@ -62,8 +65,8 @@ def tokens_of_image(config: dict[str, Any], side: int) -> int:
     """Return the tokens of one image of so many pixels each side."""
     if config["model_type"] in _MERGING:
         return (side // _step(config)) ** 2
-    patches = (side // int(config["vision_config"]["patch_size"])) ** 2
-    return int(patches / int(config["scale_factor"]) ** 2)
+    patches = (side // _patch(config)) ** 2
+    return int(patches / int(config.get("scale_factor", _DEFAULT_SCALE)) ** 2)
 
 
 def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: int) -> None:
@@ -78,8 +81,12 @@ def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: in
 
 def _step(config: dict[str, Any]) -> int:
     vision = config.get("vision_config") or {}
-    patch = int(vision.get("patch_size", _DEFAULT_PATCH[str(config["model_type"])]))
-    return patch * int(vision.get("spatial_merge_size", 2))
+    return _patch(config) * int(vision.get("spatial_merge_size", 2))
+
+
+def _patch(config: dict[str, Any]) -> int:
+    vision = config.get("vision_config") or {}
+    return int(vision.get("patch_size", _DEFAULT_PATCH[str(config["model_type"])]))
 
 
 # Before each image a token says that one begins.

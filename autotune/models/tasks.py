@@ -57,23 +57,27 @@ def infer_task(config: dict[str, Any]) -> Task:
         return "speech-seq2seq"
     if model_type in _IMAGE_TYPES:
         return "image-classification"
+    architectures = [str(name) for name in config.get("architectures") or ()]
     if takes_images(config):
-        return "image-text-to-text"
+        # One part of such a model may be what the config is for: SiglipForImageClassification.
+        return next(filter(None, map(_task_of_ending, architectures)), "image-text-to-text")
     if config.get("is_encoder_decoder"):
         return "seq2seq-lm"
-    architectures = config.get("architectures") or ()
     if not architectures and model_type in _ENCODER_TYPES:
         return "sequence-classification"
     for architecture in architectures:
-        for ending, task in _TASK_OF_ENDING:
-            if str(architecture).endswith(ending):
-                return task
-        if str(architecture).endswith("Model"):
+        if task := _task_of_ending(architecture):
+            return task
+        if architecture.endswith("Model"):
             return "sequence-classification"
     raise InvalidRequestError(
-        f"the task of model type {model_type!r} cannot be inferred from its architectures {list(architectures)}",
+        f"the task of model type {model_type!r} cannot be inferred from its architectures {architectures}",
         f"name it with --task, one of {', '.join(TASKS)}",
     )
+
+
+def _task_of_ending(architecture: str) -> Task | None:
+    return next((task for ending, task in _TASK_OF_ENDING if architecture.endswith(ending)), None)
 
 
 # Fields in which configs keep the longest sequence that position embeddings allow.

@@ -67,15 +67,20 @@ def _check_levers(request: SearchRequest) -> None:
         require("flash-attn", f"--attn {FLASH_ATTENTION}")
 
 
-# Fields in which configs keep the number of experts.
-_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Fields in which configs keep the number of experts, themselves or in one of their parts.
+_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PARTS_WITH_EXPERTS = ("text_config", "ffn_config")
 
 
 def _check_experts(request: SearchRequest) -> None:
     implementations = request.experts_implementations or ()
-    if implementations and not any(request.workload.config.get(name) for name in _EXPERTS_FIELDS):
+    config = request.workload.config
+    parts = [config, *(config.get(name) or {} for name in _PARTS_WITH_EXPERTS)]
+    if implementations and not any(part.get(name) for part in parts for name in _EXPERTS_FIELDS):
         raise InvalidRequestError(
-            f"--experts {','.join(implementations)}: {request.workload.model} is no mixture of experts", "leave it out"
+            f"--experts {','.join(implementations)}: autotune finds no experts in the config of "
+            f"{request.workload.model}",
+            "leave it out",
         )
     for name in implementations:
         if name not in EXPERTS:

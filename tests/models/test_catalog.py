@@ -315,6 +315,17 @@ def test_every_entry_has_a_sensible_task() -> None:
         assert infer_task(entry.config) == TASK_OF_TYPE[entry.config["model_type"]], entry.name
 
 
+def test_a_model_with_a_part_that_sees_is_trained_as_its_class_says() -> None:
+    sees = {"vision_config": {}, "text_config": {}}
+    for architecture, task in (
+        ("SiglipForImageClassification", "image-classification"),
+        ("Gemma3ForSequenceClassification", "sequence-classification"),
+        ("Gemma3ForConditionalGeneration", "image-text-to-text"),
+        ("CLIPModel", "image-text-to-text"),
+    ):
+        assert infer_task({"model_type": "x", "architectures": [architecture], **sees}) == task
+
+
 def test_every_entry_has_a_sensible_sequence_length() -> None:
     shorter = {"gpt2-tiny": 128, "llama-tiny": 256, "t5-tiny": 128, "whisper-tiny-random": 64,
                "smolvlm-tiny": 256}  # fmt: skip

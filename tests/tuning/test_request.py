@@ -41,6 +41,14 @@ class TestChecked:
             check_request(request(workload=padded, **{lever: "on"}))
         check_request(request(workload=padded, search_effort="default"))
 
+    def test_experts_of_a_model_that_has_some(self) -> None:
+        of_ernie, of_qwen = {"moe_num_experts": 4}, {"text_config": {"num_local_experts": 4}}
+        for more in ({"num_experts": 4}, of_ernie, of_qwen, {"ffn_config": of_ernie}):
+            sparse = dataclasses.replace(BERT_LARGE, config={**BERT_LARGE.config, **more})
+            check_request(request(workload=sparse, experts_implementations=("eager",)))
+        with pytest.raises(InvalidRequestError, match="--experts eager: autotune finds no experts in the config of"):
+            check_request(request(experts_implementations=("eager",)))
+
     def test_a_lever_that_the_data_rules_out_once_it_was_read(self) -> None:
         data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
         with pytest.raises(InvalidRequestError, match="--unpadded on: samples are padded"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from server_client import ServerClient
 from tiny import QUICK, tiny_workload
+from transformers import AutoConfig
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
@@ -78,6 +79,15 @@ def test_options_make_the_workload() -> None:
         build_workload({**options, "model": "llama-tiny", "images": 1})
 
 
+@pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(model_type: str) -> None:
+    full = AutoConfig.for_model(model_type).to_dict()
+    short: dict[str, Any] = {"model_type": model_type, "vision_config": {}}
+    side = choose_image_side(short, None)
+    assert side == choose_image_side(full, None)
+    assert tokens_of_image(short, side) == tokens_of_image(full, side)
+
+
 def test_images_that_a_model_cannot_take_are_refused() -> None:
     qwen, smol = config_of("qwen2.5-vl-tiny"), config_of("smolvlm-tiny")
     with pytest.raises(InvalidRequestError, match=r"--image-size 100: qwen2_5_vl takes .* multiples of 28") as caught:
@@ -85,8 +95,9 @@ def test_images_that_a_model_cannot_take_are_refused() -> None:
     assert "give 84 or 112" in caught.value.hint
     with pytest.raises(InvalidRequestError, match="--image-size 100: smolvlm takes images of 64 pixels"):
         choose_image_side(smol, 100)
-    with pytest.raises(InvalidRequestError, match="the images of models of type 'llava' are not known"):
+    with pytest.raises(InvalidRequestError, match="the images of models of type 'llava' are not known") as caught:
         choose_image_side({"model_type": "llava", "vision_config": {}}, None)
+    assert "--task" in caught.value.hint
     with pytest.raises(InvalidRequestError, match="--images 3 of 448 pixels take 771 tokens, and a sample has 512"):
         check_images_fit(qwen, 3, 448, 512)
     check_images_fit(qwen, 1, 448, 512)
