@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from autotune.core.device import Precision as Precision
 from autotune.core.schema import decode
+from autotune.core.units import plural
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
@@ -55,7 +56,9 @@ class Arm:
         default=False,
         metadata=_said(
             lambda arm: (
-                f"checkpointing {arm.checkpointed_layers} layers" if arm.checkpointed_layers else "checkpointing"
+                f"checkpointing {plural(arm.checkpointed_layers, 'layer')}"
+                if arm.checkpointed_layers
+                else "checkpointing"
             )
         ),
     )

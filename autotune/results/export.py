@@ -36,6 +36,7 @@ from autotune.space.training_arguments import (
     training_arguments,
 )
 
+_IMPORT_APPLY = "from autotune.training import apply"
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
 LaunchFormat = Literal["torchrun", "accelerate"]
@@ -302,7 +303,7 @@ def _applying(export: Export) -> list[str]:
             "Trainer(train_dataset=rows, data_collator=rows.collate, …)"
         )
     if export.applied:
-        lines.append(f"before it trains: from autotune.training import apply; {export.applied}")
+        lines.append(f"before it trains: {_IMPORT_APPLY}; {export.applied}")
     return lines
 
 
@@ -527,7 +528,8 @@ def _python(export: Export) -> str:
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
         name = "overrides" if export.framework == "trainer" else "settings"
-        return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n"
+        first += f"{_IMPORT_APPLY}\n\n" if export.applied else ""
+        return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
@@ -556,8 +558,13 @@ def _python(export: Export) -> str:
             if rows
             else ""
         )
-        + (f"# once there is a Trainer:\n{export.applied}\n" if export.applied else "")
+        + _call_apply(export)
     )
+
+
+def _call_apply(export: Export) -> str:
+    """Return the line of Python that applies what has no field in ``TrainingArguments``."""
+    return f"# once there is a Trainer:\n{export.applied}\n" if export.applied else ""
 
 
 def _loadable(model: str) -> str:

@@ -68,6 +68,7 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
         words, filled = source.template.fill(export.filling, folder, source.cwd)
         source, settings = replace(source, argv=words, variables=()), {}
         variables |= dict(filled)
+    notes += [f"set     {export.applied}"] if export.applied else []
     notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
     own = ("-m", source.module) if source.module else (source.file,)
     is_several = export.processes > 1

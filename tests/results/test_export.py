@@ -395,6 +395,8 @@ def test_what_has_no_field_is_applied_by_one_line(fields: tuple[str, ...]) -> No
     own = make_export(dataclasses.replace(report, workload={**report.workload, "task": "own", "source": SOURCE}))
     assert said in beside_lines(made)
     assert said in beside_lines(own)
+    assert "from autotune.training import apply" in render(own, "python").splitlines()
+    assert render(own, "python").splitlines()[-1] == call
     lines = render(made, "python").splitlines()
     assert "from autotune.training import apply" in lines
     assert lines[-1] == call
