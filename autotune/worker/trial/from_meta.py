@@ -55,7 +55,8 @@ def on_meta(workload: Workload, attn_implementation: str) -> Any:
 def fill(model: Any, device: torch.device) -> None:
     """Give a model on ``meta``, sharded or whole, random weights on a device; the same ones for the same seed.
 
-    Every rank draws all of them in the same order. Buffers get the values that the model gives them.
+    Every rank draws all of them in the same order, each as its own module is drawn: T5 and Whisper draw a few of them
+    anew for a module around theirs, which is not done here. No training begins from these weights.
     """
     model.to_empty(device=device)
     _tie(model)
