@@ -64,6 +64,27 @@ def test_what_a_call_keeps_is_freed_without_a_backward_pass() -> None:
     assert sys.getrefcount(memory) == before
 
 
+class Later(torch.nn.Module):
+    """Makes its layer in its first call."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One score each."""
+        if not hasattr(self, "layer"):
+            self.layer = torch.nn.Linear(2, 1)
+        result: torch.Tensor = self.layer(inputs)
+        return result
+
+
+def test_a_model_is_one_from_its_second_call_on_where_it_makes_its_weights_in_the_first() -> None:
+    watch, model = TrainingWatch(), Later()
+    watch._turn_on()
+    model(torch.ones(4, 2))
+    watch.take()
+    model(torch.ones(4, 2)).sum().backward()
+    assert [call.module_id for call in watch.take().calls] == [id(model)]
+    watch._turn_off()
+
+
 def test_what_no_code_of_the_users_is_in_is_not_watched_in_timed_steps() -> None:
     """And steps that are not watched are judged no more."""
     untouched = torch.autograd.backward, torch.compile, torch.autocast.__enter__

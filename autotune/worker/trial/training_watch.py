@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -126,8 +127,8 @@ class TrainingWatch:
         self._casts: set[tuple[str, str] | None] = set()
         self._lost_gradients = False
         """Whether a timed update had no gradients at all, though those before had some."""
-        self._weights: dict[int, str | None] = {}
-        """The dtype of the first parameter of each module that was called; ``None`` for one without parameters."""
+        self._weights: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """The dtype of the first parameter of each module that was called and has any."""
         self._undo: list[Callable[[], None]] = []
         self.is_removed = False
         self._has_optimizer = self._has_passed = False
@@ -314,10 +315,13 @@ class TrainingWatch:
             self._take_call(called, given, named, result)
 
     def _weights_of(self, called: Any) -> str | None:
-        if id(called) not in self._weights:
+        if called not in self._weights:
             first = next(called.parameters(), None)
-            self._weights[id(called)] = _name(first.dtype) if first is not None else None
-        return self._weights[id(called)]
+            # One without parameters may make some in its first call.
+            if first is None:
+                return None
+            self._weights[called] = _name(first.dtype)
+        return self._weights[called]
 
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if self.listener is not None and not is_in_autograd():
