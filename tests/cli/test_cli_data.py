@@ -216,12 +216,8 @@ def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "few.jsonl", samples([3] * 6))
     write_jsonl(tmp_path / "pairs.jsonl", [{"a": text, "b": text, "stars": 1} for text in texts([3] * 20)])
     write_jsonl(tmp_path / "enough.jsonl", samples([3] * 20))
-    (tmp_path / "folder").mkdir()
-    write_jsonl(tmp_path / "folder" / "a.jsonl", samples([3] * 20))
-    write_jsonl(tmp_path / "folder" / "b.jsonl", [{"text": 1, "other": 3}] * 10)
     before = sorted(path.name for path in tmp_path.iterdir())
     for options, words in (
-        ("--dataset folder --tokenizer tokenizer", ("folder: b.jsonl has the columns", "a.jsonl", "other (number)")),
         (
             "--dataset enough.jsonl --tokenizer tokenizer --pad-to-multiple-of 1000",
             ("--pad-to-multiple-of 1000 pads samples to 1000 tokens", f"512 positions of {TINY_MODEL}", "divides 512"),
