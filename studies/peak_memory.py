@@ -13,6 +13,7 @@ Fake training patches torch for good, so that this is a program of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Iterator
@@ -51,11 +52,17 @@ class Measured:
     bucket_elements: int
     """What DeepSpeed's bucket was."""
 
-    def workload(self) -> Workload:
-        """Return the model with random weights and synthetic data."""
-        source = resolve_model(self.model)
-        task = self.task or infer_task(source.config)
-        return Workload(self.model, source.config, task, choose_seq_len(source.config, task, self.seq_len))
+
+@functools.cache
+def _limits(
+    model: str, task: Any, seq_len: int | None, arm: Arm, bounds: Bounds | None, bucket_elements: int
+) -> Limits:
+    """Trace a step of a model with random weights and synthetic data, once for all recordings of it."""
+    config = resolve_model(model).config
+    task = task or infer_task(config)
+    workload = Workload(model, config, task, choose_seq_len(config, task, seq_len))
+    training_arguments.REDUCE_BUCKET_ELEMENTS = bucket_elements
+    return Limits(FakeTraining(workload, arm, CHIPS["h200"]).step(), CHIPS["h200"], bounds or _NO_LIMIT)
 
 
 def recorded(path: Path) -> Iterator[Measured]:
@@ -93,7 +100,6 @@ def _arm_of(cell: Document) -> Arm:
 
 def predicted(path: Path, arms: str = "", models: list[str] | None = None) -> Iterator[Document]:
     """Yield each measured cell with what is predicted for it; of a boundary also the largest batches that fit."""
-    known: dict[tuple[str, Arm], Limits] = {}
     numbers: dict[str, list[Arm]] = {}
     cells = [cell for cell in recorded(path) if not models or cell.model in models]
     for cell in cells:
@@ -103,11 +109,7 @@ def predicted(path: Path, arms: str = "", models: list[str] | None = None) -> It
             of_model.append(arm)
         if arms and str(of_model.index(arm)) not in arms:
             continue
-        if (cell.model, arm) not in known:
-            training_arguments.REDUCE_BUCKET_ELEMENTS = cell.bucket_elements
-            step = FakeTraining(cell.workload(), arm, CHIPS["h200"]).step()
-            known[cell.model, arm] = Limits(step, CHIPS["h200"], cell.bounds or _NO_LIMIT)
-        limits = known[cell.model, arm]
+        limits = _limits(cell.model, cell.task, cell.seq_len, arm, cell.bounds, cell.bucket_elements)
         told = limits.prediction(batch, cell.micro_steps)
         row: Document = {"model": cell.model, "arm": arm.describe(), "candidate": cell.candidate.describe()}
         row |= {"strategy": arm.strategy, "accumulation": cell.candidate.gradient_accumulation_steps}
