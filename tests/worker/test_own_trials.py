@@ -312,6 +312,17 @@ def test_an_inspection_that_is_killed_says_by_what(trial_server: ServerClient) -
     assert answer.messages[-1]["signal"] == signal.SIGKILL
 
 
+def test_ranks_that_share_a_sample_are_refused(trial_server: ServerClient, folder: Path) -> None:
+    """Accelerate has no such ranks on a CPU, so that the field is set after its checks."""
+    text = (
+        "from accelerate.utils import ParallelismConfig\nt = trainer()\n"
+        "t.args.parallelism_config = ParallelismConfig(cp_size=2)\nt.train()\n"
+    )
+    problem = trial_server.inspection(inline(folder, text)).problem
+    assert problem.message == "run.py has several ranks share a sample (parallelism_config), which is not searched"
+    assert "--gpus 2 --strategy fsdp" in problem.hint
+
+
 def test_an_override_that_is_ignored_is_named(trial_server: ServerClient) -> None:
     outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).outcome
     assert isinstance(outcome, Failed)
