@@ -68,6 +68,9 @@ def test_the_baseline_can_be_the_best() -> None:
     made = report(BASELINE, best=0)
     assert verdict(made, BASELINE) == "baseline best"
     assert made.speedup() == 1.0
+    # A rival that is nearly equal takes a little from its speed, which makes it no rival of its own.
+    near = report(BASELINE, trial(1, FP16, 8, completed(41.5)), best=0)
+    assert not any("the baseline was faster" in note for note in notes(near))
 
 
 def test_what_deepspeed_computes_otherwise_than_ddp_is_said() -> None:

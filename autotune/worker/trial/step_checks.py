@@ -244,7 +244,7 @@ class StepChecks:
         if seen.backward_passes < micro_steps:
             return self._with_memory(
                 f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}{at}",
-                "have each batch trained with, and no error of it caught",
+                "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
                 seen.memory_errors,
             )
         lacks_calls = not seen.calls and (seen.forward_calls or seen.memory_errors or self._usual)
