@@ -14,13 +14,13 @@ def test_a_device_that_is_not_here(run: Run, studied: Studied) -> None:
     assert ran.code == 4
 
 
-def test_of_a_finished_study_shows_the_result_and_no_empty_table(studied: Studied, tmp_path: Path) -> None:
+def test_of_a_spent_budget_shows_the_result_and_no_empty_table(studied: Studied, tmp_path: Path) -> None:
     storage = tmp_path / "copy.db"
     shutil.copy(studied.storage, storage)
     ran = run_process("resume", "tiny", "--storage", str(storage), folder=tmp_path, cold=True)
     assert ran.code == 0, ran.stderr
     assert "Best: per-device batch" in ran.stdout
-    assert "the study tiny was finished, 3 trials recorded" in ran.stderr
+    assert "continuing the study tiny, 3 trials recorded" in ran.stderr
     assert "configuration" not in ran.stderr
 
 
@@ -31,7 +31,7 @@ def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     words = ("tiny", "--trials", "4", "--storage", str(storage), "--json")
     ran = run_process("resume", *words, folder=tmp_path)
     assert ran.code == 0, ran.stderr
-    assert "the study tiny was finished, 3 trials recorded" in ran.stderr
+    assert "continuing the study tiny, 3 trials recorded" in ran.stderr
     assert "configuration" in ran.stderr
     document = json.loads(ran.stdout)
     assert document["trials"][:3] == studied.document["trials"]
