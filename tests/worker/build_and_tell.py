@@ -18,9 +18,6 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
 
 if __name__ == "__main__":
     changes: dict[str, Any] = json.loads(sys.argv[1])
-    if changes.get("peft"):
-        import bitsandbytes  # noqa: F401
-        import peft  # noqa: F401
     config = {**SIZES, "num_key_value_heads": 8, "vocab_size": 16384}
     workload = dataclasses.replace(tiny_workload("llama-tiny", config=config, dtype="bfloat16"), **changes)
     before = most_host_bytes() or 0
