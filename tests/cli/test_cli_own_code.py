@@ -114,6 +114,7 @@ def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: P
     assert scope["overrides"] == fields
 
 
+@pytest.mark.whole
 def test_the_script_is_trained_with_the_winner_and_nothing_of_it_is_edited(searched: Searched, tmp_path: Path) -> None:
     """What it says beside a setting is told."""
     fields = json.loads(run_process("export", "mine", folder=searched.folder).stdout)

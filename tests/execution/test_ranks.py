@@ -70,6 +70,7 @@ def test_out_of_memory_of_one_rank_is_the_trials(ranks: TrialServer) -> None:
     assert under_way(ranks) == []
 
 
+@pytest.mark.whole
 def test_ranks_that_hang_are_ended_at_the_time_limit(ranks: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     for behaviour in ("hang | hang", "complete | hang", "descend, hang | hang"):

@@ -46,7 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", [pytest.param("script", marks=pytest.mark.whole), "function"])
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["script", "function"])
 def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str) -> None:
     if kind == "script":
         words = ["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "--output_dir", "out"]
