@@ -19,9 +19,7 @@ SEQ_LEN = 128
 LONG_WORDS = 120
 BATCH = 32
 SHORT = [4, 6, 9, 12, 7, 5]
-SEARCH = ("search", "--model", TINY_MODEL, "--seq-len", str(SEQ_LEN), "--device", "cpu", "--trials", "4", "--json",
-    "--storage", "s.db",
-)  # fmt: skip
+SEARCH = ("search", "--model", TINY_MODEL, "--seq-len", str(SEQ_LEN), "--device", "cpu", "--json", "--storage", "s.db")
 # A batch of 32 takes 166 MiB with the long sample in it, one of 16 takes 103 MiB.
 LIMIT_BYTES = 130 * MIB
 
