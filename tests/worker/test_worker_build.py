@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ from autotune.core.workload import DTYPES, TASKS, DTypeName, Task
 from autotune.worker.trial.build import build_config, build_model, in_deepspeeds_dtype, model_class
 
 CPU = torch.device("cpu")
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -74,22 +69,3 @@ def test_decoders_that_classify_get_a_padding_token() -> None:
 def test_a_task_that_the_architecture_has_no_model_for_is_named() -> None:
     with pytest.raises(ValueError, match="no causal-lm model of type 'vit'"):
         model_class(tiny_workload("vit-tiny", task="causal-lm"))
-
-
-@pytest.mark.whole
-def test_building_takes_little_more_of_the_host_than_the_weights(tmp_path: Path) -> None:
-    """Of a process of its own: weights drawn, and read from several files."""
-
-    def build(*words: str, **changes: object) -> dict[str, float]:
-        command = [sys.executable, str(HERE / "build_and_tell.py"), json.dumps(changes), *words]
-        environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parents[1]}"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
-        told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        # A second copy of the weights would take 400 MiB.
-        assert told["took"] < told["weights"] + 256 * 2**20
-        return told
-
-    drawn = build(str(tmp_path))
-    assert drawn["weights"] > 400 * 2**20
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert build(weights=str(tmp_path))["total"] == drawn["total"]
