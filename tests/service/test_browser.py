@@ -83,7 +83,8 @@ def test_the_way_from_the_form_to_the_export(scene: Scene, pictures: Path) -> No
         page.get_by_role("heading", name="Best configuration").wait_for(timeout=_SEARCH_MILLISECONDS)
         page.get_by_text("finished", exact=True).wait_for()
         assert page.evaluate("() => window.isTheSamePage")
-        assert page.locator("#said").inner_text()
+        # A screen reader is told a little later.
+        page.locator("#said", has_text="The search is finished").wait_for(state="attached")
         page.get_by_role("button", name="Copy as JSON").click()
         page.get_by_role("button", name="Copied").wait_for()
         copied = json.loads(page.evaluate("() => navigator.clipboard.readText()"))
