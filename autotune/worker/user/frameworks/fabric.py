@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from autotune.core.candidate import Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
@@ -28,7 +27,6 @@ _OPTIONS = {
     "precision": ("--precision",),
     "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
 }
-_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 def overlay(changes: Changes) -> None:
@@ -124,7 +122,7 @@ class FabricInspection(LoopInspection):
         """Return what the script trains with."""
         from autotune.worker.user.inspection import facts_of_script
 
-        by, precision = self.accumulates_by(), _NAMES.get(self._overlay.precision)
+        by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self._overlay.precision)
         is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
         return facts_of_script(
             CodeInterface(

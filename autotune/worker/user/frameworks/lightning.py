@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune.core.candidate import Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
 from autotune.worker.user.adapter import Changes, Inspecting, Measured, Steps
@@ -38,7 +37,6 @@ _LEFT_OUT = (
 )  # fmt: skip
 # More than any trial trains for; schedules are made of it, so that it is no infinity.
 _MANY_EPOCHS = 1_000_000
-_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 # Those with a dot are LightningCLI's.
 _OPTIONS = {
     "batch": ("--batch_size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
@@ -69,7 +67,8 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
         from autotune.worker.user.fake_steps import add_memory
         from autotune.worker.user.inspection import facts_of_script
 
-        precision, is_automatic = _NAMES.get(str(trainer.precision)), module.automatic_optimization
+        precision = precision_names.OF_LIGHTNING.get(str(trainer.precision))
+        is_automatic = module.automatic_optimization
         facts = facts_of_script(
             CodeInterface("lightning", flags=options.flags(_OPTIONS)),
             module,
