@@ -317,8 +317,8 @@ def _mixes(trainer: Trainer, model: Any) -> bool:
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         moved.pop("labels")
         with trainer.compute_loss_context_manager():
-            logits: torch.Tensor = model(**moved, use_cache=False).logits
-        return logits[0, -len(second) :].float()
+            of_row: torch.Tensor = model(**moved, use_cache=False).logits
+        return of_row[0, -len(second) :].float()
 
     is_training = model.training
     model.eval()

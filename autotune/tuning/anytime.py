@@ -232,7 +232,8 @@ class Anytime:
 
     def _leaves_room(self, history: History, root: Tried, more_bytes: float) -> bool:
         assert root.measurement is not None
-        return root.measurement.judged_bytes(root.candidate.arm) + more_bytes <= history.ceiling.line_bytes
+        peak_bytes = root.measurement.judged_bytes(root.candidate.arm) + more_bytes
+        return history.ceiling.bounds.fits(math.ceil(peak_bytes))
 
     def _gain_of_batch(self, history: History, candidate: Candidate, other: Candidate) -> float:
         """Return what another batch may gain: as much as it did without levers, where both were measured."""
