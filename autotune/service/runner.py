@@ -251,10 +251,8 @@ class Runner:
                 goes_on = not self._take_all(job, run)
         except AttemptOverError:
             log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
-        except InvalidRequestError as error:
-            log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
-            self._end(job, "failed", problem_of(error))
-        except StorageError:
+        except StorageError as error:
+            log.warning("what a search says is not recorded: %s", error, extra={"fields": _fields(job)})
             self._is_settled = False
         except Exception:
             log.exception("following a search failed", extra={"fields": _fields(job)})
@@ -305,7 +303,7 @@ class Runner:
         """Record messages as soon as the database lets them; return the end, if it was among them.
 
         Until then nothing is acknowledged, so nothing is lost; what was written although no answer came is not
-        written again.
+        written again. A record that is refused is the end of its search.
         """
         is_sure = True
         while True:
@@ -313,6 +311,9 @@ class Runner:
                 if not is_sure and (known := self.store.queue.job(job.id)) is not None:
                     messages = [each for each in messages if each.kind == "end" or each.number > known.heard]
                 return self._record(job, messages)
+            except InvalidRequestError as error:
+                log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
+                messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": problem_of(error)})]
             except StorageError as error:
                 is_sure = False
                 log.warning("what a search says cannot be recorded now: %s", error)

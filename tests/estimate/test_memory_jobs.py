@@ -93,7 +93,7 @@ def test_a_search_with_predictions_meets_no_out_of_memory(store: Store) -> None:
     forecast = forecast_of(ready, Answers())
     assert forecast is not None
     runner = RecordedRunner(EFFECTIVE_64)
-    Search(ready, runner, store, RecordingObserver(), store.path.parent, forecast=forecast).run()
+    Search(ready, runner, store, RecordingObserver(), store.path.parent, clock=runner.clock, forecast=forecast).run()
     study = store.study("bert")
     trials = store.trials(study.id)
     assert [trial.state for trial in trials].count("out_of_memory") == 0
@@ -192,7 +192,7 @@ def test_a_search_whose_predictions_were_made_asks_for_none_and_goes_the_same_wa
             # Nothing is reused but what was predicted.
             forecast = forecast_of(ready, answers, KeptPredictions(store.answers, ready.request.workload))
             runner = RecordedRunner(EFFECTIVE_64)
-            Search(ready, runner, own, RecordingObserver(), tmp_path, forecast=forecast).run()
+            Search(ready, runner, own, RecordingObserver(), tmp_path, clock=runner.clock, forecast=forecast).run()
         tried.append((runner.candidates, bool(answers.submitted)))
     (first, was_asked), (second, is_asked) = tried
     assert was_asked
@@ -237,7 +237,7 @@ def test_only_a_baseline_of_text_runs_beside_predictions(
     answers = Slow()
     forecast = forecast_of(ready, answers, cores=cores)
     runner = Beside(answers)
-    Search(ready, runner, store, RecordingObserver(), tmp_path, forecast=forecast).run()
+    Search(ready, runner, store, RecordingObserver(), tmp_path, clock=runner.clock, forecast=forecast).run()
     assert runner.disturbed == ([ready.baseline] if at_first else [])
     assert runner.candidates[0] == ready.baseline
     # bf16 with and without checkpointing are all that the search is about; with many cores the rest costs no time.

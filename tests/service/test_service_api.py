@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import threading
@@ -18,7 +19,7 @@ from serving import StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
-from autotune.core.errors import DeviceError
+from autotune.core.errors import DeviceError, StorageError
 from autotune.core.options import OPTIONS
 from autotune.core.schema import decode
 from autotune.devices import Device
@@ -500,6 +501,56 @@ def test_a_search_that_outlives_the_service_is_left_alone_and_found_again(
     assert streamed_lines(again, told["id"]) == ["before", "after"]
     assert again.job(told["id"]).attempts == 1
     assert wait_until(lambda: closed == [True])
+    again.runner.close()
+
+
+def test_a_refused_record_ends_its_search_however_often_the_database_fails_meanwhile(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.service.runner._RETRY_SECONDS", 0.01)
+    on_cpu.shares_storage = False
+    end, failures = searches.store.queue.end, [StorageError("the disk is full", "free some space")] * 2
+
+    def end_at_last(*what: Any) -> None:
+        if failures:
+            raise failures.pop()
+        end(*what)
+
+    monkeypatch.setattr(searches.store.queue, "end", end_at_last)
+    refused = submit(writer)["id"]
+    on_cpu.next_run().add("record", {"study": "none"})
+    waits_for_state(searches, refused, "failed")
+    assert not failures
+    following = submit(writer, {**TINY, "seed": 1})["id"]
+    on_cpu.next_run().end("finished")
+    waits_for_state(searches, following, "finished")
+
+
+def test_what_cannot_be_recorded_as_the_service_ends_is_logged_and_its_search_waits_again(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    queue, tries = searches.store.queue, threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        tries.set()
+        raise StorageError("the disk is full", "free some space")
+
+    with monkeypatch.context() as full:
+        full.setattr("autotune.service.runner._RETRY_SECONDS", 0.01)
+        full.setattr(queue, "writing", fail)
+        job = submit(writer)["id"]
+        on_cpu.next_run().add("line", {"text": "one", "style": None})
+        assert tries.wait(30)
+        with caplog.at_level(logging.WARNING, logger="autotune.service"):
+            searches.runner.close()
+    (said,) = [record for record in caplog.records if record.getMessage().startswith("what a search says is not")]
+    assert said.getMessage() == "what a search says is not recorded: the disk is full. free some space"
+    assert said.__dict__["fields"]["search"] == job
+    assert searches.job(job).state == "running"
+    again = Searches(searches.store, searches.storage, on_cpu)
+    again.runner.begin()
+    assert on_cpu.next_run().work.id == f"{job}-2"
     again.runner.close()
 
 
