@@ -243,6 +243,9 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "torch_compile", argument="torch_compile", is_always_set=True, preference=2, is_traced=operator.not_,
         is_optunas=True, option="torch_compile",
+        # Compiled whole, bert-base, distilbert, BERT-large and ViT-large were 0.96, 1.04, 1.00 and 0.82 times as fast
+        # as with compiled layers, which took a half to a quarter of the time (H200, 23 November 2026).
+        stands_in_for="regional_compilation",
         prior=Prior(
             "compiling",
             "H200, 23 November 2026: 1.06 × bert-base at 128 tokens, 1.2 × BERT-large, 2.2 × Qwen2.5-0.5B; 42 to 79 s, "

@@ -68,6 +68,7 @@ class GraphedSteps:
         self._gradients: Sequence[torch.Tensor] = ()
         """The gradients' tensors, once a graph writes them; in the order of ``_parameters``."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.replays = 0
         """Micro-steps that ran as a graph."""
         self.on_replay: Callable[[], None] | None = None
@@ -99,10 +100,20 @@ class GraphedSteps:
         if shape.seen < EAGER_MICRO_STEPS or not (is_first or adds_in_place):
             shape.seen += 1
             return self._eager(model, inputs, num_items_in_batch)
-        expected = self._expect(model, inputs, num_items_in_batch) if is_first else None
-        graph = self._capture(model, leaves, structure, is_first=is_first)
+        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        held = pytree.tree_unflatten(static, structure)
+        try:
+            expected = self._expect(model, *held) if is_first else None
+            captured, loss = self._capture(model, *held, is_first=is_first)
+        except RuntimeError as error:
+            name = type(_unwrapped(model)).__name__
+            raise SettingUnavailableError(
+                f"a micro-step of {name} cannot be captured as a CUDA graph: {_first(error)}"
+            ) from error
+        graph = _Graph(captured, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
         if is_first:
             shape.writing = graph
+            self._gradients = self._gradients or self._made(model)
         else:
             shape.adding = graph
         loss = self._replay(model, graph, tensors, is_first=is_first)
@@ -125,15 +136,24 @@ class GraphedSteps:
         return tuple(described)
 
     def _expect(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
-        """Return the loss and the norms of the gradients of an eager micro-step, of which nothing is left."""
+        """Return the loss and the norms of the gradients of an eager micro-step, of which nothing is left.
+
+        It runs as the capture will, on its stream and on the tensors that the graph reads, so that what is made for
+        the first run there (handles and workspaces of libraries, compiled code) is there before the capture.
+        """
         device = self._trainer.args.device
         random, buffers = torch.cuda.get_rng_state(device), [buffer.clone() for buffer in model.buffers()]
-        loss = self._eager(model, inputs, num_items_in_batch)
-        norms = self._norms()
-        for parameter in self._parameters:
-            parameter.grad = None
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        # Memory that is cached for the usual stream is of no use to another one.
+        torch.cuda.empty_cache()
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            loss = self._eager(model, inputs, num_items_in_batch)
+            norms = self._norms()
+            for parameter in self._parameters:
+                parameter.grad = None
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        torch.cuda.current_stream(device).wait_stream(self._stream)
         torch.cuda.set_rng_state(random, device)
         return loss, norms
 
@@ -151,32 +171,27 @@ class GraphedSteps:
                     f"step by {off:.1%}; train without cuda_graphs"
                 )
 
-    def _capture(self, model: torch.nn.Module, leaves: list[Any], structure: Any, *, is_first: bool) -> _Graph:
-        """Capture a micro-step. Nothing is computed yet."""
-        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        inputs, num_items_in_batch = pytree.tree_unflatten(static, structure)
+    def _capture(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any, *, is_first: bool
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Capture a micro-step and return it with its loss. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         # Memory that is cached for eager steps is of no use to a graph, whose memory is a pool of its own.
         torch.cuda.empty_cache()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                if is_first and self._gradients:
-                    # A second shape: the tensors of the gradients are those of the first.
-                    torch._foreach_zero_(list(self._gradients))
-                    self._attach()
-                loss = self._eager(model, inputs, num_items_in_batch)
-        except RuntimeError as error:
-            raise SettingUnavailableError(
-                f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        if is_first and not self._gradients:
-            gradients = [p.grad for p in self._parameters]
-            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            if unused:
-                raise SettingUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
-            self._gradients = [g for g in gradients if g is not None]
-        return _Graph(graph, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            if is_first and self._gradients:
+                # A second shape: the tensors of the gradients are those of the first.
+                torch._foreach_zero_(list(self._gradients))
+                self._attach()
+            loss = self._eager(model, inputs, num_items_in_batch)
+        return graph, loss
+
+    def _made(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        """Return the gradients' tensors, which the first capture made."""
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise SettingUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _replay(
         self, model: torch.nn.Module, graph: _Graph, tensors: tuple[torch.Tensor, ...], *, is_first: bool
@@ -195,6 +210,15 @@ class GraphedSteps:
         """Give the parameters their gradients' tensors back, which ``zero_grad`` took away."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
+
+
+def _first(error: RuntimeError) -> str:
+    """Return the first line of the error that began a chain: to end a capture that failed raises another one."""
+    began, at = error, error.__cause__ or error.__context__
+    while at is not None:
+        began = at if isinstance(at, RuntimeError) else began
+        at = at.__cause__ or at.__context__
+    return f"{type(began).__name__}: {began}".splitlines()[0]
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

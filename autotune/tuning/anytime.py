@@ -176,8 +176,9 @@ class Anytime:
         ]
 
     def _can_have(self, name: str, candidate: Candidate, failed: Collection[str]) -> bool:
-        with_it = changed(candidate.arm, **{name: BY_NAME[name].values[1]})
-        return name in self._late and name not in failed and not excluding(with_it)
+        row = BY_NAME[name]
+        with_it = changed(candidate.arm, **{name: row.values[1]})
+        return not self._late.isdisjoint({name, row.part_of}) and name not in failed and not excluding(with_it)
 
     def _with_more_room(self, history: History, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what a lever that saves memory may allow: to keep all activations, or a larger batch."""

@@ -7,7 +7,7 @@ numbers are drawn anew by each replay.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def capture(graph: EmulatedGraph, pool: object = None) -> Iterator[None]:
+def capture(graph: EmulatedGraph, pool: object = None, stream: object = None) -> Iterator[None]:
     """Record what runs within, as ``torch.cuda.graph`` does."""
     random = torch.get_rng_state()
     recorder = _Recorder(graph)
@@ -68,3 +68,25 @@ def capture(graph: EmulatedGraph, pool: object = None) -> Iterator[None]:
     for tensor, value in recorder.before:
         tensor.detach().copy_(value)
     torch.set_rng_state(random)
+
+
+class EmulatedStream:
+    """Has the place of ``torch.cuda.Stream``: a CPU runs everything in the order of the program."""
+
+    def wait_stream(self, other: object) -> None:
+        """Return at once."""
+
+
+def emulated() -> dict[str, Any]:
+    """Return what stands for the functions of ``torch.cuda``, by name."""
+    return {
+        "CUDAGraph": EmulatedGraph,
+        "Stream": EmulatedStream,
+        "current_stream": lambda device: EmulatedStream(),
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda device: torch.get_rng_state(),
+        "graph": capture,
+        "graph_pool_handle": lambda: None,
+        "set_rng_state": lambda state, device: torch.set_rng_state(state),
+        "stream": lambda stream: nullcontext(),
+    }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import EmulatedGraph, capture
+from emulated_graphs import EmulatedGraph, emulated
 from torch.nn import functional
 from transformers import (
     AutoConfig,
@@ -78,12 +78,8 @@ class TestGraphs:
 
     @pytest.fixture(autouse=True)
     def emulated(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
-        monkeypatch.setattr(torch.cuda, "graph", capture)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+        for name, stand_in in emulated().items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
 
     @pytest.mark.parametrize("accumulation", [1, 2, 4])
     def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ class TestOrder:
         _, runner = search_on_gpu(Gpu(), tmp_path, cuda_graphs=graphs, workload=BERT_LARGE)
         assert any(arm.torch_compile_mode for arm in arms_with_levers(runner)) == (graphs == "off")
 
+    @pytest.mark.parametrize("layers_fail", [False, True])
+    def test_a_whole_model_is_compiled_where_its_layers_cannot_be(self, layers_fail: bool, tmp_path: Path) -> None:
+        gpu = Gpu(compile_seconds=11, fails=lambda arm: arm.regional_compilation and layers_fail)
+        _, runner = search_on_gpu(gpu, tmp_path)
+        compiled = [arm for arm in arms_with_levers(runner) if arm.torch_compile and not arm.torch_compile_mode]
+        assert any(not arm.regional_compilation for arm in compiled) == layers_fail
+
     def test_the_first_answer_is_that_of_a_quick_search(self, tmp_path: Path) -> None:
         quick, quick_runner = search_on_gpu(Gpu(), tmp_path / "quick", search_effort="quick")
         _, runner = search_on_gpu(Gpu(), tmp_path / "default")
