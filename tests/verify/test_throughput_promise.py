@@ -175,14 +175,17 @@ def test_a_second_copy_of_ddps_buckets_keeps_the_promise(copy_gib: float | None,
     assert verification_document(found).promised.bucket_copy_bytes == copy_bytes
 
 
-def test_where_segments_expand_what_is_allocated_counts() -> None:
+@pytest.mark.parametrize("setting", ["expandable_segments", "cuda_graphs"])
+def test_with_segments_that_expand_and_with_graphs_what_is_allocated_counts(setting: str) -> None:
     """Reserved bytes then depend on more than the training; 19 GiB were allocated."""
     plain = target()
-    arm = dataclasses.replace(plain.best.candidate.arm, expandable_segments=True)
+    arm = dataclasses.replace(plain.best.candidate.arm, **{setting: True})
     best = dataclasses.replace(plain.best, candidate=dataclasses.replace(plain.best.candidate, arm=arm))
     expanding = dataclasses.replace(plain, best=best)
     found = dict.fromkeys(("before", "end"), PeakBytes(19 * GIB, 23 * GIB))
-    assert Verification(expanding, 100, stock_result(peak_bytes=found)).misses() == []
+    run = Verification(expanding, 100, stock_result(peak_bytes=found))
+    assert run.misses() == []
+    assert any("23.0 GiB reserved for CUDA graphs" in note for note in notes(run)) == (setting == "cuda_graphs")
     assert Verification(plain, 100, stock_result(peak_bytes=found)).misses()
 
 
