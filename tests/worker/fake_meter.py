@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autotune.worker.trial.meter import PeakBytes
+from autotune.worker.trial.meter import Meter, PeakBytes
 
 
 class FakeClock:
@@ -31,8 +31,8 @@ class Allocation:
         self._meter.held_bytes -= self._size_bytes
 
 
-class FakeMeter:
-    """Keeps the contract of ``autotune.worker.trial.meter.Meter``; reserves a tenth more than is allocated."""
+class FakeMeter(Meter):
+    """Reserves a tenth more than is allocated."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.device = torch.device("cpu")
@@ -40,7 +40,7 @@ class FakeMeter:
         self.synchronized = 0
         self.watts = 300.0
         self._clock = clock
-        self._peak_bytes = self._recent_bytes = 0
+        self._peak_bytes = 0
         self._cap_bytes: int | None = None
 
     def allocate(self, size_bytes: int) -> Allocation:
@@ -49,7 +49,6 @@ class FakeMeter:
             raise MemoryError(f"Unable to allocate {size_bytes} bytes")
         allocation = Allocation(self, size_bytes)
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
-        self._recent_bytes = max(self._recent_bytes, self.held_bytes)
         return allocation
 
     def limit(self, cap_bytes: int) -> None:
@@ -61,32 +60,18 @@ class FakeMeter:
     def mark(self) -> float:
         return self._clock.now
 
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
-
-    def reset_peaks(self) -> None:
-        self._peak_bytes = self._recent_bytes = self.held_bytes
-
-    def peaks(self) -> PeakBytes:
-        return PeakBytes(self._peak_bytes, self._peak_bytes * 11 // 10)
-
-    def begin_recent_peaks(self) -> None:
-        self._recent_bytes = self.held_bytes
+    def _forget_peak(self) -> bool:
+        self._peak_bytes = self.held_bytes
+        return True
 
     def recent_peaks(self) -> PeakBytes:
-        return PeakBytes(self._recent_bytes, self._recent_bytes * 11 // 10)
-
-    def failed_allocations(self) -> int | None:
-        return None
+        return PeakBytes(self._peak_bytes, self._peak_bytes * 11 // 10)
 
     def allocation_retries(self) -> int | None:
         return 3
 
     def device_used_bytes(self) -> int | None:
         return 2 * self.held_bytes
-
-    def context_bytes(self) -> int | None:
-        return None
 
     def energy_joules(self) -> float | None:
         return self.watts * self._clock.now

@@ -1,4 +1,4 @@
-"""Measure time, memory and energy on a device: one class for CUDA and one for the CPU, behind one protocol."""
+"""Measure time, memory and energy on a device: one class for CUDA and one for the CPU, with one base."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,56 +24,73 @@ class PeakBytes(NamedTuple):
     reserved: int
 
 
-def _larger(one: PeakBytes, other: PeakBytes) -> PeakBytes:
-    return PeakBytes(max(one.allocated, other.allocated), max(one.reserved, other.reserved))
-
-
-class Meter(Protocol):
-    """What a trial measures on its device."""
+class Meter:
+    """What a trial measures on its device; what a device cannot tell is ``None``."""
 
     device: torch.device
 
+    _earlier = PeakBytes(0, 0)
+    """Peaks from before ``begin_recent_peaks``."""
+
     def limit(self, cap_bytes: int) -> None:
         """Make every allocation beyond ``cap_bytes`` fail from now on."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
 
     def mark(self) -> Any:
         """Return a point on the device's timeline; cheap enough for every micro-step."""
+        return perf_counter()
 
     def seconds_between(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks; both must be from before the last ``synchronize``."""
+        return float(end - start)
 
     def reset_peaks(self) -> None:
         """Reset the peaks to what is allocated now."""
+        if self._forget_peak():
+            self._earlier = PeakBytes(0, 0)
 
     def peaks(self) -> PeakBytes:
         """Return the peak bytes since ``reset_peaks``."""
+        return PeakBytes(*map(max, self._earlier, self.recent_peaks()))
 
     def begin_recent_peaks(self) -> None:
         """Have ``recent_peaks`` count from now on; frees nothing, and leaves ``peaks`` as they are."""
+        self._earlier = self.peaks()
+        self._forget_peak()
 
     def recent_peaks(self) -> PeakBytes:
         """Return the peak bytes since ``begin_recent_peaks``, or since ``reset_peaks`` if that was later."""
+        raise NotImplementedError
+
+    def _forget_peak(self) -> bool:
+        """Reset the peak to what is held now; return whether that can be done."""
+        raise NotImplementedError
 
     def allocation_retries(self) -> int | None:
-        """Return how often the allocator had to free its cache and retry; ``None`` where it is not known."""
+        """Return how often the allocator had to free its cache and retry."""
+        return None
 
     def failed_allocations(self) -> int | None:
-        """Return how often the allocator found no memory, whatever its caller then did; ``None`` where not known."""
+        """Return how often the allocator found no memory, whatever its caller then did."""
+        return None
 
     def device_used_bytes(self) -> int | None:
-        """Return the memory in use on the device, by all processes; ``None`` where it is not known."""
+        """Return the memory in use on the device, by all processes."""
+        return None
 
     def context_bytes(self) -> int | None:
-        """Return this process's device memory beyond what its allocator reserved; ``None`` where it is not known."""
+        """Return this process's device memory beyond what its allocator reserved."""
+        return None
 
     def energy_joules(self) -> float | None:
-        """Return the device's energy counter, which starts at an arbitrary value; ``None`` where there is none."""
+        """Return the device's energy counter, which starts at an arbitrary value."""
+        return None
 
 
-class CudaMeter:
+class CudaMeter(Meter):
     """Measures with CUDA events, the caching allocator's statistics and NVML."""
 
     def __init__(self, uuid: str, index: int = 0, *, is_alone: bool = True) -> None:
@@ -81,7 +98,6 @@ class CudaMeter:
         self._uuid = uuid
         self._is_alone = is_alone
         self._used_before_bytes = device_facts.device_used_bytes(uuid)
-        self._earlier = PeakBytes(0, 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)
@@ -103,15 +119,11 @@ class CudaMeter:
 
     def reset_peaks(self) -> None:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._earlier = PeakBytes(0, 0)
+        super().reset_peaks()
 
-    def peaks(self) -> PeakBytes:
-        return _larger(self._earlier, self.recent_peaks())
-
-    def begin_recent_peaks(self) -> None:
-        self._earlier = self.peaks()
+    def _forget_peak(self) -> bool:
         torch.cuda.reset_peak_memory_stats(self.device)
+        return True
 
     def recent_peaks(self) -> PeakBytes:
         return PeakBytes(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
@@ -161,7 +173,7 @@ def most_host_bytes() -> int | None:
     return _status_bytes("VmHWM") or None
 
 
-class CpuMeter:
+class CpuMeter(Meter):
     """Measures with the process's own clock and its resident memory.
 
     The limit is ``RLIMIT_DATA``, on top of what is mapped already: beyond it torch's CPU allocator raises a clean
@@ -171,14 +183,16 @@ class CpuMeter:
     same here.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
         self._note_start()
 
     def _note_start(self) -> None:
         self._start_bytes = _status_bytes("VmHWM")
         self._start_file_bytes = _status_bytes("RssFile")
-        self._peak_bytes = self._earlier_bytes = 0
+        self._peak_bytes = 0
+        self._earlier = PeakBytes(0, 0)
 
     def limit(self, cap_bytes: int) -> None:
         ceiling = _status_bytes("VmData") + cap_bytes
@@ -188,21 +202,7 @@ class CpuMeter:
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, hard))
         self._note_start()
 
-    def synchronize(self) -> None:
-        return None
-
-    def mark(self) -> float:
-        return perf_counter()
-
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
-
-    def reset_peaks(self) -> None:
-        if self._forget_peak():
-            self._earlier_bytes = 0
-
     def _forget_peak(self) -> bool:
-        """Reset the peak to what is resident now; return whether the kernel could do that."""
         # proc_pid_clear_refs(5): writing a 5 resets VmHWM.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
@@ -210,34 +210,11 @@ class CpuMeter:
             return True
         return False
 
-    def peaks(self) -> PeakBytes:
-        earlier = PeakBytes(self._earlier_bytes, self._earlier_bytes)
-        return _larger(earlier, self.recent_peaks())
-
-    def begin_recent_peaks(self) -> None:
-        self._earlier_bytes = self.peaks().allocated
-        self._forget_peak()
-
     def recent_peaks(self) -> PeakBytes:
         file_bytes = max(0, _status_bytes("RssFile") - self._start_file_bytes)
         # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)
         return PeakBytes(self._peak_bytes, self._peak_bytes)
-
-    def allocation_retries(self) -> int | None:
-        return None
-
-    def failed_allocations(self) -> int | None:
-        return None
-
-    def device_used_bytes(self) -> int | None:
-        return None
-
-    def context_bytes(self) -> int | None:
-        return None
-
-    def energy_joules(self) -> float | None:
-        return None
 
 
 def open_meter(device_kind: str, uuid: str, index: int = 0, ranks: int = 1) -> Meter:
