@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
 from autotune.worker.trial.meter import Meter, PeakBytes
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
+
+
+def unwatched() -> StepChecks:
+    """Checks that see nothing, and so refuse no step."""
+
+    def refuse(found: Any) -> NoReturn:
+        raise NotTrainedError(found)
+
+    checks = StepChecks("a test", None, refuse)
+    checks.watch.remove()
+    return checks
 
 
 class FakeClock:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeClock, FakeMeter, unwatched
 from test_measure import Drive
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +60,14 @@ def measurement_of(
     candidate = Candidate(Arm(strategy="ddp", ranks=2), 8)
     drive = Drive(candidate, EFFORT, clock)
     drive.timer = measure.StepTimer(
-        drive.meter, candidate, EFFORT, drive.measurements.append, drive.steps.append, ranks=Twins(), **changes
+        drive.meter,
+        candidate,
+        EFFORT,
+        drive.measurements.append,
+        drive.steps.append,
+        unwatched(),
+        ranks=Twins(),
+        **changes,
     )
     monkey = pytest.MonkeyPatch()
     monkey.setattr(bucket_copy, "bucket_copy_bytes", lambda _: size_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeClock, FakeMeter, unwatched
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
@@ -164,7 +164,8 @@ def test_waits_for_data_within_a_step_count_as_such(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "perf_counter", clock.perf_counter)
     found: list[Measurement] = []
     effort = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=2, max_seconds=1000.0)
-    measuring = measure.StepTimer(FakeMeter(clock), Candidate(Arm(), 8, 3), effort, found.append, lambda _: None)
+    candidate, meter = Candidate(Arm(), 8, 3), FakeMeter(clock)
+    measuring = measure.StepTimer(meter, candidate, effort, found.append, lambda _: None, unwatched())
     measuring.begin()
     for _ in range(2):
         measuring.step_begins()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeClock, FakeMeter, unwatched
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
@@ -41,6 +41,7 @@ class Drive:
             self.effort,
             self.measurements.append,
             self.steps.append,
+            unwatched(),
             self.schedule,
             self.rehearsing,
         )

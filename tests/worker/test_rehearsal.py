@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_meter import unwatched
 from tiny import AMPLE_BYTES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -147,7 +148,7 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
         disable_tqdm=True, use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
     )  # fmt: skip
     trial = TrainerTrial(workload, work, Scratch(str(tmp_path)), lambda progress: None, finish)
-    trial._meter = CpuMeter()
+    trial._meter, trial._checks = CpuMeter(), unwatched()
     trial._overlay = Overlay(str(tmp_path), tuned={}, shortened=None, on_cpu=True)
     model = Model()
     trainer = Trainer(model, arguments, train_dataset=samples)

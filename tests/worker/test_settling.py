@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeClock, FakeMeter, unwatched
 from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
@@ -99,9 +99,9 @@ def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
 
 def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None:
     scaling, meter = Scaling(), FakeMeter(clock)
-    timer = StepTimer(meter, FP16, EFFORT, on_enough=lambda _: None, on_step=lambda _: None)
+    timer = StepTimer(meter, FP16, EFFORT, lambda _: None, lambda _: None, unwatched())
     args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1, world_size=1)
-    _WholeSteps(timer, None).on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
+    _WholeSteps(timer).on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
     scaling.step(overflows=True)
     assert timer._scaler.step_was_skipped()
 

@@ -160,15 +160,15 @@ class StepTimer(StepListener):
         effort: Effort,
         on_enough: Callable[[Measurement], None],
         on_step: Callable[[int], None],
+        checks: StepChecks,
         schedule: Schedule | None = None,
         rehearsing: Rehearsing | None = None,
         busy: BusyStep | None = None,
         ranks: Ranks | None = None,
         wrapped_model: Callable[[], Any] = lambda: None,
-        checks: StepChecks | None = None,
     ) -> None:
         self._meter = meter
-        self._checks = checks
+        self.checks = checks
         self._bucket_copy = BucketCopy(meter, wrapped_model, _equal_steps(schedule, rehearsing))
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
@@ -212,10 +212,9 @@ class StepTimer(StepListener):
         self._scaler = scaler_watch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
-        if self._checks is not None:
-            self._checks.begin()
-            if self._is_warm:
-                self._checks.begin_timed()
+        self.checks.begin()
+        if self._is_warm:
+            self.checks.begin_timed()
         self.start_clock()
 
     def mark(self) -> Any:
@@ -273,25 +272,23 @@ class StepTimer(StepListener):
         self._steps_run_again += again
         self._step_is_over()
         if is_measured and self._enough():
-            if self._checks is not None:
-                self._checks.end_timed()
+            self.checks.end_timed()
             self.pending = self.measurement()
             if self._busy is not None and self._effort.busy_steps:
                 self._busy.begin()
             else:
                 self._finish(self.pending)
         elif self._is_warm:
-            if self._checks is not None:
-                self._checks.begin_timed()
+            self.checks.begin_timed()
             self.start_clock()
 
     def _was_skipped(self) -> bool:
         """Return whether a gradient scaler left the update of the step that ends out; refuse a step that did not
         train."""
-        seen = self._checks.step_ends(len(self._marks) - 2) if self._checks is not None else None
-        is_skipped = self._scaler.step_was_skipped() or (seen is not None and seen.skipped_steps > 0)
-        if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS and self._checks is not None:
-            self._checks.refuse(
+        seen = self.checks.step_ends(len(self._marks) - 2)
+        is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
+        if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:
+            self.checks.refuse(
                 NotTrained(
                     f"fp16's gradient scaler skipped the updates of {MOST_SKIPPED_STEPS + 1} steps",
                     "train in bf16 or fp32",
@@ -320,8 +317,7 @@ class StepTimer(StepListener):
             self._busy.step_ends(measured.step_seconds, self._relative_cost())
             self._busy_steps += 1
         self._step_is_over()
-        if self._checks is not None:
-            self._checks.step_is_dropped()
+        self.checks.step_is_dropped()
         if self._busy_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
             self._finish(measured)
 
@@ -401,8 +397,7 @@ class StepTimer(StepListener):
             self._busy.step_is_void()
         self._meter.synchronize()
         self._rehearsals.forget()
-        if self._checks is not None:
-            self._checks.step_is_dropped()
+        self.checks.step_is_dropped()
         self.start_clock()
 
     def _timed_step(self, end: float) -> _Step:

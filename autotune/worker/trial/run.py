@@ -32,11 +32,11 @@ from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype, linear_weights
 from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
-from autotune.worker.trial.gpu_busy import BusyStep, busy_step
+from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Meter, PeakBytes, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 from autotune.worker.trial.trainer_steps import TrainerSteps
@@ -140,8 +140,10 @@ class Trial:
         self._scratch = scratch
         self._send = send
         self._phases = Phases(send)
-        self._meter: Meter | None = None
-        self._checks: StepChecks | None = None
+        self._meter: Meter
+        self._checks: StepChecks
+        self._peaks: Callable[[], PeakBytes | None] = lambda: None
+        """The peaks so far; ``None`` before the device is opened."""
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
@@ -158,21 +160,21 @@ class Trial:
         self._phases.end()
         return dataclasses.replace(outcome, phase_seconds=self._phases.seconds)
 
-    def _open_device(self) -> Meter:
+    def _open_device(self) -> None:
         self._phases.enter("device")
         if self._candidate.arm.cpu_affinity:
             # Before anything else, since threads inherit the pinning from the thread that starts them.
             self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
-        meter = self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
-        meter.limit(self._cap_bytes)
+        self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
+        self._peaks = self._meter.peaks
+        self._meter.limit(self._cap_bytes)
         set_seed(self._seed)
-        self._checks = self._make_checks(meter)
+        self._checks = self._make_checks()
         self._checks.watch.install()
-        return meter
 
-    def _make_checks(self, meter: Meter) -> StepChecks:
+    def _make_checks(self) -> StepChecks:
         """Return what judges whether the steps train."""
 
         def refuse(found: NotTrained) -> NoReturn:
@@ -182,12 +184,12 @@ class Trial:
             "the Trainer",
             self._candidate.per_device_train_batch_size,
             refuse,
-            out_of_memory_count=meter.failed_allocations,
+            out_of_memory_count=self._meter.failed_allocations,
             until_timed=True,
         )
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
-        meter = self._open_device()
+        self._open_device()
         arm = self._candidate.arm
         prepared = self._open_dataset()
         schedule = self._schedule(prepared) if prepared else None
@@ -211,25 +213,17 @@ class Trial:
         if is_on_meta:
             model = on_meta(workload, arm.attn_implementation)
         else:
-            model = build_model(workload, arm.attn_implementation, meter.device)
+            model = build_model(workload, arm.attn_implementation, self._meter.device)
         self._linear_weights = linear_weights(model)
-        meter.reset_peaks()
+        self._meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
             check_liger_knows(self._workload.model_type)
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
-        timer = StepTimer(
-            meter,
-            self._candidate,
-            self._effort,
-            on_enough=results.append,
-            on_step=lambda step: self._send(Progress(step=step, of=trainer.args.max_steps)),
-            schedule=schedule,
-            busy=self._busy_step(),
-            ranks=self._ranks,
-            wrapped_model=lambda: trainer.model_wrapped,
-            checks=self._checks,
+        trainer: Any
+        timer = self._make_timer(
+            results.append, schedule=schedule, of=arguments.max_steps, wrapped_model=lambda: trainer.model_wrapped
         )
         callback = TrainerSteps(timer)
         if prepared is not None and schedule is not None:
@@ -245,7 +239,6 @@ class Trial:
         self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
         if arm.cuda_graphs:
-            assert self._checks is not None
             trainer.training_step.on_replay = self._checks.watch.take_replay
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
@@ -262,13 +255,23 @@ class Trial:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return self._completed(measured, loss)
 
-    def _busy_step(self) -> BusyStep | None:
-        """Return what profiles a step after the timed ones; ``None`` where it is not asked for or not possible."""
-        assert self._meter is not None
-        if not self._effort.busy_steps:
-            return None
+    def _make_timer(
+        self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
+    ) -> StepTimer:
+        """Return what times the steps, of which there are at most ``of``; ``others`` are told to it as well."""
         run = micro_steps_to_run(self._candidate, self._effort)
-        return busy_step(self._meter, run, self._candidate.gradient_accumulation_steps)
+        accumulation = self._candidate.gradient_accumulation_steps
+        return StepTimer(
+            self._meter,
+            self._candidate,
+            self._effort,
+            on_enough,
+            on_step=lambda step: self._send(Progress(step=step, of=of)),
+            checks=self._checks,
+            busy=busy_step(self._meter, run, accumulation) if self._effort.busy_steps else None,
+            ranks=self._ranks,
+            **others,
+        )
 
     def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
         micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
@@ -322,7 +325,7 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
-        peaks = self._meter.peaks() if self._meter else None
+        peaks = self._peaks()
         if isinstance(error, NotTrainedError):
             print(f"autotune: {error}", file=sys.stderr)
             if not error.found.is_out_of_memory:

@@ -14,7 +14,6 @@ from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork
 from autotune.core.loop import LoopConfig, loop_arguments
-from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
@@ -22,7 +21,7 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.process import in_fork
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import problem_of_loss
-from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps
+from autotune.worker.trial.measure import micro_steps_to_run, most_steps
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
@@ -80,39 +79,22 @@ class StepsTrial(OwnTrial):
         )
         rehearses = rehearses and self._device_kind == "cuda"
         rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
-        timer = self._make_timer(rehearsing)
-        may_skip = arm.precision == "fp16"
-        assert self._checks is not None
+        self._timer = self._make_timer(self._enough, rehearsing=rehearsing)
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
         self._steps = LoopSteps(
             self._source.name,
             accumulation,
-            timer,
-            may_skip=may_skip,
+            self._timer,
+            may_skip=arm.precision == "fp16",
             rehearsing=rehearsing,
             on_batch=self._checks.give,
         )
         self._checks.watch.listener = self._steps
         return self._steps
 
-    def _make_timer(self, rehearsing: Rehearsing | None = None) -> StepTimer:
-        assert self._meter is not None
-        self._timer = timer = StepTimer(
-            self._meter,
-            self._candidate,
-            self._effort,
-            on_enough=self._enough,
-            on_step=lambda step: self._send(Progress(step=step)),
-            rehearsing=rehearsing,
-            busy=self._busy_step(),
-            checks=self._checks,
-        )
-        return timer
-
     def begins(self) -> None:
         """Let the code train, and measure it from now on."""
-        assert self._meter is not None
         self._guard.lift()
         self._set_tf32()
         self._phases.enter("train")
@@ -149,7 +131,6 @@ class LoopTrial(StepsTrial):
         # Some loops count their batches against the length of the loader.
         steps = most_steps(self._candidate, self._effort) + _SPARE_STEPS
         self._overlay_loader(None, least_batches=2 * steps * run, accumulation=run)
-        assert self._checks is not None
         # Until a loader says how large its batches are.
         self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, self._source.interface.batch_shapes)
         loop_interface.listen(Announced(watched, self.begins, self._check_batch))
@@ -163,7 +144,7 @@ class LoopTrial(StepsTrial):
         """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
         seen, found = interface.loader_batch, batch_of(loader)
-        if found is not None and self._checks is not None:
+        if found is not None:
             self._checks.other_batch = None
         if seen is None or found is None or "batch" not in interface.searched:
             return

@@ -15,7 +15,6 @@ from autotune.core.workload import Workload
 from autotune.training.errors import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import StepTimer, prefetched_steps
-from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
@@ -79,7 +78,7 @@ class OwnTrial(Trial):
         """Return how many samples are to be seen going into the model; ``None`` where they are counted otherwise."""
         return self._candidate.per_device_train_batch_size
 
-    def _make_checks(self, meter: Meter) -> StepChecks:
+    def _make_checks(self) -> StepChecks:
         def refuse(found: NotTrained) -> NoReturn:
             # Their code might catch an exception.
             self._end(self._failure(NotTrainedError(found)))
@@ -88,7 +87,7 @@ class OwnTrial(Trial):
             self._source.name,
             self.samples_of_micro_step(),
             refuse,
-            out_of_memory_count=meter.failed_allocations,
+            out_of_memory_count=self._meter.failed_allocations,
         )
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
@@ -98,7 +97,7 @@ class OwnTrial(Trial):
     def _judged(self, error: BaseException) -> OutOfMemory | Failed:
         trim(error, self._source)
         error = foreseen(error, self._source)
-        if isinstance(error, UserCodeError | SystemExit) and self._checks is not None and self._checks.has_run_out():
+        if isinstance(error, UserCodeError | SystemExit) and self._checks.has_run_out():
             message = f"{self._source.name} ran out of memory, and caught the error"
             return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
         if isinstance(error, UserCodeError | SettingUnavailableError):

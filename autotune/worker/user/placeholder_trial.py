@@ -48,7 +48,6 @@ class PlaceholderTrial(StepsTrial):
             words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
             variables = dict(filled)
         set_variables(source.variables, variables)
-        assert self._checks is not None
         self._checks.watch.watch_checkpoints()
         self._checks.watch.watch_updates_by_hand()
         steps = self._observed()
@@ -63,17 +62,16 @@ class PlaceholderTrial(StepsTrial):
         return Guard(self._source, self._refuse, is_known=lambda: True)
 
     def _observed(self) -> HookedSteps:
-        assert self._meter is not None
-        assert self._checks is not None
         interface = self._source.interface
         self._effort = with_prefetch_warmup(
             self._effort, self._candidate, interface.loader_workers, interface.loader_prefetch
         )
+        self._timer = self._make_timer(self._enough)
         steps = self._checks.watch.listener = HookedSteps(
             self._source.name,
             self._candidate,
             interface.steps,
-            self._make_timer(),
+            self._timer,
             on_begin=self.begins,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
@@ -90,7 +88,6 @@ class PlaceholderTrial(StepsTrial):
         """End the trial where the script was seen to compute in another way than it was told."""
         if self._is_unmodified:
             return
-        assert self._checks is not None
         searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, AUTOCAST.get(arm.precision)

@@ -10,17 +10,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, LossOfBatch, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.private.transformers import is_reporting, loss_of, mean_train_loss
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step
-from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
+from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.trial.objective import loss_of_batch, without_tensors
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.step_checks import OtherBatch, StepChecks
+from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
@@ -36,10 +35,6 @@ _SPARE_STEPS = 20
 class _WholeSteps(TrainerSteps):
     """Has steps measured that are whole, and nothing logged, evaluated or saved beside them."""
 
-    def __init__(self, timer: StepTimer, checks: StepChecks | None) -> None:
-        super().__init__(timer)
-        self._checks = checks
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look whether the data can make a whole step."""
         loader = kwargs.get("train_dataloader")
@@ -54,8 +49,8 @@ class _WholeSteps(TrainerSteps):
                 f"its Trainer has a training loader with batches of {found}, asked was {batch}",
                 "make that of its args.train_batch_size",
             )
-        if self._checks is not None and found is None:
-            self._checks.other_batch = OtherBatch(batch, ())
+        if found is None:
+            self.timer.checks.other_batch = OtherBatch(batch, ())
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,18 +153,16 @@ class TrainerTrial(OwnTrial):
 
     def _prepare(self, trainer: Any) -> None:
         """Measure it for as many steps as needed, and remove its other callbacks that report."""
-        assert self._meter is not None
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
         if settings := applied_settings(self._candidate.arm):
             apply(trainer, **settings)
-            if self._candidate.arm.cuda_graphs and self._checks is not None:
+            if self._candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = self._checks.watch.take_replay
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         self._hold_inputs(trainer)
-        if self._checks is not None:
-            self._checks.may_be_zero = generates(trainer.args)
+        self._checks.may_be_zero = generates(trainer.args)
         watch = LossWatch(trainer)
         self._look_at_loss(trainer)
         if self._overlay.shortened is None:
@@ -182,19 +175,12 @@ class TrainerTrial(OwnTrial):
             trainer.args.dataloader_num_workers,
             trainer.args.dataloader_prefetch_factor,
         )
-        self._timer = StepTimer(
-            self._meter,
-            self._candidate,
-            self._effort,
-            on_enough=lambda measured: self._end(self._measured(measured, trainer, watch)),
-            on_step=lambda step: self._send(Progress(step=step)),
+        self._timer = self._make_timer(
+            lambda measured: self._end(self._measured(measured, trainer, watch)),
             rehearsing=rehearsing,
-            busy=self._busy_step(),
-            ranks=self._ranks,
             wrapped_model=lambda: trainer.model_wrapped,
-            checks=self._checks,
         )
-        trainer.add_callback(_WholeSteps(self._timer, self._checks))
+        trainer.add_callback(_WholeSteps(self._timer))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 
