@@ -1,7 +1,7 @@
 """Compare a result with what an informed user runs, and with the arithmetic that its GPU is rated at.
 
 The expert's settings are bf16 at the largest batch that fits and nothing else, with activations recomputed where
-nothing fits without; where there is no bf16, the fastest precision.
+nothing fits without; where there is no bf16, the fastest precision. What ran within the memory limit fits an expert.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def expert_of(report: Report) -> Expert | None:
 
 
 def _tried_by_experts(report: Report) -> list[Tried]:
-    """Return the feasible trials of arms with an expert's settings alone, at the winner's attention and optimizer."""
+    """Return the trials of arms with an expert's settings alone, at the winner's attention and optimizer.
+
+    Those that ran above the line count as well: whoever tries batches until memory runs out leaves no headroom.
+    """
     baseline = report.baseline
     like = baseline.candidate.arm if baseline is not None else None
 
@@ -85,7 +88,8 @@ def _tried_by_experts(report: Report) -> list[Tried]:
         return is_alike and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
 
     # The baseline itself has a batch that nobody chose for its size.
-    return [t for t in report.history.believed() if is_experts(t.candidate.arm)]
+    ran = {t.candidate: t for t in (*report.history.tried, *report.history.believed()) if t.measurement is not None}
+    return [t for t in ran.values() if is_experts(t.candidate.arm)]
 
 
 def _larger(report: Report, candidate: Candidate) -> Candidate | None:

@@ -48,6 +48,15 @@ def test_a_larger_batch_that_did_not_fit_is_none() -> None:
     assert found.is_measured
 
 
+def test_a_batch_that_ran_without_headroom_fits_an_expert() -> None:
+    """The line is at 22.3 GiB, the limit at 24."""
+    over = completed(220.0, 23.0)
+    found = expert_of(search((BF16, 32, completed(200.0, 12.0)), (BF16, 64, over), best=1))
+    assert (found.candidate.per_device_train_batch_size, found.samples_per_second) == (64, 220.0)
+    assert found.is_measured
+    assert found.speedup == pytest.approx(200 / 220)
+
+
 def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     """Micro-steps of 16 / 150 and 32 / 200 seconds: 64 samples take 0.267 s."""
     found = expert_of(search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), best=2))
