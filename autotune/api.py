@@ -11,28 +11,17 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
 from autotune.core.option_kinds import refuse
-from autotune.core.options import (
-    BY_NAME,
-    CheckpointingChoice,
-    LeverChoice,
-    Objective,
-    SamplerName,
-    SearchEffort,
-    SwitchChoice,
-    check_arguments,
-)
+from autotune.core.options import BY_NAME, SearchOptions, check_arguments
 from autotune.core.outcome import Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate, format_spread
-from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
-from autotune.devices import Headroom
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
@@ -168,78 +157,6 @@ class Result:
     __repr__ = __str__
 
 
-class SearchOptions(TypedDict, total=False):
-    """The options of ``search`` with their types, for type checkers; all else about them is in ``core/options.py``."""
-
-    trainer: str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None
-    loop: str | os.PathLike[str] | Callable[[Any], Any] | None
-    script: Sequence[str | os.PathLike[str]]
-    task: Task | None
-    seq_len: int | None
-    images: int | None
-    image_size: int | None
-    padding: float | str
-    effective_tokens: int | None
-    dtype: DTypeName | None
-    pretrained: bool
-    dataset: str | os.PathLike[str] | None
-    split: str | None
-    text_column: str | Sequence[str] | None
-    label_column: str | None
-    image_column: str | None
-    tokenizer: str | os.PathLike[str] | None
-    pad_to_max_length: bool
-    pad_to_multiple_of: int | None
-    group_by_length: bool
-    packing: bool
-    device: str | None
-    gpus: int | str | Sequence[int | str] | None
-    parallel: bool
-    memory_limit: int | str | None
-    headroom: Headroom | float | str | None
-    world_size: int
-    precision: str | Sequence[str] | None
-    gradient_checkpointing: CheckpointingChoice
-    strategy: str | Sequence[str] | None
-    attn: str | Sequence[str] | None
-    experts: str | Sequence[str] | None
-    optim: str | Sequence[str] | None
-    expandable_segments: LeverChoice | None
-    torch_compile: LeverChoice
-    cuda_graphs: LeverChoice
-    partial_checkpointing: int | str
-    unpadded: LeverChoice
-    padding_free: SwitchChoice
-    fused_loss: LeverChoice
-    liger: LeverChoice
-    cpu_affinity: LeverChoice
-    peft: PeftName | None
-    lora_rank: int | None
-    lora_alpha: int | None
-    lora_dropout: float | str | None
-    lora_targets: str | Sequence[str] | None
-    dora: bool
-    rslora: bool
-    quantize: QuantizeName | None
-    batch_multiple: int | None
-    objective: Objective
-    effort: SearchEffort
-    trials: int | None
-    time_budget: float | str | None
-    trial_timeout: float | str | None
-    baseline: bool
-    fresh: bool
-    unprotected: bool
-    tolerance: float | str
-    sampler: SamplerName
-    seed: int
-    study: str | None
-    storage: str | os.PathLike[str]
-    executor: str | None
-    wait: bool
-    verify: bool
-
-
 def search(
     model: str | os.PathLike[str] | None = None,
     effective_batch: int | None = None,
@@ -298,9 +215,10 @@ def _signature() -> inspect.Signature:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=BY_NAME[name].default,
-            annotation=getattr(kind, "__forward_arg__", kind),
+            # Text of this form: ``Annotated[int | None, Option(…)]``.
+            annotation=annotated.__forward_arg__.removeprefix("Annotated[").partition(", Option(")[0],
         )
-        for name, kind in SearchOptions.__annotations__.items()
+        for name, annotated in SearchOptions.__annotations__.items()
     ]
     return written.replace(parameters=[model, effective_batch, *named, progress])
 

@@ -1,16 +1,17 @@
 """Declare every option of a search once: its name, its kind of value, its help, its name in JSON.
 
 The command line, the checks of ``autotune.search``, the JSON of a recorded request and the reference pages are made
-from ``OPTIONS``. To add an option, add an ``Option`` here, its type in ``SearchOptions`` of ``api.py`` and, where a
-search records it, the field of ``SearchRequest``; tests compare those with this table.
+from ``OPTIONS``. To add an option, add its name to a group below, with the type of its values in Python and its
+``Option``, and the field of ``SearchRequest`` where a search records it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from autotune.core.candidate import PRECISIONS, STRATEGIES
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom
@@ -40,7 +41,7 @@ from autotune.core.option_kinds import (
     words,
     words_or_auto,
 )  # fmt: skip
-from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
+from autotune.core.workload import TASKS, DTypeName, PeftName, QuantizeName, Task
 
 LeverChoice = Literal["auto", "on", "off"]
 SwitchChoice = Literal["on", "off"]
@@ -50,8 +51,6 @@ SearchEffort = Literal["quick", "default"]
 SamplerName = Literal["autotune", "grid", "tpe", "random"]
 OPTUNA_SAMPLERS: Final[tuple[SamplerName, ...]] = ("tpe", "random")
 """Names of Optuna's samplers, which know nothing of memory and never finish by themselves."""
-
-LEVER = choice(*get_args(LeverChoice))
 
 SEARCH, PREDICT, VERIFY = ("search",), ("predict",), ("verify",)
 BOTH = ("search", "predict")
@@ -81,26 +80,32 @@ TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
 
 
+_FROM_TYPE = Kind("that of its values' type", str)
+
+
 @dataclass(frozen=True)
 class Option:
-    """One option: the parameter ``name`` in Python, and on the command line ``--name`` with dashes or ``flag``."""
+    """One option, as the annotation of its name in a group says it, and what ``OPTIONS`` fills in.
 
-    name: str
-    kind: Kind
+    It is the parameter ``name`` in Python, and on the command line ``--name`` with dashes or ``flag``.
+    """
+
     help: str
-    section: str
-    """The heading that it stands under in help."""
     commands: tuple[str, ...] = SEARCH
     default_text: str | None = None
     """The default as it is written on the command line, and shown there."""
+    kind: Kind = _FROM_TYPE
+    """What its values are; filled in where the type of the values says it."""
+    section: str = ""
+    """The heading that it stands under in help; filled in with that of its group."""
+    name: str = ""
+    """Filled in."""
     flag: str | None = None
     """On the command line, where that is not made of the name. ``--no-…`` is a flag that is on by default."""
     metavar: str | None = None
     help_in: Mapping[str, str] = field(default_factory=dict)
     """Other help, by command."""
     envvar: str | None = None
-    in_function: bool = True
-    """Whether ``autotune.search`` has it, where ``search`` has it."""
     own_code_decides: bool = False
     """Whether the user's own training code decides it, so that the option is refused beside such code."""
     request_field: str | None = None
@@ -130,347 +135,393 @@ class Option:
         return (self.request_field or "") if self.recorded_as is None else self.recorded_as
 
 
-_DATA: dict[str, Any] = {"section": DATA, "own_code_decides": True}
+# fmt: off
+class _Model(TypedDict, total=False):
+    """What a stock ``Trainer`` trains."""
 
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "model", MODEL, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, ALL,
-        metavar="NAME|FOLDER", own_code_decides=True,
-    ),
-    Option(
-        "trainer", TRAINER,
-        "In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.", TRAINED,
+    model: Annotated[str | os.PathLike[str] | None, Option(
+        "Catalog name (autotune models), folder with a config.json, or hub name.", ALL, kind=MODEL,
+        metavar="NAME|FOLDER",
+    )]
+
+
+class _OwnCode(TypedDict, total=False):
+    """What trains in place of a model."""
+
+    trainer: Annotated[str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None, Option(
+        "In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.", kind=TRAINER,
         metavar="FILE:FUNCTION",
-    ),
-    Option(
-        "loop", LOOP,
+    )]
+    loop: Annotated[str | os.PathLike[str] | Callable[[Any], Any] | None, Option(
         "In place of a model: train.py:train, where train(config) is a training loop of your own that goes over "
-        "autotune.steps(loader).", TRAINED, metavar="FILE:FUNCTION",
-    ),
-    Option(
-        "script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED, ("search", "run"),
-    ),
-    Option(
-        "code", TEXT, "In place of a model, with --server: code by the name that the operator lists it under.", TRAINED,
-        metavar="NAME", in_function=False,
-    ),
-    Option(
-        "effective_batch", COUNT,
+        "autotune.steps(loader).", kind=LOOP, metavar="FILE:FUNCTION",
+    )]
+    script: Annotated[Sequence[str | os.PathLike[str]], Option(
+        "In place of a model: your own training script and its options.", ("search", "run"), kind=SCRIPT,
+    )]
+
+
+class _Step(TypedDict, total=False):
+    """What else says what is trained."""
+
+    code: Annotated[str | None, Option(
+        "In place of a model, with --server: code by the name that the operator lists it under.", metavar="NAME",
+    )]
+    effective_batch: Annotated[int | None, Option(
         "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
         "nothing is accumulated and any batch is tried. A Trainer or script of your own keeps its effective batch.",
-        TRAINED, ALL, request_field="effective_batch",
+        ALL, request_field="effective_batch",
         help_in=dict.fromkeys(
             PREDICTED,
             "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
             "nothing is accumulated and any batch is predicted.",
         )
         | {"advise": "Samples of an optimizer step: per-device batch × accumulation × GPUs, always exactly."},
-    ),
-    Option(
-        "effective_tokens", COUNT, "The same in tokens, in place of --effective-batch: a multiple of --seq-len.",
-        TRAINED, BOTH, own_code_decides=True,
-    ),
-    Option(
-        "task", choice(*TASKS),
-        f"One of {', '.join(TASKS)} [default: from the architecture in config.json].", TRAINED, ALL,
-        metavar="TASK", own_code_decides=True,
-    ),
-    Option("seq_len", COUNT, "Tokens in a sample [default: 512 or the model's maximum].", TRAINED, ALL,
-           own_code_decides=True),
-    Option(
-        "images", COUNT, "Images in each sample of image-text-to-text, tiles of larger ones counted [default: 1].",
-        TRAINED, ALL, own_code_decides=True,
-    ),
-    Option(
-        "image_size", COUNT, "Pixels of each side of the images [default: the model's, else about 448].", TRAINED, ALL,
-        own_code_decides=True, metavar="PIXELS",
-    ),
-    Option(
-        "padding", SHARE, "Share of each text sample that is padding, masked by the attention_mask.", TRAINED, ALL,
-        "0", own_code_decides=True,
-    ),
-    Option(
-        "dtype", choice(*DTYPES),
+    )]
+
+
+class _Workload(TypedDict, total=False):
+    """How the model is trained."""
+
+    effective_tokens: Annotated[int | None, Option(
+        "The same in tokens, in place of --effective-batch: a multiple of --seq-len.", BOTH,
+    )]
+    task: Annotated[Task | None, Option(f"One of {', '.join(TASKS)} [default: from the architecture in config.json].",
+        ALL, kind=choice(*TASKS), metavar="TASK",
+    )]
+    seq_len: Annotated[int | None, Option("Tokens in a sample [default: 512 or the model's maximum].", ALL)]
+    images: Annotated[int | None, Option(
+        "Images in each sample of image-text-to-text, tiles of larger ones counted [default: 1].", ALL,
+    )]
+    image_size: Annotated[int | None, Option(
+        "Pixels of each side of the images [default: the model's, else about 448].", ALL, metavar="PIXELS",
+    )]
+    padding: Annotated[float | str, Option("Share of each text sample that is padding, masked by the attention_mask.",
+        ALL, "0", kind=SHARE,
+    )]
+    dtype: Annotated[DTypeName | None, Option(
         "Dtype of the stored weights; --precision is that of autocast [default: float32; with --peft bfloat16 where "
-        "the device has it, else that of the config].", TRAINED, ALL, own_code_decides=True,
-    ),
-    Option(
-        "pretrained", FLAG, "Load pretrained weights; speed and memory do not depend on them.", TRAINED,
-        own_code_decides=True,
-    ),
-    Option(
-        "peft", choice(*get_args(PeftName)),
-        "Train LoRA adapters on all linear layers, with the weights frozen.", TRAINED,
-        ALL, own_code_decides=True,
-    ),
-    Option("lora_rank", COUNT, "Rank of the LoRA adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
-    Option("lora_alpha", COUNT, "Their alpha [default: twice the rank].", TRAINED, ALL, own_code_decides=True),
-    Option("lora_dropout", SHARE, "Dropout before them [default: 0].", TRAINED, ALL, own_code_decides=True),
-    Option(
-        "lora_targets", WORDS, "Names of the layers that get them [default: all linear layers but the head].", TRAINED,
-        ALL, own_code_decides=True,
-    ),
-    Option("dora", FLAG, "Weight-decomposed adapters (DoRA).", TRAINED, ALL, own_code_decides=True),
-    Option(
-        "rslora", FLAG, "Scale adapters by the root of their rank (rsLoRA).", TRAINED, ALL, own_code_decides=True
-    ),
-    Option(
-        "quantize", choice(*get_args(QuantizeName)),
-        "Quantize the frozen weights with bitsandbytes: 4bit is nf4 with double quantization.", TRAINED, ALL,
-        own_code_decides=True,
-    ),
-    Option(
-        "dataset", DATASET,
+        "the device has it, else that of the config].", ALL,
+    )]
+    pretrained: Annotated[bool, Option("Load pretrained weights; speed and memory do not depend on them.")]
+    peft: Annotated[PeftName | None, Option("Train LoRA adapters on all linear layers, with the weights frozen.", ALL)]
+    lora_rank: Annotated[int | None, Option("Rank of the LoRA adapters [default: 16].", ALL)]
+    lora_alpha: Annotated[int | None, Option("Their alpha [default: twice the rank].", ALL)]
+    lora_dropout: Annotated[float | str | None, Option("Dropout before them [default: 0].", ALL, kind=SHARE)]
+    lora_targets: Annotated[str | Sequence[str] | None, Option(
+        "Names of the layers that get them [default: all linear layers but the head].", ALL,
+    )]
+    dora: Annotated[bool, Option("Weight-decomposed adapters (DoRA).", ALL)]
+    rslora: Annotated[bool, Option("Scale adapters by the root of their rank (rsLoRA).", ALL)]
+    quantize: Annotated[QuantizeName | None, Option(
+        "Quantize the frozen weights with bitsandbytes: 4bit is nf4 with double quantization.", ALL,
+    )]
+
+
+class _Data(TypedDict, total=False):
+    """The samples."""
+
+    dataset: Annotated[str | os.PathLike[str] | None, Option(
         "Your samples: jsonl, csv, parquet, a folder of images or from save_to_disk, NAME[:CONFIG] on the hub "
-        "[default: synthetic samples].", metavar="FILE|FOLDER|NAME", **_DATA,
-    ),
-    Option("split", TEXT, "Split of the dataset [default: train].", metavar="NAME", **_DATA),
-    Option("text_column", WORDS, "Column of the text, two for pairs [default: text, sentence or the only one].",
-           **_DATA),
-    Option(
-        "label_column", TEXT,
+        "[default: synthetic samples].", kind=DATASET, metavar="FILE|FOLDER|NAME",
+    )]
+    split: Annotated[str | None, Option("Split of the dataset [default: train].", metavar="NAME")]
+    text_column: Annotated[str | Sequence[str] | None, Option(
+        "Column of the text, two for pairs [default: text, sentence or the only one].",
+    )]
+    label_column: Annotated[str | None, Option(
         "Column of classes or numbers, or of target texts for seq2seq [default: label, labels or target].",
-        metavar="NAME", **_DATA,
-    ),
-    Option("image_column", TEXT, "Column of the images [default: image or img].", metavar="NAME", **_DATA),
-    Option("tokenizer", TOKENIZER, "Tokenizer: a folder or a hub name [default: the model's own].",
-           metavar="FOLDER|NAME", **_DATA),
-    Option(
-        "pad_to_max_length", FLAG,
-        "Pad to --seq-len [default: to the longest of a batch, as DataCollatorWithPadding does].", **_DATA,
-    ),
-    Option("pad_to_multiple_of", COUNT, "Pad further, to a multiple of N tokens.", **_DATA),
-    Option("group_by_length", FLAG,
-        "Make batches of samples of similar lengths (train_sampling_strategy=group_by_length).", **_DATA),
-    Option(
-        "packing", FLAG,
+        metavar="NAME",
+    )]
+    image_column: Annotated[str | None, Option("Column of the images [default: image or img].", metavar="NAME")]
+    tokenizer: Annotated[str | os.PathLike[str] | None, Option(
+        "Tokenizer: a folder or a hub name [default: the model's own].", kind=TOKENIZER, metavar="FOLDER|NAME",
+    )]
+    pad_to_max_length: Annotated[bool, Option(
+        "Pad to --seq-len [default: to the longest of a batch, as DataCollatorWithPadding does].",
+    )]
+    pad_to_multiple_of: Annotated[int | None, Option("Pad further, to a multiple of N tokens.")]
+    group_by_length: Annotated[bool, Option(
+        "Make batches of samples of similar lengths (train_sampling_strategy=group_by_length).",
+    )]
+    packing: Annotated[bool, Option(
         "Pack the samples of a causal language model in rows of at most --seq-len tokens, each whole. Batches are then "
-        "counted in rows, which changes how many samples a step has.", **_DATA,
-    ),
-    Option("gpu", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED,
-           help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."}),
-    Option(
-        "gpu_spec", PATH, "JSON file that describes other GPUs, to be named with --gpu.", DEVICE, PREDICTED,
-        metavar="FILE",
-    ),
-    Option(
-        "price", WORDS, "Prices of GPUs per hour, e.g. l4=0.70,h100=2.95 or h100=2.70EUR.", DEVICE, ADVISE,
-        metavar="GPU=PRICE,…",
-    ),
-    Option("prices", PATH, "JSON file with such prices [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
-    Option(
-        "gpu_counts", COUNTS, "Numbers of GPUs that train together with DDP, e.g. 1,2,4.", DEVICE, ADVISE, "1",
-        flag="--gpus",
-    ),
-    Option("samples", NUMBER, "Samples of the whole training job, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
-    Option(
-        "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE,
-        BUDGET, metavar="NAME|UUID",
-        help_in={"resume": "Another device of the same name [default: the one it ran on]."},
-    ),
-    Option(
-        "gpus", GPUS,
+        "counted in rows, which changes how many samples a step has.",
+    )]
+
+
+class _OtherGpus(TypedDict, total=False):
+    """What is predicted for."""
+
+    gpu: Annotated[str | Sequence[str] | None, Option("GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", PREDICTED,
+        help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."},
+    )]
+    gpu_spec: Annotated[str | os.PathLike[str] | None, Option(
+        "JSON file that describes other GPUs, to be named with --gpu.", PREDICTED, kind=PATH, metavar="FILE",
+    )]
+    price: Annotated[str | Sequence[str] | None, Option(
+        "Prices of GPUs per hour, e.g. l4=0.70,h100=2.95 or h100=2.70EUR.", ADVISE, metavar="GPU=PRICE,…",
+    )]
+    prices: Annotated[str | os.PathLike[str] | None, Option("JSON file with such prices [default: dated examples].",
+        ADVISE, kind=PATH, metavar="FILE",
+    )]
+    gpu_counts: Annotated[int | Sequence[int], Option("Numbers of GPUs that train together with DDP, e.g. 1,2,4.",
+        ADVISE, "1", kind=COUNTS, flag="--gpus",
+    )]
+    samples: Annotated[float | str, Option("Samples of the whole training job, e.g. 1e6.", ADVISE, "1e6", kind=NUMBER,
+        section=TRAINED,
+    )]
+
+
+class _Device(TypedDict, total=False):
+    """Where trials run."""
+
+    device: Annotated[str | None, Option("cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", BUDGET,
+        metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
+    )]
+    gpus: Annotated[int | str | Sequence[int | str] | None, Option(
         "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
-        DEVICE, ("search", "predict", "resume"), metavar="N|all|LIST",
+        ("search", "predict", "resume"), kind=GPUS, metavar="N|all|LIST",
         help_in={
             "predict": "Number of GPUs of that kind that train together; memory is that of each [default: 1].",
             "resume": "Other GPUs of that kind: as many as a trial has, or any number with --parallel.",
         },
-    ),
-    Option(
-        "parallel", FLAG,
-        "With --gpus: run one-GPU trials on all of them at the same time, not together.", DEVICE, BUDGET,
-    ),
-    Option(
-        "memory_limit", BYTES,
-        "Search as if the device had only this much memory, e.g. 24GiB [default: all that is free].", DEVICE, BOTH,
+    )]
+    parallel: Annotated[bool, Option("With --gpus: run one-GPU trials on all of them at the same time, not together.",
+        BUDGET,
+    )]
+    memory_limit: Annotated[int | str | None, Option(
+        "Search as if the device had only this much memory, e.g. 24GiB [default: all that is free].", BOTH, kind=BYTES,
         help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: that of --gpu]."},
         request_field="memory_limit_bytes",
-    ),
-    Option(
-        "headroom", HEADROOM,
-        f"Memory to keep free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].",
-        DEVICE, ALL, request_field="headroom",
-    ),
-    Option("world_size", COUNT,
-        "Number of devices that will share the effective batch; trials still run on one.", DEVICE, BOTH, "1",
-           request_field="world_size"),
-    Option(
-        "precision", words(PRECISIONS),
-        "Precisions to try, e.g. bf16,tf32 [default: all that the device has].", TRIED, ALL,
+    )]
+    headroom: Annotated[Headroom | float | str | None, Option(
+        f"Memory to keep free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", ALL,
+        kind=HEADROOM, request_field="headroom",
+    )]
+    world_size: Annotated[int, Option("Number of devices that will share the effective batch; trials still run on one.",
+        BOTH, "1", request_field="world_size",
+    )]
+    executor: Annotated[str | None, Option(
+        "Search on a node of a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
+        "RAY_AUTH_TOKEN.", (*BUDGET, "serve"), metavar="URL",
+    )]
+
+
+class _Tried(TypedDict, total=False):
+    """What arms and batches there are."""
+
+    precision: Annotated[str | Sequence[str] | None, Option(
+        "Precisions to try, e.g. bf16,tf32 [default: all that the device has].", ALL, kind=words(PRECISIONS),
         request_field="precisions", recorded_as="precision",
-    ),
-    Option(
-        "gradient_checkpointing", choice(*get_args(CheckpointingChoice)),
-        "auto: try with and without; on: always; off: never.", TRIED, ALL,
-        "auto", request_field="gradient_checkpointing",
-    ),
-    Option(
-        "strategy", words_or_auto(STRATEGIES),
-        "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload "
-        "[default: all possible].",
-        TRIED, BOTH,
-        request_field="strategies", recorded_as="strategy", sparse=True,
-    ),
-    Option(
-        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa where the model has it].", TRIED, ALL,
-        own_code_decides=True, request_field="attn_implementations", recorded_as="attn_implementation",
-    ),
-    Option(
-        "experts", WORDS,
-        "How a mixture of experts is computed, e.g. grouped_mm,batched_mm,eager [default: as transformers chooses].",
-        TRIED, own_code_decides=True, request_field="experts_implementations", recorded_as="experts_implementation",
+    )]
+    gradient_checkpointing: Annotated[CheckpointingChoice, Option("auto: try with and without; on: always; off: never.",
+        ALL, "auto", request_field="gradient_checkpointing",
+    )]
+    strategy: Annotated[str | Sequence[str] | None, Option(
+        "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: "
+        "all possible].", BOTH, kind=words_or_auto(STRATEGIES), request_field="strategies", recorded_as="strategy",
         sparse=True,
-    ),
-    Option(
-        "optim", WORDS,
-        "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", TRIED, ALL,
+    )]
+    attn: Annotated[str | Sequence[str] | None, Option(
+        "Attention implementations, e.g. sdpa,eager [default: sdpa where the model has it].", ALL,
+        request_field="attn_implementations", recorded_as="attn_implementation", own_code_decides=True,
+    )]
+    experts: Annotated[str | Sequence[str] | None, Option(
+        "How a mixture of experts is computed, e.g. grouped_mm,batched_mm,eager [default: as transformers chooses].",
+        request_field="experts_implementations", recorded_as="experts_implementation", sparse=True,
+        own_code_decides=True,
+    )]
+    optim: Annotated[str | Sequence[str] | None, Option(
+        "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", ALL,
         help_in=dict.fromkeys(PREDICTED, "Values of TrainingArguments.optim [default: adamw_torch_fused]."),
         request_field="optims", recorded_as="optim",
-    ),
-    Option(
-        "expandable_segments", LEVER,
+    )]
+    expandable_segments: Annotated[LeverChoice | None, Option(
         "Expandable segments of CUDA's allocator. auto: try them where memory limits the best; on: always; off: never "
-        "[default: off, or on where PYTORCH_ALLOC_CONF says so].", TRIED,
-        request_field="expandable_segments", sparse=True,
-    ),
-    Option(
-        "torch_compile", LEVER,
+        "[default: off, or on where PYTORCH_ALLOC_CONF says so].", request_field="expandable_segments", sparse=True,
+    )]
+    torch_compile: Annotated[LeverChoice, Option(
         "auto: try it on the best candidates once there is a first answer, where the gain is expected to be worth its "
-        "time; on: on every candidate; off: never.", TRIED, default_text="auto",
-        request_field="torch_compile", sparse=True,
-    ),
-    Option(
-        "cuda_graphs", LEVER,
-        "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as --torch-compile.", TRIED,
+        "time; on: on every candidate; off: never.", default_text="auto", request_field="torch_compile", sparse=True,
+    )]
+    cuda_graphs: Annotated[LeverChoice, Option(
+        "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as --torch-compile.",
         default_text="auto", request_field="cuda_graphs", sparse=True,
-    ),
-    Option(
-        "partial_checkpointing", LAYERS,
+    )]
+    partial_checkpointing: Annotated[int | str, Option(
         "Recompute only some of the layers. auto: as many as memory asks for, once there is a first answer; a number: "
-        "that many; off: all or none.", TRIED,
-        default_text="auto", request_field="partial_checkpointing", sparse=True,
-    ),
-    Option(
-        "unpadded", LEVER,
-        "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", TRIED,
-        default_text="auto", request_field="unpadded", sparse=True,
-    ),
-    Option(
-        "padding_free", choice(*get_args(SwitchChoice)),
+        "that many; off: all or none.", kind=LAYERS, default_text="auto", request_field="partial_checkpointing",
+        sparse=True,
+    )]
+    unpadded: Annotated[LeverChoice, Option(
+        "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
+        request_field="unpadded", sparse=True,
+    )]
+    padding_free: Annotated[SwitchChoice, Option(
         "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
-        "itself alone. Your own batches differ in length then.", TRIED, default_text="off",
-        request_field="padding_free", sparse=True,
-    ),
-    Option(
-        "fused_loss", LEVER,
+        "itself alone. Your own batches differ in length then.", default_text="off", request_field="padding_free",
+        sparse=True,
+    )]
+    fused_loss: Annotated[LeverChoice, Option(
         "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
-        TRIED, default_text="auto", request_field="fused_loss", sparse=True,
-    ),
-    Option(
-        "liger", LEVER, "Liger kernels. auto: try with and without; on: always; off: never.", TRIED, default_text="off",
-        own_code_decides=True, request_field="liger", sparse=True,
-    ),
-    Option(
-        "cpu_affinity", LEVER,
-        "Pin all threads to one CPU core. auto: try it on the best candidate if it is host-bound; on: always; "
-        "off: never.", TRIED,
-        default_text="auto", request_field="cpu_affinity", sparse=True,
-    ),
-    Option(
-        "batch_multiple", COUNT,
-        "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].",
-        TRIED, ALL, request_field="batch_multiple",
-    ),
-    Option(
-        "objective", choice(*get_args(Objective)),
-        "Find the most samples a second, or the largest batch that fits.", HOW,
+        default_text="auto", request_field="fused_loss", sparse=True,
+    )]
+    liger: Annotated[LeverChoice, Option("Liger kernels. auto: try with and without; on: always; off: never.",
+        default_text="off", request_field="liger", sparse=True, own_code_decides=True,
+    )]
+    cpu_affinity: Annotated[LeverChoice, Option(
+        "Pin all threads to one CPU core. auto: try it on the best candidate if it is host-bound; on: always; off: "
+        "never.", default_text="auto", request_field="cpu_affinity", sparse=True,
+    )]
+    batch_multiple: Annotated[int | None, Option(
+        "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].", ALL,
+        request_field="batch_multiple",
+    )]
+
+
+class _How(TypedDict, total=False):
+    """How trials are chosen and measured."""
+
+    objective: Annotated[Objective, Option("Find the most samples a second, or the largest batch that fits.",
         default_text="throughput", request_field="objective",
-    ),
-    Option(
-        "effort", choice(*get_args(SearchEffort)),
+    )]
+    effort: Annotated[SearchEffort, Option(
         "quick: stop at the first answer, of batch, accumulation, checkpointing and precision; default: go on with "
-        "what may make it faster, on a GPU.", HOW, default_text="default", request_field="search_effort",
+        "what may make it faster, on a GPU.", default_text="default", request_field="search_effort",
         recorded_as="effort", sparse=True,
-    ),
-    Option(
-        "trials", COUNT, "Run at most N trials.", HOW, BUDGET, request_field="trials",
+    )]
+    trials: Annotated[int | None, Option("Run at most N trials.", BUDGET, request_field="trials",
         help_in={"resume": "Run at most N trials, including those already recorded [default: as before]."},
-    ),
-    Option(
-        "time_budget", SECONDS, "Start no trial after this long, e.g. 5m.", HOW, BUDGET,
+    )]
+    time_budget: Annotated[float | str | None, Option("Start no trial after this long, e.g. 5m.", BUDGET, kind=SECONDS,
         help_in={"resume": "Start no trial after this long, including the time already spent [default: as before]."},
         request_field="time_budget_seconds",
-    ),
-    Option(
-        "trial_timeout", SECONDS, "Time limit of one trial [default: 3m, and more for large models].", HOW, BUDGET,
+    )]
+    trial_timeout: Annotated[float | str | None, Option(
+        "Time limit of one trial [default: 3m, and more for large models].", BUDGET, kind=SECONDS,
         help_in={"resume": "Time limit of one trial [default: as before]."}, request_field="trial_timeout_seconds",
-    ),
-    Option(
-        "baseline", FLAG, "Do not measure the TrainingArguments defaults for comparison.", HOW, flag="--no-baseline",
-        request_field="measure_baseline",
-    ),
-    Option("verify", FLAG, "At the end, check the result with a stock Trainer, as autotune verify does.", HOW),
-    Option("steps", COUNT, "Optimizer steps of the stock run.", HOW, VERIFY, "100"),
-    Option(
-        "again", FLAG, "Measure the winner's trial again after the stock run, also where the promise is kept.", HOW,
-        VERIFY,
-    ),
-    Option(
-        "fresh", FLAG, "Measure everything again; reuse nothing of earlier searches.", HOW,
+    )]
+    baseline: Annotated[bool, Option("Do not measure the TrainingArguments defaults for comparison.",
+        flag="--no-baseline", request_field="measure_baseline",
+    )]
+    verify: Annotated[bool, Option("At the end, check the result with a stock Trainer, as autotune verify does.")]
+    fresh: Annotated[bool, Option("Measure everything again; reuse nothing of earlier searches.",
         request_field="fresh",
-    ),
-    Option(
-        "unprotected", FLAG,
+    )]
+    unprotected: Annotated[bool, Option(
         "Search your own code with nothing between it and your files: it writes, renames and deletes as it would by "
-        "itself, in every trial.", HOW, request_field="unprotected", sparse=True,
-    ),
-    Option(
-        "tolerance", SHARE,
+        "itself, in every trial.", request_field="unprotected", sparse=True,
+    )]
+    tolerance: Annotated[float | str, Option(
         "Smallest relative gain in samples/s that is worth a trial. Of candidates this close to the fastest, the "
-        "simplest wins.", HOW,
-        default_text="0.01", request_field="tolerance", sparse=True,
-    ),
-    Option(
-        "sampler", choice(*get_args(SamplerName)),
-        "What proposes candidates: autotune's own policy, or a sampler of Optuna.", HOW, default_text="autotune",
-        request_field="sampler",
-    ),
-    Option("seed", SEED,
-        "Seed of the sampler, the random weights and the data.", HOW, default_text="42", request_field="seed"),
-    Option(
-        "study", TEXT,
+        "simplest wins.", kind=SHARE, default_text="0.01", request_field="tolerance", sparse=True,
+    )]
+    sampler: Annotated[SamplerName, Option("What proposes candidates: autotune's own policy, or a sampler of Optuna.",
+        default_text="autotune", request_field="sampler",
+    )]
+    seed: Annotated[int, Option("Seed of the sampler, the random weights and the data.", kind=SEED, default_text="42",
+        request_field="seed",
+    )]
+
+
+class _Verified(TypedDict, total=False):
+    """How a result is checked."""
+
+    steps: Annotated[int, Option("Optimizer steps of the stock run.", VERIFY, "100")]
+    again: Annotated[bool, Option(
+        "Measure the winner's trial again after the stock run, also where the promise is kept.", VERIFY,
+    )]
+
+
+class _Shown(TypedDict, total=False):
+    """How predictions are shown."""
+
+    all_batches: Annotated[bool, Option("Show every batch, not only the fastest that fits.", PREDICT, flag="--all")]
+    anatomy: Annotated[bool, Option("Show what each peak and each step consists of.", PREDICT)]
+
+
+class _Kept(TypedDict, total=False):
+    """Where the study is."""
+
+    study: Annotated[str | None, Option(
         "Name of the study; an existing one is continued [default: from the model and the effective batch].",
-        WHERE, metavar="NAME", request_field="study", recorded_as="",
-    ),
-    Option("all_batches", FLAG, "Show every batch, not only the fastest that fits.", WHERE, PREDICT, flag="--all"),
-    Option("anatomy", FLAG, "Show what each peak and each step consists of.", WHERE, PREDICT),
-    Option(
-        "storage", PATH, "SQLite file or SQLAlchemy URL of the database of studies; also AUTOTUNE_STORAGE.", WHERE,
-        STORED, "studies/autotune.db", metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",
-    ),
-    Option(
-        "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
-        WHERE, (
+        metavar="NAME", request_field="study", recorded_as="",
+    )]
+    storage: Annotated[str | os.PathLike[str], Option(
+        "SQLite file or SQLAlchemy URL of the database of studies; also AUTOTUNE_STORAGE.", STORED,
+        "studies/autotune.db", kind=PATH, metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",
+    )]
+    wait: Annotated[bool, Option("Wait while another search holds the device or the study.", BUDGET)]
+
+
+class _CommandLine(TypedDict, total=False):
+    """What the command line alone says."""
+
+    server: Annotated[str | None, Option(
+        "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
+        (
             "search", "resume", "predict", "advise", "verify", "show", "report", "export", "queue", "follow", "cancel",
-        ), metavar="URL", envvar="AUTOTUNE_SERVER",
+        ),
+        metavar="URL", envvar="AUTOTUNE_SERVER",
         help_in={"predict": "URL of a service that predicts.", "advise": "URL of a service that predicts.",
                  "verify": "URL of a service that runs it.",
                  "show": "URL of a service that has the study.", "report": "URL of a service that has the study.",
                  "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
-        in_function=False,
-    ),
-    Option(
-        "executor", TEXT,
-        "Search on a node of a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
-        "RAY_AUTH_TOKEN.", DEVICE, (*BUDGET, "serve"), metavar="URL",
-    ),
-    Option("priority", SEED,
-        "Priority in the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
-    Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),
-    Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",
-           in_function=False),
-)  # fmt: skip
+    )]
+    priority: Annotated[int, Option("Priority in the queue of the service, 0 to 10.", kind=SEED, default_text="0")]
+    as_json: Annotated[bool, Option("Print one JSON document instead of text.", JSON, flag="--json")]
+# fmt: on
+
+
+class SearchOptions(_OwnCode, _Workload, _Data, _Device, _Tried, _How, _Kept, total=False):
+    """The options of ``autotune.search`` that are given by name."""
+
+
+_GROUPS: tuple[tuple[type, str, bool], ...] = (
+    (_Model, TRAINED, True),
+    (_OwnCode, TRAINED, False),
+    (_Step, TRAINED, False),
+    (_Workload, TRAINED, True),
+    (_Data, DATA, True),
+    (_OtherGpus, DEVICE, False),
+    (_Device, DEVICE, False),
+    (_Tried, TRIED, False),
+    (_How, HOW, False),
+    (_Verified, HOW, False),
+    (_Shown, WHERE, False),
+    (_Kept, WHERE, False),
+    (_CommandLine, WHERE, False),
+)
+"""The groups in the order of help: the heading of each, and whether the user's own training code decides it all."""
+
+_KINDS: dict[Any, Kind] = {
+    bool: FLAG, int: COUNT, int | None: COUNT, str | None: TEXT, str | Sequence[str] | None: WORDS,
+}  # fmt: skip
+"""The kinds of options that say only which type their values have."""
+
+
+def _kind_of(values: Any) -> Kind:
+    """Return the kind that follows from the type of an option's values."""
+    literal = next((kind for kind in (values, *get_args(values)) if get_origin(kind) is Literal), None)
+    return _KINDS[values] if literal is None else choice(*get_args(literal))
+
+
+def _declared() -> Iterator[Option]:
+    """Yield the options of all groups, each with what its annotation and its group say."""
+    for group, heading, own_code_decides in _GROUPS:
+        for name, annotation in get_type_hints(group, include_extras=True).items():
+            values, option = get_args(annotation)
+            yield replace(
+                option,
+                name=name,
+                kind=_kind_of(values) if option.kind is _FROM_TYPE else option.kind,
+                section=option.section or heading,
+                own_code_decides=option.own_code_decides or own_code_decides,
+            )
+
+
+OPTIONS: tuple[Option, ...] = tuple(_declared())
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
