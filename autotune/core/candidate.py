@@ -104,6 +104,8 @@ class Arm:
     """Compile one layer and use it for all, in place of the whole model."""
     checkpointed_layers: int | None = field(default=None, metadata=_said(None, sparse=True))
     """How many of the model's layers recompute their activations, evenly spread; ``None``: all."""
+    offload_activations: bool = field(default=False, metadata=_said("offloaded", sparse=True))
+    """What checkpointing keeps of each layer, its input, waits in the host's memory for the backward pass."""
     cuda_graphs: bool = field(default=False, metadata=_said("CUDA graphs", sparse=True))
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
     unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))

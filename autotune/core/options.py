@@ -354,6 +354,10 @@ class _Tried(TypedDict, total=False):
         "that many; off: all or none.", kind=LAYERS, default_text="auto", request_field="partial_checkpointing",
         sparse=True,
     )]
+    offload_activations: Annotated[SwitchChoice, Option(
+        "With checkpointing, keep each layer's input in the host's memory until its backward pass: slower; for "
+        "contexts that need it.", default_text="off", request_field="offload_activations", sparse=True,
+    )]
     unpadded: Annotated[LeverChoice, Option(
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
         request_field="unpadded", sparse=True,

@@ -26,7 +26,7 @@ from autotune.core.units import format_rate
 from autotune.estimate.arm_names import names_of_arms
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
-from autotune.space.levers import faster_precision, never_slower
+from autotune.space.levers import changed, faster_precision, never_slower
 from autotune.space.space import Space
 
 # Most by which the GPU time of a sample falls from one batch to a larger one: 1.20 times from 8 to 32 with BERT-large
@@ -281,7 +281,7 @@ class Speeds:
         Checkpointing takes more GPU time still, so bf16 without it bounds tf32 with it as well.
         """
         twin = dataclasses.replace(arm, precision="bf16")
-        plain = dataclasses.replace(twin, gradient_checkpointing=False)
+        plain = changed(twin, gradient_checkpointing=False)
         bounds = [self.view(twin).gpu_bound()]
         if twin != plain and (bound := self.view(plain).gpu_bound(at_any_batch=True)) is not None:
             bounds.append(bound / _RECOMPUTING_TIMES)
@@ -296,7 +296,7 @@ class Speeds:
 
     def _why_checkpointing_loses(self, arm: Arm) -> str | None:
         """Return why the larger batches that checkpointing allows cannot make up for recomputing activations."""
-        twin = self.view(dataclasses.replace(arm, gradient_checkpointing=False))
+        twin = self.view(changed(arm, gradient_checkpointing=False))
         if not twin.feasible:
             return None
         share = speed_of(twin.feasible[twin.fastest()]) / self.best()

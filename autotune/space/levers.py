@@ -181,6 +181,14 @@ def _no_layers_to_choose(training: Training) -> str | None:
     return None if (training.layers or 0) > 1 else "the layers of this model cannot be told apart"
 
 
+def _nothing_to_offload(training: Training) -> str | None:
+    if not training.has_trainer:
+        return "your own loop decides where activations are kept"
+    if training.device_kind != "cuda":
+        return f"activations on {training.device_kind} are in the host's memory already"
+    return "it is searched on one GPU" if training.ranks > 1 else None
+
+
 def _needs_mask(training: Training) -> str | None:
     if not training.has_trainer:
         return "only a Trainer's batches are changed"
@@ -305,6 +313,12 @@ LEVERS: tuple[Lever, ...] = (
         prior=Prior(
             "checkpointing fewer layers", "H200, 23 November 2026: 1.4 × LoRA of an 8B model with every second layer"
         ),
+    ),
+    # Asked for by name: what the copies between GPU and host cost was not measured.
+    Lever(
+        "offload_activations", part_of="gradient_checkpointing", saving=lambda arm: arm.offload_activations,
+        never_slower=lambda arm: False, preference=13, excludes=("torch_compile",), obstacle=_nothing_to_offload,
+        option="offload_activations",
     ),
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(

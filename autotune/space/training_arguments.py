@@ -78,10 +78,9 @@ def training_arguments(
     }
     arguments[checkpointing] = arm.gradient_checkpointing and not arm.is_sharded
     arguments.update(trainer_fields(arm))  # type: ignore[typeddict-item]
-    if arguments[checkpointing] and checkpointing == "activation_checkpointing":
-        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
-    elif arguments[checkpointing]:
-        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if arguments[checkpointing]:
+        kwargs = {"use_reentrant": False} | ({"offload": True} if arm.offload_activations else {})
+        arguments[f"{checkpointing}_kwargs"] = kwargs  # type: ignore[literal-required]
     if arm.is_sharded:
         arguments |= _fsdp(arm, fields)
     if arm.zero_stage is not None:

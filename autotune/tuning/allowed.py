@@ -17,6 +17,7 @@ from autotune.space.features import (
     require,
     require_compiler,
     shards_with,
+    version_of,
 )
 from autotune.space.levers import EXPERTS, LEVERS, Training
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
@@ -91,22 +92,38 @@ _MANY_LAYERS = 2**31
 """As many as anyone asks for, where the model was not inspected yet."""
 
 
+# The first transformers whose checkpointing takes ``offload`` (modeling_utils of 5.16 and 5.17 compared).
+_OFFLOADS_SINCE = (5, 17)
+
+
 def _check_settings(request: SearchRequest, layers: int | None) -> None:
     """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have.
 
     ``layers`` is how many layers of the model can recompute their activations; ``None``: none alone.
     """
     training = Training.of(request.workload, request.device.kind, request.ranks, layers)
+    settings = request.settings()
     for row in LEVERS:
-        why = row.obstacle(training) if row.option and row.obstacle else None
-        if why is not None and row.option and row.name in request.settings():
+        if row.option is None or row.name not in settings:
+            continue
+        why = row.obstacle(training) if row.obstacle else None
+        if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
+            why = "nothing is recomputed with --gradient-checkpointing off"
+        if why is not None:
             option = f"--{row.option.replace('_', '-')}"
             raise InvalidRequestError(f"{option} {getattr(request, row.option)}: {why}", f"leave {option} out")
-    asked = request.settings().get("checkpointed_layers", 0)
+    asked = settings.get("checkpointed_layers", 0)
     if layers is not None and asked > layers:
         raise InvalidRequestError(
             f"--partial-checkpointing {asked}: the model has {layers} layers", "leave it at auto or off"
         )
+    if "offload_activations" in settings and request.is_at_hand:
+        version = version_of("transformers") or ""
+        if tuple(map(int, version.split(".")[:2])) < _OFFLOADS_SINCE:
+            raise InvalidRequestError(
+                f"--offload-activations on: transformers {version} cannot, which 5.17 and later do",
+                "upgrade transformers, or leave --offload-activations out",
+            )
 
 
 def _check_ranks_of_own_code(request: SearchRequest) -> None:

@@ -30,7 +30,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.levers import LEVERS, Training
+from autotune.space.levers import BY_NAME, LEVERS, Training
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -81,6 +81,7 @@ class SearchRequest:
     cuda_graphs: LeverChoice = "auto"
     partial_checkpointing: str = "auto"
     """``auto``, ``off`` or a number of layers."""
+    offload_activations: SwitchChoice = "off"
     unpadded: LeverChoice = "auto"
     padding_free: SwitchChoice = "off"
     fused_loss: LeverChoice = "auto"
@@ -232,6 +233,14 @@ class SearchRequest:
         if source is not None and source.framework != "trainer":
             late.discard("torch_compile")
         return frozenset(late)
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether layers recompute whose inputs may be kept in the host's memory, and stay on the GPU so far."""
+        is_open = self.offload_activations == "off" and self.gradient_checkpointing != "off"
+        obstacle = BY_NAME["offload_activations"].obstacle
+        assert obstacle is not None
+        return is_open and obstacle(Training.of(self.workload, self.device.kind, self.ranks)) is None
 
     def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

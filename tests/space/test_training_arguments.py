@@ -17,6 +17,9 @@ def test_checkpointing_bears_the_name_of_its_time(fields: set[str], name: str) -
     on = training_arguments(Candidate(Arm(gradient_checkpointing=True), 8), fields, "cuda")
     assert on[name] is True
     assert on[f"{name}_kwargs"] == {"use_reentrant": False}
+    offloaded = Arm(gradient_checkpointing=True, offload_activations=True)
+    kwargs = training_arguments(Candidate(offloaded, 8), fields, "cuda")[f"{name}_kwargs"]
+    assert kwargs == {"use_reentrant": False, "offload": True}
     off = training_arguments(Candidate(Arm(), 8), fields, "cuda")
     assert off[name] is False
     assert [key for key in off if "checkpointing" in key] == [name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from transformers import (
     Trainer,
     TrainingArguments,
     masking_utils,
+    modeling_utils,
 )
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.space.levers import EXPERTS
+from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
@@ -315,6 +319,20 @@ class TestPartialCheckpointing:
             return
         assert checkpoint_layers(model, count) == 4
         assert sum(layer.gradient_checkpointing for layer in model.model.layers) == count
+
+
+def test_offloaded_activations_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is not pinned here, which a torch for CPUs cannot (2.13)."""
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", lambda **_: torch.autograd.graph.save_on_cpu())
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    losses = []
+    for arm in (Arm(gradient_checkpointing=True), Arm(gradient_checkpointing=True, offload_activations=True)):
+        arguments = training_arguments(Candidate(arm, 4), fields, "cuda")
+        trainer = trainer_of(language_model(), samples(), tmp_path, **arguments)
+        losses.append(train(apply(trainer, checkpointed_layers=3))[0])
+        kept = trainer.model.model.layers[-1]._gradient_checkpointing_func.func
+        assert (kept is torch.utils.checkpoint.checkpoint) is not arm.offload_activations
+    assert losses[0] == losses[1]
 
 
 class TestExperts:

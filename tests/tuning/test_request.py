@@ -58,6 +58,17 @@ class TestChecked:
         with pytest.raises(InvalidRequestError, match="cuda_graphs does not go with gradient_checkpointing"):
             prepare(request(cuda_graphs="on", gradient_checkpointing="on"), facts())
 
+    def test_activations_that_may_be_offloaded(self) -> None:
+        arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms
+        assert {(arm.gradient_checkpointing, arm.offload_activations) for arm in arms} == {(False, False), (True, True)}
+        with pytest.raises(InvalidRequestError, match="--offload-activations on: nothing is recomputed with --grad"):
+            check_request(request(offload_activations="on", gradient_checkpointing="off"))
+        cpu, other = dataclasses.replace(H200, kind="cpu"), dataclasses.replace(H200, index=1, uuid="other")
+        with pytest.raises(InvalidRequestError, match="on: activations on cpu are in the host's memory already"):
+            check_request(dataclasses.replace(request(offload_activations="on"), device=cpu))
+        with pytest.raises(InvalidRequestError, match="--offload-activations on: it is searched on one GPU"):
+            check_request(request(offload_activations="on", others=(other,), world_size=2))
+
     def test_more_layers_than_the_model_can_recompute(self) -> None:
         partial = request(partial_checkpointing="12")
         check_request(partial)

@@ -204,7 +204,7 @@ class TestNothing:
         with pytest.raises(NothingFitsError) as caught:
             search(store, runner)
         assert "nothing fits under 22.7 GiB" in caught.value.message
-        assert caught.value.hint == "raise --memory-limit, or shorten --seq-len"
+        assert caught.value.hint == "raise --memory-limit, or shorten --seq-len, or add --offload-activations on"
         study = store.study("bert")
         assert (study.state, study.best_trial_id) == ("finished", None)
         trials = store.trials(study.id)

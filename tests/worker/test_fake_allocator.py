@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
 from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
@@ -188,3 +189,25 @@ def test_the_anatomy_adds_up_to_the_peak(scaled_peaks: list[tuple[int, int, int,
         # Every block is rounded up to 512 bytes, and some hold a little more than was asked.
         assert whole <= scaled <= whole * 1.1 + MIB
         assert {"weights", "optimizer", "activations"} <= parts.keys()
+
+
+_OFFLOADED = """
+from autotune.core.candidate import Arm
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
+from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.step import FakeTraining
+
+workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)
+for offloads in (False, True):
+    training = FakeTraining(workload, Arm("bf16", True, offload_activations=offloads), CHIPS["h200"])
+    print(replay(training.trace(8).events).peak_allocated_bytes)
+"""
+
+
+def test_offloaded_inputs_of_layers_are_not_on_the_gpu_where_memory_is_highest() -> None:
+    config = resolve_model("llama-tiny").config
+    kept, offloaded = map(int, warm.output_of("-c", _OFFLOADED).split())
+    # Inputs of layers are float32 under autocast; memory is highest at the loss, when all of them are kept.
+    assert kept - offloaded == config["num_hidden_layers"] * 8 * 512 * config["hidden_size"] * 4

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+import transformers.modeling_utils
 from transformers import TrainingArguments
 
 from autotune.core.candidate import Arm
@@ -35,10 +36,21 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LT_WORKSPACE_BYTES = 1024**2
 
 
-def _enable_checkpointing(model: Any) -> None:
+class _KeptOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """As torch's ``save_on_cpu``: what is kept takes memory of the device again when the backward pass asks for it."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(lambda saved: (saved.shape, saved.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+
+def _enable_checkpointing(model: Any, arm: Arm) -> None:
     """Enable checkpointing as the Trainer does, under its name in the installed transformers."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    if arm.offload_activations:
+        transformers.modeling_utils.save_on_cpu = _KeptOnHost
+        enable({"use_reentrant": False}, offload=True)
+    else:
+        enable({"use_reentrant": False})
 
 
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
@@ -220,7 +232,7 @@ class _BuiltIn:
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Turn checkpointing on; make the optimizer."""
         if self._arm.gradient_checkpointing:
-            _enable_checkpointing(self.model)
+            _enable_checkpointing(self.model, self._arm)
         return _optimizer(self._arm.optim, self.model)
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
@@ -331,7 +343,7 @@ class FakeTraining:
             with tracer:
                 tracer.enter("sharing", "weights")
                 if self._arm.gradient_checkpointing:
-                    _enable_checkpointing(model)
+                    _enable_checkpointing(model, self._arm)
                 rank.begin(*_optimizer_kind(self._arm.optim, model))
                 self._zero_step(model, rank, tracer, batch_size, micro_steps)
                 gc.collect()
