@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +19,24 @@ ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 _NEW_NAME_SINCE = (2, 9)
 _EXPANDABLE = "expandable_segments"
+# Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
+# that transformers and accelerate choose by themselves when they find them.
+_LIBRARIES = (
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "pytorch-triton",
+    "triton",
+    "apex",
+    "causal-conv1d",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-linear-attention",
+    "intel-extension-for-pytorch",
+    "kernels",
+    "mamba-ssm",
+)
 
 # Prefixes of TrainingArguments.optim values that need a package (transformers/trainer_optimizer.py).
 _BITSANDBYTES = ("adamw_8bit", "paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb_8bit")
@@ -90,6 +109,13 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def library_versions() -> dict[str, str]:
+    """Look up which of the libraries that a step may run are installed, and their versions; imports none of them."""
+    versions = {package: version_of(package) for package in _LIBRARIES}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 def require(package: str, lever: str) -> None:

@@ -27,9 +27,8 @@ from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.space.features import version_of
+from autotune.space.features import library_versions, version_of
 from autotune.store.answer_file import open_answers
-from autotune.tuning.environment import library_versions
 
 if TYPE_CHECKING:
     from autotune.store.answer_file import AnswerFile

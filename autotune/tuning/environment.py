@@ -9,7 +9,6 @@ recorded today; when it is continued, such facts are not compared.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import gpu_links, gpu_policy, machine_id, processor_name
 from autotune.space.dataloader import usable_cores
-from autotune.space.features import packages_of_workload, version_of
+from autotune.space.features import library_versions, packages_of_workload, version_of
 from autotune.space.levers import packages_of
 
 _NOT_IN_KIND = frozenset({"training_arguments_fields", "device_uuid", "device_uuids", "device_label", "machine"})
@@ -58,25 +57,6 @@ _VARIABLE_PREFIXES = ("DNNL_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONED
 # Where compiled code is cached; a trial that compiles starts with its own empty folder.
 _NOT_MEASURED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 
-# Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
-# that transformers and accelerate choose by themselves when they find them.
-_LIBRARIES = (
-    "nvidia-cublas",
-    "nvidia-cublas-cu12",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "pytorch-triton",
-    "triton",
-    "apex",
-    "causal-conv1d",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-linear-attention",
-    "intel-extension-for-pytorch",
-    "kernels",
-    "mamba-ssm",
-)
-
 
 def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables that a measurement depends on."""
@@ -85,13 +65,6 @@ def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(variables.items())
         if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and name not in _NOT_MEASURED
     }
-
-
-@functools.cache
-def library_versions() -> dict[str, str]:
-    """Look up which of the libraries that a step may run are installed, and their versions; imports none of them."""
-    versions = {package: version_of(package) for package in _LIBRARIES}
-    return {package: version for package, version in versions.items() if version is not None}
 
 
 def describe_environment(

@@ -28,7 +28,6 @@ from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.environment import kind_fingerprint
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look_ahead import LookAhead
 from autotune.tuning.no_result import no_result
@@ -169,13 +168,12 @@ class Search:
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
         """Check predictions, and decide what is tried first, by trials on other machines of this kind."""
-        kind = kind_fingerprint(self._prepared.environment)
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
             trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
             where, outcome = trial.environment_id, trial.outcome
             if where not in is_alike:
-                is_alike[where] = kind_fingerprint(self._store.environment(where)) == kind
+                is_alike[where] = self._prepared.is_of_kind(self._store.environment(where))
             if not is_alike[where] or outcome is None:
                 continue
             if self._history.memory is not None:

@@ -14,11 +14,10 @@ from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
-from autotune.tuning.environment import describe_environment, environment_fingerprint
+from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
 from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
-from autotune.tuning.strategies import arms_of_one, arms_of_ranks
-from autotune.tuning.training_state import check_training_state_fits, training_state_bytes
+from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,10 @@ class Prepared:
     def environment_fingerprint(self) -> str:
         """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
         return environment_fingerprint(self.environment)
+
+    def is_of_kind(self, environment: Document) -> bool:
+        """Return whether an environment differs from that of this machine in the machine alone."""
+        return kind_fingerprint(environment) == kind_fingerprint(self.environment)
 
 
 def _measurement_revision(request: SearchRequest) -> int:
@@ -91,10 +94,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits only", "allow --precision bf16 or fp16, or --attn sdpa"
         )
-    if request.ranks > 1:
-        arms = arms_of_ranks(arms, request, model, training_state_bytes(request, model))
-    else:
-        arms = arms_of_one(arms, request, training_state_bytes(request, model))
+    arms = arms_with_strategies(arms, request, model)
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     batches, own = batches_of(request, model), model.own_candidate
     if request.workload.source is not None and own is None:

@@ -1,27 +1,42 @@
-"""Choose how the ranks of a search share the model, and what each way of sharing sets besides."""
+"""Choose how the ranks of a search share weights, gradients and optimizer state.
+
+A memory limit that is below what a rank holds of them is refused.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
+from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import ModelFacts
+from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
+from autotune.devices import Headroom
 from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
 from autotune.tuning.request import SearchRequest
 
+# Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. The state of others, which
+# is smaller, is not counted, since a request may only be refused for what is certain.
+_FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
+# Of each trained parameter in the host's memory with zero2-offload: the float32 weight and gradient, and two moments
+# (DeepSpeedZeroOptimizer with cpu_offload, in deepspeed/runtime/zero/stage_1_and_2.py).
+_HOST_BYTES = 16
 _LARGE_COPY = 0.01
 """Share of a GPU's memory above which a second copy of the gradients is avoided. Predictions keep as much free."""
 
 
-def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Arm, ...]:
+def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
     """Return the arms with every strategy that they can be trained with, those with the least communication first.
 
-    ``state_bytes`` is what weights, gradients and optimizer state take together.
+    Those of a single rank are without a strategy, or keep their optimizer state on the host where that may be needed.
     """
-    strategies = _strategies(request, model, state_bytes)
+    if request.ranks == 1:
+        return _arms_of_one(arms, request, model)
+    strategies = _strategies(request, model)
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
     # Without accumulation every micro-step reduces its gradients anyway.
@@ -35,11 +50,7 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts
     )
 
 
-def arms_of_one(arms: Sequence[Arm], request: SearchRequest, state_bytes: int) -> tuple[Arm, ...]:
-    """Return the arms of a single rank, with those that keep the optimizer state on the host where these may be needed.
-
-    ``state_bytes`` is what weights, gradients and optimizer state take together.
-    """
+def _arms_of_one(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
     offloading = tuple(
         replace(arm, strategy="zero2-offload", cpu_affinity=False)
         for arm in arms
@@ -47,10 +58,10 @@ def arms_of_one(arms: Sequence[Arm], request: SearchRequest, state_bytes: int) -
     )
     if request.strategies is not None:
         return offloading
-    return (*arms, *offloading) if may_offload(request, state_bytes) else tuple(arms)
+    return (*arms, *offloading) if _may_offload(request, model) else tuple(arms)
 
 
-def may_offload(request: SearchRequest, state_bytes: int) -> bool:
+def _may_offload(request: SearchRequest, model: ModelFacts) -> bool:
     """Return whether a search may keep the optimizer state on the host.
 
     If that was not asked for, only where a rank's share of weights, gradients and optimizer state takes more than half
@@ -62,19 +73,12 @@ def may_offload(request: SearchRequest, state_bytes: int) -> bool:
         return False
     if request.device.kind != "cuda" or version_of(DEEPSPEED) is None:
         return False
-    host_bytes = host_memory().free_bytes
+    host_bytes, state_bytes = host_memory().free_bytes, training_state_bytes(request, model)
     is_large = 2 * state_bytes // request.ranks > request.reachable_bytes
     return is_large and (host_bytes is None or host_bytes > state_bytes or not request.is_at_hand)
 
 
-def least_share(request: SearchRequest, model: ModelFacts, state_bytes: int) -> int:
-    """Return by how many ranks weights, gradients and optimizer state are divided at most; 1 where they are whole."""
-    if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model, state_bytes)):
-        return 1
-    return request.ranks
-
-
-def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Strategy, ...]:
+def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
     asked = request.strategies
     if asked is not None:
@@ -86,7 +90,7 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         and request.workload.quantize is None
         # Gradients of adapters are few, so that DDP exchanges next to nothing. There sharding only saves memory, which
         # is searched where the weights take more than half of it.
-        and (request.workload.peft is None or 2 * state_bytes > request.reachable_bytes)
+        and (request.workload.peft is None or 2 * training_state_bytes(request, model) > request.reachable_bytes)
         and any(map(shards_with, request.optims))
     )
     strategies: list[Strategy] = ["ddp"]
@@ -95,7 +99,7 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         # Adapters under DeepSpeed were not tried.
         with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
         strategies += [s for s in STRATEGIES if (s in FSDP and with_fsdp) or (s in ZERO_STAGES and with_zero)]
-        if not may_offload(request, state_bytes):
+        if not _may_offload(request, model):
             strategies = [strategy for strategy in strategies if strategy != "zero2-offload"]
     return tuple(strategies)
 
@@ -132,3 +136,65 @@ def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
         return False
     copy_bytes = model.trainable_parameters * BYTES_PER_ELEMENT[request.workload.dtype]
     return copy_bytes > _LARGE_COPY * request.reachable_bytes
+
+
+def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
+    """Return the least memory of any step of this workload: weights, gradients, optimizer state."""
+    moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
+    trained, frozen = model.trainable_parameters, model.parameters - model.trainable_parameters
+    element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
+    # Layers that are not quantized take more; this is a lower bound.
+    bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
+    return trained * (2 + moments) * element_bytes + frozen * bits // 8
+
+
+def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
+    """Return the least memory of a step that keeps its optimizer state on the host: that of the model's weights.
+
+    Raises ``NothingFitsError`` where the host has too little memory for the rest.
+    """
+    host_bytes, free_bytes = _HOST_BYTES * model.trainable_parameters, host_memory().free_bytes
+    if request.is_at_hand and free_bytes is not None and free_bytes < host_bytes:
+        raise NothingFitsError(
+            f"--strategy zero2-offload keeps {format_bytes(host_bytes)} of {request.workload.model} in the host's "
+            f"memory, where {format_bytes(free_bytes)} are free",
+            "use a smaller model, or leave it out",
+        )
+    is_half = {"bf16", "fp16"}.intersection(request.chosen_precisions)
+    return model.parameters * (2 if is_half else BYTES_PER_ELEMENT[request.workload.dtype])
+
+
+def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
+    """Return the smallest memory limit whose line is not below the training state."""
+    if headroom.size_bytes is not None:
+        return state_bytes + headroom.size_bytes + context_bytes
+    return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
+
+
+def check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
+    """Raise ``NothingFitsError`` where the memory limit, or what is free, is below the training state and headroom."""
+    device, limit_bytes = request.device, request.memory_limit_bytes
+    state_bytes = training_state_bytes(request, model)
+    if request.ranks > 1 and any(strategy != "ddp" for strategy in _strategies(request, model)):
+        state_bytes //= request.ranks
+    if _may_offload(request, model):
+        state_bytes = min(state_bytes, _offloaded_bytes(request, model))
+    least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
+    free_bytes, reachable_bytes = request.least_free_bytes, request.reachable_bytes
+    if reachable_bytes >= least_bytes:
+        return
+    where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"
+    beside = "CUDA context and headroom" if context_bytes else "headroom"
+    # Rounded up, so that the limit is large enough.
+    unit, name = (GIB, "GiB") if least_bytes >= GIB else (MIB, "MiB")
+    needed = f"{math.ceil(least_bytes / unit * 100) / 100:g}"
+    enough = f"--memory-limit {needed}{name}" if least_bytes <= free_bytes else f"a device with {needed} {name} free"
+    ways = [f"use {enough} or more", "a smaller model"]
+    if request.workload.dtype == "float32":
+        ways.append("--dtype bfloat16")
+    raise NothingFitsError(
+        f"{where} {format_bytes(reachable_bytes)} is too little for {request.workload.model}: the weights, gradients "
+        f"and optimizer state of its {format_count(model.parameters)} parameters alone take "
+        f"{format_bytes(state_bytes)}, with {beside} {needed} {name}, before a single sample",
+        f"{', '.join(ways[:-1])} or {ways[-1]}",
+    )

@@ -41,7 +41,7 @@ from autotune.space.levers import is_predictable, packages_of
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_request
 from autotune.tuning.policy import ThroughputPolicy
-from autotune.tuning.training_state import training_state_bytes
+from autotune.tuning.strategies import training_state_bytes
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)

@@ -14,6 +14,7 @@ from searching import BERT_LARGE, FACTS, H200, prepared, request
 from autotune.core.candidate import Document
 from autotune.core.placement import Placement
 from autotune.devices import Device, GpuPolicy, host, machine_id
+from autotune.space.features import library_versions
 from autotune.tuning import environment as module
 from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import (
@@ -21,7 +22,6 @@ from autotune.tuning.environment import (
     environment_fingerprint,
     is_same_machine,
     kind_fingerprint,
-    library_versions,
     measured_environment,
     measured_variables,
 )
@@ -100,7 +100,7 @@ class TestKey:
 
 
 def test_no_library_is_imported_to_know_its_version() -> None:
-    code = "import sys, autotune.tuning.environment as e; e.library_versions(); print('torch' in sys.modules)"
+    code = "import sys, autotune.space.features as f; f.library_versions(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     assert all(isinstance(version, str) for version in library_versions().values())
 

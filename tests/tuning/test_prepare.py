@@ -23,7 +23,7 @@ from autotune.devices import Headroom
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.tuning.forecasting import most_predictions
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.training_state import training_state_bytes
+from autotune.tuning.strategies import training_state_bytes
 
 STATE_BYTES = 16 * 335_143_938
 """Weights, gradients and two moments of BERT-large in float32."""

@@ -318,7 +318,6 @@ def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_m
     assert [arm.strategy for arm in on_two.space.arms if arm.offloads_optimizer]
     assert not [arm.strategy for arm in prepared_on_two().space.arms if arm.offloads_optimizer]
     # The host of a prediction is not this one.
-    monkeypatch.setattr("autotune.tuning.training_state.host_memory", lambda: HostMemory(4 * GIB, GIB))
     monkeypatch.setattr("autotune.tuning.strategies.host_memory", lambda: HostMemory(4 * GIB, GIB))
     with pytest.raises(NothingFitsError, match=r"keeps 5.0 GiB of .* in the host's memory, where 1.0 GiB are free"):
         strategies(strategies=("zero2-offload",))
