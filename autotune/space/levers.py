@@ -194,8 +194,6 @@ def _needs_mask(training: Training) -> str | None:
         return "only a Trainer's batches are changed"
     if training.is_own_code:
         return None
-    if training.task in ("image-classification", "speech-seq2seq"):
-        return f"{training.task} has no attention mask"
     if training.packs:
         return "samples are packed, which are kept apart by their positions"
     return "samples are padded, which the mask hides" if training.pads else None

@@ -2,8 +2,9 @@
 
 A mask of ones costs a check in each step, for which the host waits. While a model is compiled or captured as a graph it
 costs more: transformers cannot look at the mask's values then, and makes it explicit, with which
-``scaled_dot_product_attention`` loses its fast kernels. The same happens to a causal model without a mask: it might be
-given several samples in one row, which only the values of their positions would tell.
+``scaled_dot_product_attention`` loses its fast kernels. The same happens to models without a mask: a causal one might
+be given several samples in one row, which only the values of their positions would tell, and before transformers 5.23
+others got a mask of ones, too, while they were captured (a ViT-large took twice as long; H200, 23 November 2026).
 """
 
 from __future__ import annotations

@@ -14,11 +14,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     Trainer,
     TrainingArguments,
     masking_utils,
     modeling_utils,
 )
+from transformers.utils import import_utils
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.space.levers import EXPERTS
@@ -280,6 +282,31 @@ class TestUnpadded:
         assert losses == stock[0]
         assert torch.equal(weights, stock[1])
         assert seen == [False, True, True, True, True]
+
+    @pytest.mark.parametrize("unpadded", [False, True])
+    def test_a_model_that_takes_no_mask_makes_none_while_it_is_captured(
+        self, unpadded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = AutoConfig.for_model(
+            "whisper", d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, pad_token_id=0,
+            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=VOCABULARY,
+            max_source_positions=50, max_target_positions=20, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        )  # fmt: skip
+        row = {"input_features": torch.randn(80, 100), "labels": torch.arange(5, 17)}
+        trainer = trainer_of(AutoModelForSpeechSeq2Seq.from_config(config), [row] * 8, tmp_path, max_steps=2)
+        trainer = apply(trainer, unpadded=unpadded)
+        masks: list[Any] = []
+        attention = functional.scaled_dot_product_attention
+
+        def attend(*args: Any, attn_mask: Any = None, **others: Any) -> torch.Tensor:
+            masks.append(attn_mask)
+            return attention(*args, attn_mask=attn_mask, **others)
+
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+        monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+        trainer.train()
+        assert masks
+        assert all(mask is None for mask in masks) == unpadded
 
     def test_packed_samples_are_looked_for_again_after_the_training(self, tmp_path: Path) -> None:
         asked = masking_utils.find_packed_sequence_indices
