@@ -158,8 +158,15 @@ class Command:
         return self.errors.read_text(errors="replace")
 
     def waits_until(self, condition: Callable[[], object]) -> None:
-        assert wait_until(lambda: bool(condition()) or self.process.poll() is not None, SECONDS), self.said()
-        assert condition(), self.said()[-2000:]
+        """Wait until the condition was seen to hold: what comes and goes, as a trial does, may be gone by then."""
+        seen: list[bool] = []
+
+        def is_over() -> bool:
+            seen.append(bool(condition()))
+            return seen[-1] or self.process.poll() is not None
+
+        wait_until(is_over, SECONDS)
+        assert seen[-1], self.said()[-2000:]
 
     def printed(self) -> str:
         return self._output.read_text(errors="replace")
@@ -320,7 +327,9 @@ class TestRefusals:
     def said(self, folder: Path, *words: str, code: int, **variables: str) -> str:
         command = Command(folder, [*SEARCH, *words], **variables)
         assert command.end() == code, command.said()
-        assert len(command.said().strip().splitlines()) == 2, command.said()
+        # On a busy machine it is said every 20 s that it still looks.
+        lines = [line for line in command.said().splitlines() if not line.endswith("; looking for a node")]
+        assert len(lines) == 2, command.said()
         assert not list(folder.glob("studies*"))
         return command.said()
 
