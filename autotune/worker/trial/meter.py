@@ -36,6 +36,9 @@ class Meter:
         """Make every allocation beyond ``cap_bytes`` fail from now on."""
         raise NotImplementedError
 
+    def lift_limit(self) -> None:
+        """Let the process have memory again where the limit counts all that it has: to say how it failed takes some."""
+
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
 
@@ -201,6 +204,10 @@ class CpuMeter(Meter):
             ceiling = min(ceiling, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, hard))
         self._note_start()
+
+    def lift_limit(self) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def _forget_peak(self) -> bool:
         # proc_pid_clear_refs(5): writing a 5 resets VmHWM.

@@ -325,6 +325,8 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
+        if self._meter is not None:
+            self._meter.lift_limit()
         peaks = self._peaks()
         if isinstance(error, NotTrainedError):
             print(f"autotune: {error}", file=sys.stderr)

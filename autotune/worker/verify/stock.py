@@ -169,6 +169,7 @@ def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
 
 def classify_failure(error: Exception, during: str, meter: Meter, work: StockWork) -> OutOfMemory | Failed:
     """Return the outcome of a training that ended with an exception, and print it for the log."""
+    meter.lift_limit()
     allocated, reserved = meter.peaks()
     memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": work.cap_bytes}
     outcome = classify(error, during=during, on_cpu=work.devices.kind == "cpu", memory=memory)
