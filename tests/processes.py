@@ -30,6 +30,12 @@ def is_alive(pid: int) -> bool:
     return found is not None and found[0] not in "ZX"
 
 
+def parent(pid: int) -> int | None:
+    """The parent of a process that is no zombie."""
+    found = _state_and_parent(pid)
+    return found[1] if found is not None and found[0] not in "ZX" else None
+
+
 def children(pid: int) -> list[int]:
     """Living direct children of a process, oldest first."""
     pids = sorted(int(entry.name) for entry in Path("/proc").glob("[0-9]*"))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from formula_trials import MARK, STAND_IN, begun, server_of, write_model
 from processes import is_alive, processes_with, wait_until
 
 # Imported here once, so that a controller is forked in milliseconds.
@@ -26,13 +27,7 @@ import autotune.cli.search
 import autotune.cli.session  # noqa: F401
 from autotune.cli.main import main
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
-MARK = "FAULTS_FOLDER"
 ORDERLY = {0, 5, 7, 8, 130}
-MODEL = {
-    "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 64, "max_position_embeddings": 32,
-}  # fmt: skip
 OPTIONS = (
     "--seq-len", "8", "--device", "cpu", "--effective-batch", "64", "--memory-limit", "2GiB", "--precision", "fp32",
     "--optim", "adamw_torch_fused,adafactor", "--trial-timeout", "20s", "--study", "study",
@@ -42,14 +37,6 @@ PATIENCE_SECONDS = 60.0
 
 
 Victim = Literal["trial", "server"]
-
-
-def parent(pid: int) -> int | None:
-    """The parent of a living process."""
-    with contextlib.suppress(OSError):
-        state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        return None if state in "ZX" else int(number)
-    return None
 
 
 @dataclass
@@ -105,8 +92,7 @@ class Scene:
         self.outputs: list[str] = []
         self.seconds = 0.0
         """How long an undisturbed search took here, where this is one."""
-        (folder / "model").mkdir(exist_ok=True)
-        (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+        write_model(folder)
         interpreter = folder / "python"
         interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
         interpreter.chmod(0o755)
@@ -203,12 +189,7 @@ class Scene:
 
     def running(self) -> tuple[int, str] | None:
         """Process id and candidate of the trial that was begun last."""
-        runs = self.folder / "runs"
-        lines = runs.read_text().splitlines() if runs.exists() else []
-        if not lines:
-            return None
-        pid, _, candidate = lines[-1].partition(" ")
-        return int(pid), candidate
+        return next(reversed(begun(self.folder)), None)
 
     def descendants(self) -> list[int]:
         """Every living process that was started for this scene, wherever it has gone."""
@@ -235,8 +216,8 @@ class Scene:
         deadline = time.monotonic() + within_seconds
         while time.monotonic() < deadline and self.pid and is_alive(self.pid):
             running = self.running()
-            server = parent(running[0]) if running and running[1] not in self.hit else None
-            if running is None or server is None or server == 1:
+            server = server_of(running[0]) if running and running[1] not in self.hit else None
+            if running is None or server is None:
                 time.sleep(0.001)
                 continue
             with contextlib.suppress(ProcessLookupError):

@@ -1,148 +1,66 @@
 """Kill a service and the processes of its searches while thousands of jobs run, and count what was lost or doubled.
 
-``python tests/service/chaos.py`` submits 2,000 searches over HTTP and kills the service 8 times and a search 20 times.
 Service, processes and HTTP are real; a search of ten made-up GPUs lasts a fraction of a second and trains nothing.
-``chaos.py serve …`` is that service, ``chaos.py child`` the process of its searches.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
-import http.client
-import json
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "studies")]
+import psutil
+from served import Service
+from standing_in import program
 
-DEVICES = 10
+from autotune.service.tokens import add_token
+from autotune.store.opening import open_store
+from autotune.store.queue import ENDED
+
 CLIENTS = 10
 """Each has a token of its own: one may submit 1,200 searches a minute."""
 PATIENCE_SECONDS = 400.0
 BAD = ("searches lost", "searches doubled", "searches with another number of ends than one", "gaps in events")
-"""What must be none."""
-
-
-def run_child() -> None:
-    """Stand in for ``autotune.engine.child``: say two trials and an end of each search that is handed over."""
-
-    sink = os.fdopen(int(sys.argv[2]), "w")
-
-    def say(work: str, kind: str, document: dict[str, Any]) -> None:
-        print(json.dumps({"work": work, "kind": kind, "document": document}), file=sink, flush=True)
-
-    say("", "ready", {})
-    with contextlib.suppress(BrokenPipeError):
-        for line in sys.stdin:
-            work = json.loads(line).get("work")
-            if work is None:
-                continue
-            for number in range(2):
-                time.sleep(random.uniform(0.02, 0.2))
-                say(work["id"], "trial", {"number": number, "state": "completed"})
-            say(work["id"], "end", {"state": "finished", "problem": None})
-
-
-def run_service(words: list[str]) -> None:
-    """Run ``autotune serve`` over made-up GPUs, whose processes are those above."""
-    from searching import H200
-
-    from autotune.cli.main import main
-    from autotune.engine import local
-
-    local.list_devices = lambda: [  # type: ignore[attr-defined]
-        dataclasses.replace(H200, uuid=f"GPU-{number}", index=number) for number in range(DEVICES)
-    ]
-    interpreter = Path(words.pop(0))
-    sys.executable = str(interpreter)
-    main(["serve", *words])
+AIMS = dict.fromkeys(BAD, 0)
 
 
 class Chaos:
     """A service, its clients, and what was done to them."""
 
-    def __init__(self, folder: Path, storage: str, seed: int) -> None:
-        from autotune.service.tokens import add_token
-        from autotune.store.opening import open_store
-
-        self.folder, self.storage = folder, storage
+    def __init__(self, service: Service, seed: int) -> None:
+        self.service = service
         self.random = random.Random(seed)
-        with open_store(storage) as store:
+        self.storage = str(service.folder / "a.db")
+        with open_store(self.storage) as store:
             self.tokens = [add_token(store.queue, f"client {number}", "admin") for number in range(CLIENTS)]
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        service.token = self.tokens[0]
         self.ids: dict[str, str] = {}
         """Of what was accepted, by study."""
         self.kills: Counter[str] = Counter()
-        self.interpreter = folder / "python"
-        self.interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" child "$4"\n')
-        self.interpreter.chmod(0o755)
-        self.service: subprocess.Popen[bytes] | None = None
-
-    def serve(self) -> None:
-        """Start the service, for the first time or again, and wait until it answers."""
-        words = [sys.executable, str(Path(__file__).resolve()), "serve", str(self.interpreter), "--port",
-                 str(self.port), "--storage", self.storage]  # fmt: skip
-        with (self.folder / "log").open("ab") as log:
-            self.service = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log, cwd=self.folder)
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                self.call("/healthz", self.tokens[0])
-                return
-            assert self.service.poll() is None, (self.folder / "log").read_text()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def call(self, path: str, token: str, document: Any = None, key: str = "") -> Any:
-        """Ask the service."""
-        headers = {"Authorization": f"Bearer {token}", **({"Idempotency-Key": key} if key else {})}
-        data = None if document is None else json.dumps(document).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
 
     def submit(self, token: str, numbers: range) -> None:
         """Submit searches; one that is not answered is sent again with its key."""
         for number in numbers:
             study = f"chaos-{number}"
             asked = {"model": "bert-tiny", "effective_batch": 16, "study": study, "fresh": True}
-            while study not in self.ids:
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    self.ids[study] = self.call("/v1/searches", token, asked, key=study)["id"]
-                    continue
-                time.sleep(0.1)
+            self.ids[study] = self.service.submit(asked, token=token, key=study)["id"]
 
     def kill_service(self) -> None:
         """Kill the service and start it again."""
-        assert self.service is not None
         self.service.kill()
-        self.service.wait()
         self.kills["kill -9 of the service"] += 1
         time.sleep(self.random.uniform(0, 0.5))
-        self.serve()
+        self.service.serve_again()
 
     def kill_search(self) -> None:
         """Kill the process of a search that runs."""
-        import psutil
-
-        assert self.service is not None
-        children = psutil.Process(self.service.pid).children()
+        children = psutil.Process(self.service.process.pid).children()
         if children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.random.choice(children).send_signal(signal.SIGKILL)
@@ -150,19 +68,17 @@ class Chaos:
 
     def waiting(self) -> int:
         """How many searches have not ended."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            query = "/v1/searches?state=queued&state=running&limit=1000"
-            return len(self.call(query, self.tokens[0])["searches"])
+        with contextlib.suppress(OSError, HTTPException):
+            return len(self.service.call("GET", "/v1/searches?state=queued&state=running&limit=1000")["searches"])
         return -1
 
     def run(self, jobs: int, server_kills: int, search_kills: int) -> dict[str, Any]:
         """Submit, kill, wait for the end, and count from the database."""
         began = time.monotonic()
-        self.serve()
-        shares = [range(place, jobs, CLIENTS) for place in range(CLIENTS)]
+        self.service.serve("--storage", self.storage)
         clients = [
-            threading.Thread(target=self.submit, args=given, daemon=True)
-            for given in zip(self.tokens, shares, strict=True)
+            threading.Thread(target=self.submit, args=(token, range(place, jobs, CLIENTS)), daemon=True)
+            for place, token in enumerate(self.tokens)
         ]
         for client in clients:
             client.start()
@@ -180,16 +96,11 @@ class Chaos:
         while self.waiting() != 0 and time.monotonic() < deadline:
             time.sleep(0.2)
         seconds = time.monotonic() - began
-        assert self.service is not None
-        self.service.terminate()
-        self.service.wait(30)
+        self.service.end()
         return {"searches": jobs, **self.kills, **self.count(jobs), "seconds": round(seconds)}
 
     def count(self, jobs: int) -> dict[str, int]:
         """Count what is recorded, and compare it with what was accepted."""
-        from autotune.store.opening import open_store
-        from autotune.store.queue import ENDED
-
         with open_store(self.storage, create=False) as store:
             found = store.queue.jobs(most=2 * jobs)
             states = {job.id: job.state for job in found}
@@ -207,42 +118,10 @@ class Chaos:
             "searches with a second attempt": sum(job.attempts > 1 for job in found),
         }
 
-    def close(self) -> None:
-        """End what is left."""
-        if self.service is not None and self.service.poll() is None:
-            self.service.kill()
-            self.service.wait()
 
-
-def measure(storage: str | None, jobs: int = 2000, server_kills: int = 8, search_kills: int = 20, seed: int = 1) -> Any:
-    """Run it on a database, by default a file; return what was found."""
-    with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(Path(folder), storage or f"{folder}/a.db", seed)
-        try:
-            return chaos.run(jobs, server_kills, search_kills)
-        finally:
-            chaos.close()
-
-
-def main() -> None:
-    """Measure, and print it."""
-    if sys.argv[1:2] == ["child"]:
-        run_child()
-        return
-    if sys.argv[1:2] == ["serve"]:
-        run_service(sys.argv[2:])
-        return
-    parser = argparse.ArgumentParser()
-    for name, default in (("jobs", 2000), ("server-kills", 8), ("search-kills", 20), ("seed", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--storage", help="An empty database [default: a file of its own].")
-    given = parser.parse_args()
-    told = measure(given.storage, given.jobs, given.server_kills, given.search_kills, given.seed)
-    for name, value in told.items():
-        print(f"{name:<46} {value:>6}")
-    print(f"load average {os.getloadavg()[0]:.1f}")
-    raise SystemExit(any(told[name] for name in BAD))
-
-
-if __name__ == "__main__":
-    main()
+def measure(
+    folder: Path, jobs: int = 2000, server_kills: int = 8, search_kills: int = 20, seed: int = 1
+) -> dict[str, Any]:
+    """Run it on a file; return what was found."""
+    with Service(folder, program("processes", folder)) as service:
+        return Chaos(service, seed).run(jobs, server_kills, search_kills)

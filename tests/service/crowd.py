@@ -1,23 +1,19 @@
 """Hold half-sent requests open, more than the service may open files, and measure how others are answered.
 
-``python tests/service/crowd.py`` holds 1,100 under a limit of 1,024 files for half a minute; each that is closed is
-opened again every five seconds.
+1,100 under a limit of 1,024 files for half a minute; each that is closed is opened again every five seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import resource
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from served import Service
+from standing_in import with_devices
 
 OPEN_FILES = 1024
 HALF_OPEN = 1100
@@ -63,69 +59,39 @@ class Crowd:
             half.close()
 
 
-def answer_seconds(url: str, token: str) -> float:
-    """Return how long the slower of two requests of somebody else takes, each over a connection of its own."""
-    seconds = []
-    for path in ("/healthz", "/v1/searches?limit=1"):
-        request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {token}"})
-        started = time.monotonic()
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            answer.read()
-        seconds.append(time.monotonic() - started)
-    return max(seconds)
+def limited(open_files: int) -> Any:
+    """Return the option of ``Service.serve`` with which the service may open so many files."""
+    return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))}
 
 
-def measure(half_open: int = HALF_OPEN, open_files: int = OPEN_FILES, lasts_seconds: float = SECONDS) -> dict[str, Any]:
+def measure(folder: Path) -> dict[str, Any]:
     """Crowd a service of its own; return what was found."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * half_open), hard))
-    with tempfile.TemporaryDirectory() as folder:
-        plan, log = Path(folder, "plan"), Path(folder, "log")
-        plan.write_text(json.dumps({"devices": [{"name": "crowded", "gpus": 1}], "seconds": None}))
-        program = str(Path(__file__).with_name("standing_in.py"))
-        with log.open("wb") as errors:
-            service = subprocess.Popen(
-                [sys.executable, program, str(plan), "serve", "--port", "0", "--storage", f"{folder}/a.db"],
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files)),
-                stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder,
-            )  # fmt: skip
-        crowd = None
-        try:
-            assert service.stdout is not None
-            url, _, token = service.stdout.readline().strip().partition("/#token=")
-            before, crowd = log.stat().st_size, Crowd(int(url.rpartition(":")[2]), half_open)
-            answers = []
-            due = time.monotonic()
-            deadline = due + lasts_seconds
-            while time.monotonic() < deadline:
-                if time.monotonic() >= due:
-                    crowd.fill()
-                    due = time.monotonic() + AGAIN_SECONDS
-                answers.append(answer_seconds(url, token))
-                time.sleep(0.1)
-            return {
-                "half-sent requests": half_open,
-                "of them opened, with those that were opened again": crowd.opened,
-                "files that the service may open": open_files,
-                "answers to others": 2 * len(answers),
-                "slowest answer to others (s)": round(max(answers), 3),
-                "growth of the log (KB)": round((log.stat().st_size - before) / 1000, 1),
-            }
-        finally:
-            if crowd is not None:
-                crowd.leave()
-            service.terminate()
-            service.wait(30)
-
-
-def main() -> None:
-    """Measure, and print it."""
-    told = measure()
-    for name, value in told.items():
-        print(f"{name:<52} {value:>8}")
-    print(f"load average {os.getloadavg()[0]:.1f}")
-    raise SystemExit(any(told[name] > aim for name, aim in AIMS.items()))
-
-
-if __name__ == "__main__":
-    main()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * HALF_OPEN), hard))
+    answers: list[float] = []
+    with Service(folder, with_devices(folder, {"crowded": 1})) as service, contextlib.ExitStack() as stack:
+        service.serve("--storage", "a.db", **limited(OPEN_FILES))
+        log = folder / "serve.err"
+        before, crowd = log.stat().st_size, Crowd(int(service.url.rpartition(":")[2]), HALF_OPEN)
+        stack.callback(crowd.leave)
+        due = time.monotonic()
+        deadline = due + SECONDS
+        while time.monotonic() < deadline:
+            if time.monotonic() >= due:
+                crowd.fill()
+                due = time.monotonic() + AGAIN_SECONDS
+            # Of somebody else, each over a connection of its own.
+            for path in ("/healthz", "/v1/searches?limit=1"):
+                started = time.monotonic()
+                service.call("GET", path)
+                answers.append(time.monotonic() - started)
+            time.sleep(0.1)
+        growth_kb = (log.stat().st_size - before) / 1000
+    return {
+        "half-sent requests": HALF_OPEN,
+        "of them opened, with those that were opened again": crowd.opened,
+        "files that the service may open": OPEN_FILES,
+        "answers to others": len(answers),
+        "slowest answer to others (s)": round(max(answers), 3),
+        "growth of the log (KB)": round(growth_kb, 1),
+    }

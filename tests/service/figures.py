@@ -13,121 +13,126 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-import chaos
-import crowd
-import faults
-import first_trial
-import load
-
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("first trial", "load", "crowd", "chaos", "faults", "tests")
-WARM_SECONDS = 1.0
-"""From the start of a search to its first trial, at most, on a device that is warm."""
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "studies")]
+
+import chaos  # noqa: E402
+import crowd  # noqa: E402
+import faults  # noqa: E402
+import first_trial  # noqa: E402
+import load  # noqa: E402
+import psutil  # noqa: E402
+from postgres import NoPostgresError, PostgresServer  # noqa: E402
+
 Row = tuple[str, str, str, str]
 
 
-def verdict(is_reached: bool) -> str:
-    """Return how a figure compares with its aim."""
-    return "reached" if is_reached else "MISSED"
-
-
-def rows_of_first_trials() -> list[Row]:
-    """Measure how soon a search begins."""
+def rows(figures: Mapping[str, object], aims: Mapping[str, float], what: str = "") -> list[Row]:
+    """Return the figures beside the aims."""
     found = []
-    for what, model, seconds, _ in first_trial.measure():
-        is_warm = what == first_trial.WARM
-        aim, reached = ("at most 1 s", verdict(seconds <= WARM_SECONDS)) if is_warm else ("", "")
-        found.append((f"start to first trial, {model}: {what}", f"{seconds:.2f} s", aim, reached))
+    for name, figure in figures.items():
+        aim = aims.get(name)
+        words = "" if aim is None else f"at most {aim:g}" if aim else "0"
+        verdict = "" if aim is None else "reached" if float(str(figure)) <= aim else "MISSED"
+        found.append((f"{what}: {name}" if what else name, str(figure), words, verdict))
     return found
 
 
-def rows_of_load(databases: list[str]) -> list[Row]:
-    """Measure the service under load, on each database."""
-    found = []
-    with load.databases(databases) as places:
-        for name, (url, server) in places.items():
-            told = load.measure(url, database=server)
-            print(load.table({name: told}), flush=True)
-            for figure, aim in load.AIMS.items():
-                reached = verdict(told[figure] <= aim)
-                found.append((f"{name}: {figure}", str(told[figure]), f"at most {aim}" if aim else "0", reached))
-    return found
+@contextmanager
+def database(kind: str, folder: Path) -> Iterator[tuple[str, PostgresServer | None]]:
+    """Yield the place of an empty database, and its server where it has one.
+
+    The PostgreSQL server waits for the disk at each commit, as it does by default.
+    """
+    if kind == "sqlite":
+        yield str(folder / "a.db"), None
+        return
+    server = PostgresServer.make(durable=True)
+    try:
+        server.start()
+        server.make_template()
+        yield server.url(server.new_database()), server
+    finally:
+        server.close()
 
 
-def rows_of_crowd() -> list[Row]:
-    """Crowd a service with half-sent requests, and measure how others are answered."""
-    told = crowd.measure()
-    aimed = [
-        (name, str(told[name]), f"at most {aim:g}", verdict(told[name] <= aim)) for name, aim in crowd.AIMS.items()
-    ]
-    held = "half-sent requests, and files that the service may open"
-    return [(held, f"{told['half-sent requests']}, {told['files that the service may open']}", "", ""), *aimed]
+def rows_on(kind: str, measure: Callable[[Path, str, PostgresServer | None], Mapping[str, object]],
+            aims: Mapping[str, float]) -> list[Row]:  # fmt: skip
+    """Measure on a database of one kind; without a row where there is no such database here."""
+    try:
+        with tempfile.TemporaryDirectory() as folder, database(kind, Path(folder)) as (storage, server):
+            return rows(measure(Path(folder), storage, server), aims, kind)
+    except NoPostgresError as error:
+        print(f"PostgreSQL is left out: {error}", file=sys.stderr)
+        return []
 
 
-def rows_of_chaos() -> list[Row]:
-    """Kill a service and its searches, and count what was lost."""
-    told = chaos.measure(None)
+def loaded(jobs: int, folder: Path, storage: str, server: PostgresServer | None) -> Mapping[str, object]:
+    """Measure the service under load."""
+    process = psutil.Process(server.process.pid) if server is not None and server.process is not None else None
+    return load.measure(folder, storage, jobs, process)
+
+
+def disturbed(count: int, seed: int, folder: Path, storage: str, server: PostgresServer | None) -> Mapping[str, object]:
+    """Disturb a service; a third as often where its database is on a server."""
+    return faults.measure(count if server is None else count // 3, folder, seed, storage, server)
+
+
+def rows_of_tests() -> list[Row]:
+    """Run the tests with the mark ``service``."""
+    words = [sys.executable, "-m", "pytest", "-m", "service", "tests/service", "tests/store"]
+    has_passed = subprocess.run(words, cwd=ROOT).returncode == 0
     return [
         (
-            f"kills: {name}",
-            str(value),
-            "0" if name in chaos.BAD else "",
-            verdict(value == 0) if name in chaos.BAD else "",
+            "tests with the mark service",
+            *(("passed", "passed", "reached") if has_passed else ("failed", "passed", "MISSED")),
         )
-        for name, value in told.items()
     ]
-
-
-def rows_of_faults(database: str, count: int, seed: int) -> list[Row]:
-    """Disturb a service, and count what was lost."""
-    measure = faults.measure if database == "sqlite" else faults.measure_on_a_server
-    with tempfile.TemporaryDirectory() as folder:
-        told = measure(count, Path(folder) / "scene", seed)
-    print(faults.table(told), flush=True)
-    found: list[Row] = [(f"{database}: faults", str(sum(told["faults"].values())), str(count), "")]
-    return found + [(f"{database}: {name}", str(told[name]), "0", verdict(told[name] == 0)) for name in faults.BAD]
-
-
-def row_of_tests() -> Row:
-    """Run the tests with the mark ``service``."""
-    code = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "service", "tests/service", "tests/store"], cwd=ROOT
-    ).returncode
-    return ("tests with the mark service", "passed" if code == 0 else "failed", "passed", verdict(code == 0))
 
 
 def main() -> None:
     """Measure, and print the table; the exit code tells whether anything was lost or has failed."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=5000, help="Of the load.")
     parser.add_argument("--faults", type=int, default=100, help="On SQLite; a third as many on PostgreSQL.")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--gpu", action="store_true", help="Measure the first trial on the first GPU.")
     parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
-    parser.add_argument("--part", action="append", choices=PARTS, help="What to measure [default: everything].")
+    parts = ("first trial", "load", "crowd", "chaos", "faults", "tests")
+    parser.add_argument("--part", action="append", choices=parts, help="What to measure [default: everything].")
     given = parser.parse_args()
-    databases = given.database or ["sqlite", "postgresql"]
-    measures: dict[str, Callable[[], list[Row]]] = {
-        "first trial": rows_of_first_trials,
-        "load": lambda: rows_of_load(databases),
-        "crowd": rows_of_crowd,
-        "chaos": rows_of_chaos,
-        "faults": lambda: [
-            row
-            for name in databases
-            for row in rows_of_faults(name, given.faults if name == "sqlite" else given.faults // 3, given.seed)
-        ],
-        "tests": lambda: [row_of_tests()],
+    kinds = given.database or ["sqlite", "postgresql"]
+    alone = {
+        "first trial": (partial(first_trial.measure, on_gpu=given.gpu), first_trial.AIMS, ""),
+        "crowd": (crowd.measure, crowd.AIMS, ""),
+        "chaos": (chaos.measure, chaos.AIMS, "kills"),
+    }
+    on_each = {
+        "load": (partial(loaded, given.jobs), load.AIMS),
+        "faults": (partial(disturbed, given.faults, given.seed), faults.AIMS),
     }
     began = time.monotonic()
-    rows = [row for part in given.part or PARTS for row in measures[part]()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    found: list[Row] = []
+    for part in given.part or parts:
+        if part in alone:
+            measure, aims, what = alone[part]
+            with tempfile.TemporaryDirectory() as folder:
+                found += rows(measure(Path(folder)), aims, what)
+        elif part in on_each:
+            found += [row for kind in kinds for row in rows_on(kind, *on_each[part])]
+        else:
+            found += rows_of_tests()
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    for row in found:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(f"{(time.monotonic() - began) / 60:.0f} minutes, load average {os.getloadavg()[1]:.1f} at the end")
     # Times depend on what else the machine does; what was lost does not.
-    raise SystemExit(any(row[3] == "MISSED" and row[2] in ("0", "passed") for row in rows))
+    raise SystemExit(any(row[3] == "MISSED" and row[2] in ("0", "passed") for row in found))
 
 
 if __name__ == "__main__":

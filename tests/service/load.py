@@ -1,40 +1,34 @@
-"""Measure a service under load: clients that speak HTTP, jobs of a stand-in search, both databases.
+"""Measure a service under load: clients that speak HTTP, jobs of a stand-in search.
 
-``python tests/service/load.py`` runs 5,000 jobs on 50 stand-in devices with 200 listeners, on SQLite and on PostgreSQL,
-and prints what was found beside the aims. The service does everything but search.
+5,000 jobs on 50 stand-in devices with 200 listeners. The service does everything but search.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+from served import Service
+from serving import record_answers
+from standing_in import with_devices
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "studies")]
-
-from autotune.service.app import make_app  # noqa: E402
-from autotune.service.searches import Searches  # noqa: E402
-from autotune.service.tokens import add_token  # noqa: E402
-from autotune.store.opening import open_store  # noqa: E402
+from autotune.service.tokens import add_token
+from autotune.store.opening import open_store
 
 ASKED = {"model": "bert-tiny", "effective_batch": 16}
 ANSWERED = {"model": "bert-large-uncased", "effective_batch": 64}
 # Each may submit 1,200 searches a minute.
 TOKENS = 10
+DEVICES, LISTENERS = 50, 200
+TRIAL_SECONDS = 1.0
+"""How long a stand-in trial lasts on average."""
 AIMS = {
     "jobs lost": 0,
     "jobs doubled": 0,
@@ -214,22 +208,6 @@ class Load:
         }
 
 
-def answer_once(storage: str) -> None:
-    """Record a finished search, from a recorded landscape, as the answer to a request."""
-    import serving
-    from searching import H200
-    from starlette.testclient import TestClient
-
-    engine = serving.StandInEngine()
-    engine.add(H200)
-    with open_store(storage) as store:
-        searches = Searches(store, storage, engine)
-        with TestClient(make_app(searches), base_url=serving.URL) as plain:
-            client = serving.with_token(plain, add_token(store.queue, "load", "run"))
-            client.post("/v1/searches", json=ANSWERED).raise_for_status()
-            serving.run_recorded(searches, engine)
-
-
 def cpu_seconds(process: psutil.Process) -> float:
     """Return the processor time of a process and of those that it has started."""
     seconds = 0.0
@@ -245,121 +223,31 @@ def busy_seconds() -> float:
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
-def measure(
-    storage: str,
-    devices: int = 50,
-    jobs: int = 5000,
-    listeners: int = 200,
-    trial_seconds: float = 1.0,
-    database: psutil.Process | None = None,
-) -> dict[str, float]:
-    """Start a service on an empty database, load it and end it; return what was found."""  # fmt: skip
-    answer_once(storage)
+def measure(folder: Path, storage: str, jobs: int = 5000, database: psutil.Process | None = None) -> dict[str, float]:
+    """Load a service on an empty database; return what was found."""
+    record_answers(storage, ANSWERED)
     with open_store(storage) as store:
         tokens = [add_token(store.queue, f"client {number}", "run") for number in range(TOKENS)]
-    plan = Path(tempfile.mkstemp(suffix=".json")[1])
-    plan.write_text(json.dumps({"devices": [{"name": "load", "gpus": devices}], "seconds": trial_seconds}))
-    program = str(Path(__file__).with_name("standing_in.py"))
-    service = subprocess.Popen(
-        [sys.executable, program, str(plan), "serve", "--port", "0", "--storage", storage],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert service.stdout is not None
-        url = service.stdout.readline().strip()
-        watched = [psutil.Process(), psutil.Process(service.pid), *([database] if database else [])]
+    with Service(folder, with_devices(folder, {"load": DEVICES}, TRIAL_SECONDS)) as service:
+        service.serve("--storage", storage)
+        watched = [psutil.Process(), psutil.Process(service.process.pid), *([database] if database else [])]
         started, busy, before = time.monotonic(), busy_seconds(), [cpu_seconds(process) for process in watched]
-        told = asyncio.run(Load(url, tokens).run(jobs, listeners))
+        told = asyncio.run(Load(service.url, tokens).run(jobs, LISTENERS))
         seconds = time.monotonic() - started
         used = [cpu_seconds(process) - then for process, then in zip(watched, before, strict=True)]
         # The service is a child of this process.
         used[0] -= used[1] + (used[2] if database else 0)
-        service.terminate()
-        service.wait(30)
-        ran = json.loads(plan.read_text())
-        return {
-            **told,
-            "jobs doubled": len(ran["started"]) - len({each.partition("-")[0] for each in ran["started"]}),
-            "a device idle between searches, median (ms)": percentile(ran["idle"], 0.5),
-            "a device idle between searches, 95th percentile (ms)": percentile(ran["idle"], 0.95),
-            # What the service costs where other programs share the cores with it.
-            "processor time of the service for a job (ms)": round(1000 * used[1] / jobs, 1),
-            "processor time of the database server for a job (ms)": round(1000 * used[2] / jobs, 1) if database else 0,
-            "processor time of the clients for a job (ms)": round(1000 * used[0] / jobs, 1),
-            "seconds": round(seconds),
-            "cores used by other programs": round((busy_seconds() - busy - sum(used)) / seconds, 2),
-            "load average": round(os.getloadavg()[0], 1),
-        }
-    finally:
-        service.terminate()
-        service.wait(30)
-        plan.unlink()
-
-
-@contextmanager
-def databases(names: list[str]) -> Iterator[dict[str, tuple[str, psutil.Process | None]]]:
-    """Yield an empty database of each kind: its URL, and the process of its server.
-
-    The PostgreSQL server waits for the disk at each commit, as it does by default.
-    """
-    from postgres import NoPostgresError, PostgresServer
-
-    with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, tuple[str, psutil.Process | None]] = {}
-        server = None
-        try:
-            if "sqlite" in names:
-                found["sqlite"] = (f"{folder}/a.db", None)
-            if "postgresql" in names:
-                try:
-                    server = PostgresServer.make(durable=True)
-                    server.start()
-                    server.make_template()
-                    assert server.process is not None
-                    url = server.url(server.new_database())
-                    found["postgresql"] = (url, psutil.Process(server.process.pid))
-                except NoPostgresError as error:
-                    print(f"PostgreSQL is left out: {error}", file=sys.stderr)
-            yield found
-        finally:
-            if server is not None:
-                server.close()
-
-
-def table(found: dict[str, dict[str, float]]) -> str:
-    """Return the figures of each database beside the aims, as lines."""
-    rows = [("", *found, "aim", "")]
-    for name in next(iter(found.values())):
-        told, aim = [figures[name] for figures in found.values()], AIMS.get(name)
-        verdict = "" if aim is None else "reached" if max(told) <= aim else "MISSED"
-        rows.append((name, *map(str, told), "" if aim is None else f"at most {aim}" if aim else "0", verdict))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width)
-                  for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
-
-
-def main() -> None:
-    """Measure, and print it."""
-    parser = argparse.ArgumentParser()
-    for name, default in (("devices", 50), ("jobs", 5000), ("listeners", 200)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trial-seconds", type=float, default=1.0, help="How long a stand-in trial lasts on average.")
-    parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
-    given = parser.parse_args()
-    with databases(given.database or ["sqlite", "postgresql"]) as places:
-        found = {
-            name: measure(url, given.devices, given.jobs, given.listeners, given.trial_seconds, server)
-            for name, (url, server) in places.items()
-        }
-    print(table(found))
-    raise SystemExit(any(told["jobs lost"] or told["jobs doubled"] for told in found.values()))
-
-
-if __name__ == "__main__":
-    main()
+    ran = json.loads((folder / "plan.json").read_text())
+    return {
+        **told,
+        "jobs doubled": len(ran["started"]) - len({each.partition("-")[0] for each in ran["started"]}),
+        "a device idle between searches, median (ms)": percentile(ran["idle"], 0.5),
+        "a device idle between searches, 95th percentile (ms)": percentile(ran["idle"], 0.95),
+        # What the service costs where other programs share the cores with it.
+        "processor time of the service for a job (ms)": round(1000 * used[1] / jobs, 1),
+        "processor time of the database server for a job (ms)": round(1000 * used[2] / jobs, 1) if database else 0,
+        "processor time of the clients for a job (ms)": round(1000 * used[0] / jobs, 1),
+        "seconds": round(seconds),
+        "cores used by other programs": round((busy_seconds() - busy - sum(used)) / seconds, 2),
+        "load average": round(os.getloadavg()[0], 1),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from processes import wait_until
 from recorded import EFFECTIVE_64, RecordedRunner
-from searching import search
+from searching import H200, search
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
@@ -16,7 +16,10 @@ from autotune.devices import Device
 from autotune.engine.child import Teller
 from autotune.engine.local import LocalRun
 from autotune.engine.work import Host, Run, Work
+from autotune.service.app import make_app
 from autotune.service.searches import Searches
+from autotune.service.tokens import add_token
+from autotune.store.opening import open_store
 
 URL = "http://127.0.0.1"
 PREDICTED: list[Document] = []
@@ -114,14 +117,29 @@ def waits_for_state(searches: Searches, job_id: str, *states: str) -> None:
     assert wait_until(lambda: state_of(searches, job_id) in states, 20), state_of(searches, job_id)
 
 
-def run_recorded(searches: Searches, engine: StandInEngine, *, ends: bool = True) -> StandInRun:
+def run_recorded(searches: Searches, engine: StandInEngine, *, ends: bool = True, **options: object) -> StandInRun:
     """Answer the next search from a recorded landscape; return its run."""
     run = engine.next_run()
-    search(searches.store, RecordedRunner(EFFECTIVE_64), Teller(run.add), study=run.work.study)  # type: ignore[arg-type]
+    teller = Teller(run.add)
+    search(searches.store, RecordedRunner(EFFECTIVE_64), teller, study=run.work.study, **options)  # type: ignore[arg-type]
     if ends:
         run.end("finished")
         waits_for_state(searches, run.job, "finished")
     return run
+
+
+def record_answers(storage: str, *requests: Document) -> str:
+    """Record finished searches in a database, as the answers to these requests; return a token."""
+    engine = StandInEngine()
+    engine.add(H200)
+    with open_store(storage) as store:
+        searches, token = Searches(store, storage, engine), add_token(store.queue, "ann", "run")
+        with TestClient(make_app(searches), base_url=URL) as plain:
+            for request in requests:
+                with_token(plain, token).post("/v1/searches", json=request).raise_for_status()
+                precisions = request.get("precision")
+                run_recorded(searches, engine, **({"precisions": tuple(precisions)} if precisions else {}))
+    return token
 
 
 def predict(command: str, options: Document) -> Document:

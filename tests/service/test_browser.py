@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from browsing import PHONE, WIDE, Tab, open_tab
-from test_service_process import Scene, scene_in
+from test_service_process import Scene
 
 pytestmark = pytest.mark.browser
 
@@ -31,7 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """A service that searches on the CPU."""
-    with scene_in(tmp_path_factory.mktemp("service")) as scene:
+    with Scene(tmp_path_factory.mktemp("service")) as scene:
         service = scene.serve()
         yield scene
         service.send_signal(signal.SIGTERM)
@@ -47,7 +47,7 @@ def sign_in(tab: Tab, scene: Scene) -> None:
 
 def finished_search(scene: Scene) -> str:
     """Return the id of a search that has finished; one is run where there is none."""
-    found = scene.get("/v1/searches?state=finished")["searches"]
+    found = scene.call("GET", "/v1/searches?state=finished")["searches"]
     assert found, "the way from the form to the export comes first"
     return str(found[0]["id"])
 
@@ -200,18 +200,16 @@ def test_the_optuna_dashboard_shows_a_study_and_leads_back(scene: Scene, picture
 
 
 def test_a_connection_that_is_lost_is_said(tmp_path: Path) -> None:
-    with scene_in(tmp_path) as scene:
-        service = scene.serve()
+    with Scene(tmp_path) as scene:
+        scene.serve()
         with open_tab(scene.url) as tab:
             sign_in(tab, scene)
             assert tab.page.get_by_role("heading", name="Devices").is_visible()
             assert not tab.page.get_by_text("The connection is lost.").is_visible()
-            service.send_signal(signal.SIGKILL)
-            service.wait(60)
+            scene.kill()
             tab.page.get_by_text("The connection is lost.").wait_for()
             assert tab.problems() == []
-            port = scene.url.rpartition(":")[2]
-            again = scene.start("again", "serve", "--port", port)
+            again = scene.serve_again()
             tab.page.get_by_text("The connection is lost.").wait_for(state="hidden", timeout=60_000)
             again.send_signal(signal.SIGTERM)
             assert again.wait(60) == 0

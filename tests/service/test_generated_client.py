@@ -6,23 +6,26 @@ import importlib
 import json
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import LARGE, record, service
+from served import Service
+from serving import record_answers
+from standing_in import with_devices
+
+LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
 
 
 @pytest.mark.service
 def test_a_generated_client_submits_follows_reads_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openapi_python_client", reason="pip install openapi-python-client")
-    storage, described = str(tmp_path / "a.db"), tmp_path / "api.json"
-    token = record(storage)
-    with service(storage, port=0) as url:
-        request = urllib.request.Request(f"{url}/openapi.json", headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            described.write_bytes(answer.read())
+    described = tmp_path / "api.json"
+    token = record_answers(str(tmp_path / "a.db"), LARGE)
+    with Service(tmp_path, with_devices(tmp_path, {"gpu-1": 1})) as service:
+        service.token = token
+        service.serve("--storage", "a.db")
+        described.write_text(json.dumps(service.call("GET", "/openapi.json")))
         words = ["generate", "--path", described.name, "--meta", "none", "--output-path", "made_client"]
         made = subprocess.run([sys.executable, "-m", "openapi_python_client", *words], cwd=tmp_path, timeout=120)
         assert made.returncode == 0
@@ -32,7 +35,9 @@ def test_a_generated_client_submits_follows_reads_and_cancels(tmp_path: Path, mo
             return importlib.import_module(f"made_client.api.{name}").sync(*path, client=client, **body)
 
         models = importlib.import_module("made_client.models")
-        client = importlib.import_module("made_client").AuthenticatedClient(base_url=url, token=token, timeout=60)
+        client = importlib.import_module("made_client").AuthenticatedClient(
+            base_url=service.url, token=token, timeout=60
+        )
         search = call("searches.searches_submit", body=models.SearchesSubmitBody(**LARGE))
         assert (search.state.value, search.submitted_by) == ("finished", "ann")
         events = call("searches.searches_events", search.id)

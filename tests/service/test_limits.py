@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import resource
 import socket
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from crowd import limited
 from processes import all_gone, wait_until
+from served import Service
 from serving import StandInEngine, waits_for_state, with_token
 from sqlalchemy import event
+from standing_in import with_devices
 from starlette.testclient import TestClient
 
 from autotune.core.errors import ServiceError, StorageError
@@ -33,52 +30,25 @@ from autotune.store.repository import Store
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
 
-SERVE = """
-import sys
-from serving import StandInEngine
-from autotune.service import server
-server._engine = lambda settings: StandInEngine()
-server.serve(server.Settings(sys.argv[1], port=0), lambda url, token: print(url, flush=True))
-"""
-
 
 @pytest.fixture
-def crowded(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The address of a service that may open few files, and what it logs."""
-
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "service", ROOT / "studies")))
-    log = tmp_path / "log"
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(tmp_path / "a.db")],
-            env={**os.environ, "PYTHONPATH": paths}, preexec_fn=few_files, stdout=subprocess.PIPE, stderr=errors,
-            text=True,
-        )  # fmt: skip
-    with process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip(), log
-        finally:
-            process.terminate()
-            process.wait(30)
+def crowded(tmp_path: Path) -> Iterator[Service]:
+    """A service that may open few files."""
+    with Service(tmp_path, with_devices(tmp_path, {})) as service:
+        service.serve("--storage", "a.db", **limited(256))
+        yield service
 
 
-def test_connections_that_ask_for_nothing_keep_nobody_out(crowded: tuple[str, Path], tmp_path: Path) -> None:
-    url, log = crowded
-    assert url, log.read_text()
-    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+def test_connections_that_ask_for_nothing_keep_nobody_out(crowded: Service) -> None:
+    address = ("127.0.0.1", int(crowded.url.rpartition(":")[2]))
     with contextlib.ExitStack() as stack:
         # More than the service may open.
         for _ in range(400):
             half = stack.enter_context(socket.create_connection(address, timeout=30))
             half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-        with urllib.request.urlopen(f"{url}/healthz", timeout=30) as answer:
-            assert answer.status == 200
-    assert log.stat().st_size < 100_000
-    assert (tmp_path / "a.db").stat().st_mode & 0o077 == 0
+        assert crowded.call("GET", "/healthz")["status"]
+    assert len(crowded.text("serve.err")) < 100_000
+    assert (crowded.folder / "a.db").stat().st_mode & 0o077 == 0
 
 
 def test_what_cannot_be_accepted_is_logged_once_a_minute() -> None:
@@ -226,13 +196,10 @@ def test_a_token_has_two_predictions_under_way_at_most() -> None:
         assert [each.result(60) for each in asked] == [{}, {}]
 
 
-def test_a_second_service_over_one_database_is_refused(
-    crowded: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_service_over_one_database_is_refused(crowded: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would start the first one's searches anew."""
-    assert crowded[0]
     # Of this process nothing is to change.
     monkeypatch.setattr("os.umask", lambda mask: mask)
     monkeypatch.setattr("autotune.service.server.raise_open_files", lambda: 1024)
     with pytest.raises(StorageError, match="the queue of this database is held by process"):
-        serve(Settings(str(tmp_path / "a.db"), port=0), lambda url, token: None)
+        serve(Settings(str(crowded.folder / "a.db"), port=0), lambda url, token: None)

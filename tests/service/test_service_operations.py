@@ -33,7 +33,9 @@ import yaml
 from checkout import ROOT
 from click.testing import CliRunner
 from processes import wait_until
+from served import Service
 from serving import StandInEngine, run_recorded
+from standing_in import with_devices
 from starlette.testclient import TestClient
 
 from autotune.cli.main import cli
@@ -126,25 +128,20 @@ def behind_nginx(tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext, str]]:
     program = shutil.which("nginx")
     if program is None:
         pytest.skip("there is no nginx here")
-    key, certificate, plan = tmp_path / "key", tmp_path / "certificate", tmp_path / "plan"
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
              "-keyout", key, "-out", certificate, "-subj", "/CN=localhost",
              "-addext", "subjectAltName=DNS:localhost"]  # fmt: skip
     subprocess.run(words, check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    plan.write_text(json.dumps({"devices": [{"name": "host", "gpus": 1}], "seconds": None}))
-    serve = [sys.executable, Path(__file__).with_name("standing_in.py"), plan, "serve", "--port", "0", "--behind-proxy",
-             "--storage", tmp_path / "a.db"]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
-        stack.callback(service.terminate)
-        assert service.stdout is not None
-        address, _, token = service.stdout.readline().strip().partition("/#token=")
+        service = stack.enter_context(Service(tmp_path, with_devices(tmp_path, {"host": 1})))
+        service.serve("--behind-proxy", "--storage", "a.db")
         server = (FILES / "nginx.conf").read_text()
         changes = {"443 ssl": f"127.0.0.1:{port} ssl", "gpu-box.example;": "localhost;",
                    "/etc/ssl/gpu-box.pem": str(certificate), "/etc/ssl/gpu-box.key": str(key),
-                   "http://127.0.0.1:8321": address}  # fmt: skip
+                   "http://127.0.0.1:8321": service.url}  # fmt: skip
         for old, new in changes.items():
             assert old in server
             server = server.replace(old, new)
@@ -160,7 +157,7 @@ def behind_nginx(tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext, str]]:
             return False
 
         assert wait_until(is_up, 60)
-        yield url, trusted, token
+        yield url, trusted, service.token
 
 
 @pytest.mark.service

@@ -6,99 +6,38 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import warm
 from processes import all_gone, children, processes_named, wait_until
+from served import Service
 
 from autotune.devices import list_devices
 from autotune.devices.lock import Lock
 from autotune.service.client import Client, StreamedEvent
 from autotune.store.opening import open_store
 
-ROOT = Path(__file__).resolve().parents[2]
 
+class Scene(Service):
+    """A service and its clients, forked from a warm process."""
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1"}  # fmt: skip
+    popen = warm.Popen
 
-
-class Scene:
-    """The processes of a test, with their output in files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.url = self.token = ""
-        self._every: list[warm.Popen] = []
-
-    def start(self, name: str, *words: str) -> warm.Popen:
-        """Start a command; its output goes to files of this name."""
-        with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
-            process = warm.Popen(
-                [sys.executable, "-m", "autotune", *words],
-                cwd=self.folder,
-                env={**environment(), "AUTOTUNE_TOKEN": self.token},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-        self._every.append(process)
-        return process
-
-    def text(self, name: str) -> str:
-        """What a command printed: ``serve.out``, ``search.err``."""
-        return (self.folder / name).read_text()
-
-    def serve(self, *words: str) -> warm.Popen:
-        """Start the service and wait for its address."""
-        process = self.start("serve", "serve", "--port", "0", *words)
-        assert wait_until(lambda: "\n" in self.text("serve.out") or process.poll() is not None, 60)
-        self.url, _, self.token = self.text("serve.out").strip().partition("/#token=")
-        return process
-
-    def searching(self, service: warm.Popen) -> list[int]:
+    def searching(self) -> list[int]:
         """The processes in which the service searches."""
-        return processes_named("autotune.engine.child", children(service.pid))
-
-    def get(self, path: str) -> Any:
-        """Ask the service."""
-        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.token}"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        return processes_named("autotune.engine.child", children(self.process.pid))
 
     def waits_for(self) -> str:
         """What the latest search waits for."""
-        return next((search["waits_for"] or "" for search in self.get("/v1/searches")["searches"]), "")
-
-    def end(self) -> None:
-        """Kill what is left."""
-        for process in self._every:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-@contextmanager
-def scene_in(folder: Path) -> Iterator[Scene]:
-    scene = Scene(folder)
-    try:
-        yield scene
-    finally:
-        scene.end()
+        return next((search["waits_for"] or "" for search in self.call("GET", "/v1/searches")["searches"]), "")
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    with scene_in(tmp_path) as scene:
+    with Scene(tmp_path, OMP_NUM_THREADS="1") as scene:
         yield scene
 
 
@@ -118,7 +57,7 @@ def test_a_search_of_a_service_is_recorded_answered_again_and_ends_with_it(scene
     assert client.wait(180) == 0, scene.text("search.err") + scene.text("serve.err")
     report = json.loads(scene.text("search.out"))
     assert (report["state"], report["study"]) == ("finished", "bert-tiny-16")
-    (told,) = scene.get("/v1/searches")["searches"]
+    (told,) = scene.call("GET", "/v1/searches")["searches"]
     assert told["waits_for"] is None
     assert (told["state"], told["attempts"], told["device"]["kind"]) == ("finished", 1, "cpu")
     again = scene.start("again", *words)
@@ -137,11 +76,11 @@ def test_a_search_whose_process_is_killed_goes_on_in_another(scene: Scene) -> No
     words = ["search", "--server", scene.url, *TINY, "--trials", "3", "--json"]
     client = scene.start("search", *words)
     assert wait_until(lambda: "baseline" in scene.text("search.err"), 120), scene.text("serve.err")
-    (first,) = scene.searching(service)
+    (first,) = scene.searching()
     os.kill(first, signal.SIGKILL)
     assert client.wait(180) == 0, scene.text("search.err")
     report = json.loads(scene.text("search.out"))
-    (told,) = scene.get("/v1/searches")["searches"]
+    (told,) = scene.call("GET", "/v1/searches")["searches"]
     assert (report["state"], told["state"], told["attempts"]) == ("finished", "finished", 2)
     baselines = [trial for trial in report["trials"] if trial["stage"] == "baseline"]
     assert [trial["state"] for trial in baselines].count("completed") == 1
@@ -188,7 +127,7 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
 @pytest.mark.service
 def test_who_listens_goes_on_where_it_was_after_the_service_was_killed(scene: Scene) -> None:
     """Events that were told are told once, the others after the restart, in order."""
-    service = scene.serve("--storage", "a.db")
+    scene.serve("--storage", "a.db")
     client, heard = Client(scene.url, scene.token), queue.Queue[StreamedEvent]()
     options = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32, "trials": 3}
     search = client.request("POST", "/v1/searches", options)["id"]
@@ -202,11 +141,8 @@ def test_who_listens_goes_on_where_it_was_after_the_service_was_killed(scene: Sc
     found = []
     while not found or found[-1].kind != "trial":
         found.append(heard.get(timeout=120))
-    service.kill()
-    service.wait()
-    port = scene.url.rpartition(":")[2]
-    scene.start("again", "serve", "--storage", "a.db", "--port", port)
-    assert wait_until(lambda: "\n" in scene.text("again.out"), 60), scene.text("again.err")
+    scene.kill()
+    scene.serve_again()
     listener.join(180)
     assert not listener.is_alive()
     while not heard.empty():
