@@ -113,7 +113,7 @@ def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> Non
         "both": "both",
     }
     searches = sorted(searches, key=lambda found: float(found["expert"]["speedup"]))
-    figure, axes = pyplot.subplots(figsize=(8.4, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.4, 1.1 + 0.42 * len(searches)), layout="constrained")
     for place, found in enumerate(searches):
         expert = found["expert"]["samples_per_second"]
         for trial in found["tried"]:
@@ -133,7 +133,7 @@ def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> Non
     axes.set_xlabel("speed over bf16 at the largest batch that fits")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.set_title("Every trial of five searches on H200s limited to 24 GiB", fontsize=11.5, loc="left")
+    axes.set_title(f"Every trial of {len(searches)} searches on H200s limited to 24 GiB", fontsize=11.5, loc="left")
     line = matplotlib.lines.Line2D
     handles = [
         line([], [], linestyle="", marker="o", color=theme.colours[kinds[kind]], label=words[kind]) for kind in words
