@@ -6,20 +6,21 @@ from autotune.core.outcome import Completed
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell
 from autotune.results.expert import computed_in
-from autotune.results.study_view import BestView, StudyView
+from autotune.results.study_view import BestView, StudyView, TrialView
 
 
 def report_lines(view: StudyView) -> list[str]:
-    """Return a study as ``autotune show`` prints it."""
-    head = ("#", "batch × acc", "configuration", "samples/s", "peak", "took", "verdict")
+    """Return a study as ``autotune show`` prints it: of text with tokens a second in place of how long trials took."""
+    has_tokens = any(trial.tokens_per_second for trial in view.trials)
+    head = ("#", "batch×acc", "configuration", "samples/s", "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
         (
             str(trial.record.number),
             batch_cell(trial.candidate),
             trial.candidate.arm.describe(),
             speed_cell(trial.record.outcome) if isinstance(trial.record.outcome, Completed) else "",
+            _tokens_cell(trial) if has_tokens else took_cell(trial.record),
             peak_cell(trial.record.outcome),
-            took_cell(trial.record),
             trial.verdict,
         )
         for trial in view.trials
@@ -29,8 +30,12 @@ def report_lines(view: StudyView) -> list[str]:
         *(f"  {line}" for line in view.searched),
         *summary_lines(view),
         "",
-        *table_lines(head, rows, right=("#", "batch × acc", "samples/s", "peak", "took")),
+        *table_lines(head, rows, right=("#", "batch×acc", "samples/s", "tokens/s", "took", "peak")),
     ]
+
+
+def _tokens_cell(trial: TrialView) -> str:
+    return format_rate(trial.tokens_per_second) if trial.tokens_per_second else ""
 
 
 def summary_lines(view: StudyView) -> list[str]:

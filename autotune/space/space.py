@@ -39,6 +39,8 @@ class Batches:
     """The one per-device batch that the user's code can be run with; ``None``: any."""
     own_accumulation: int = 1
     """Accumulation of a free batch, where the user's code has one of its own."""
+    sample_tokens: int | None = None
+    """Tokens of a sample, where the effective batch was given in tokens; ``None`` where it was given in samples."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -57,16 +59,22 @@ class Batches:
         if self.effective_batch % self.world_size:
             lower = self.effective_batch // self.world_size * self.world_size
             raise InvalidRequestError(
-                f"--effective-batch {self.effective_batch} cannot be shared equally by {self.world_size} devices",
-                f"use --effective-batch {f'{lower} or ' if lower else ''}{lower + self.world_size}",
+                f"{self.option(self.effective_batch)} cannot be shared equally by {self.world_size} devices",
+                f"use {f'{self.option(lower)} or ' if lower else ''}{self.option(lower + self.world_size)}",
             )
         if self.multiple and self._per_device % self.multiple:
             raise InvalidRequestError(
                 f"no multiple of --batch-multiple {self.multiple} divides the {self._per_device} samples that a "
-                f"device gets of --effective-batch {self.effective_batch}",
+                f"device gets of {self.option(self.effective_batch)}",
                 f"these multiples would work: {', '.join(map(str, _divisors(self._per_device)))}; "
                 "or leave --batch-multiple out",
             )
+
+    def option(self, samples: int) -> str:
+        """Return the option that says so many samples a step, in the unit of the user: ``--effective-tokens 4096``."""
+        if self.sample_tokens is None:
+            return f"--effective-batch {samples}"
+        return f"--effective-tokens {samples * self.sample_tokens}"
 
     @property
     def _per_device(self) -> int:

@@ -56,11 +56,11 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
     assert data is not None
     needed = request.effective_batch or request.batches.levels()[-1]
     if facts.samples < needed:
-        option = "--effective-batch" if request.effective_batch else "--batch-multiple"
+        option = request.batches.option if request.effective_batch else "--batch-multiple {}".format
         counted = "samples" if facts.packed is None else "rows"
         raise InvalidRequestError(
-            f"--dataset {data.label} has {facts.samples} {counted}, less than one step of {option} {needed}",
-            f"use {option} {facts.samples} or less, or more data",
+            f"--dataset {data.label} has {facts.samples} {counted}, less than one step of {option(needed)}",
+            f"use {option(facts.samples)} or less, or more data",
         )
     limit = max_seq_len(workload.config)
     if facts.lengths is None or limit is None:

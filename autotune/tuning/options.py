@@ -67,6 +67,7 @@ def build_request(
         device=device,
         others=tuple(others),
         beside=tuple(beside),
+        effective_tokens=options.get("effective_tokens"),
         **{**defaults, **request_fields(options)},
     )
 

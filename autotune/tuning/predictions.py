@@ -119,7 +119,8 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
-    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    tokens = options.get("effective_tokens")
+    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes, "effective_tokens": tokens}
     if ranks > 1 and options["world_size"] == 1:
         fields["world_size"] = ranks
     return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **fields)

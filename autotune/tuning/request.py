@@ -59,6 +59,8 @@ class SearchRequest:
     beside: tuple[Device, ...] = field(default=(), kw_only=True)
     """Further devices, each of which runs trials of one rank at the same time as ``device``."""
     effective_batch: int | None = None
+    effective_tokens: int | None = None
+    """The same in tokens, where it was given so; only for messages."""
     world_size: int = 1
     batch_multiple: int | None = None
     objective: Objective = "throughput"
@@ -169,7 +171,8 @@ class SearchRequest:
         """Return the batches of the space; raises ``InvalidRequestError`` where they are not possible."""
         data = self.workload.data
         samples = data.facts.samples if data is not None and data.facts is not None else None
-        return Batches(self.effective_batch, self.world_size, self.batch_multiple, samples)
+        tokens = self.workload.seq_len if self.effective_tokens is not None else None
+        return Batches(self.effective_batch, self.world_size, self.batch_multiple, samples, sample_tokens=tokens)
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:

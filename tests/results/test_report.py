@@ -37,7 +37,7 @@ from autotune.results.html.svg_charts import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.study_view import study_view, trial_view
-from autotune.results.text import summary_lines
+from autotune.results.text import report_lines, summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, state_of, times, verdict
 from autotune.store.opening import open_store
@@ -100,6 +100,17 @@ def test_the_summary() -> None:
         "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
         "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",
     ]
+
+
+def test_the_table_has_tokens_a_second_in_eighty_columns() -> None:
+    made = report(BASELINE, WINNER)
+    lines = report_lines(study_view(made))
+    head, *rows = lines[lines.index("") + 1 :]
+    assert head.split() == ["#", "batch×acc", "configuration", "samples/s", "tokens/s", "peak", "verdict"]
+    assert [row[: head.index("tokens/s") + 8].split()[-1] for row in rows] == ["21,350", "159,078"]
+    assert max(map(len, (head, *rows))) <= 80
+    images = dataclasses.replace(made, workload={**made.workload, "task": "image-classification"})
+    assert "took" in next(line for line in report_lines(study_view(images)) if "batch×acc" in line)
 
 
 def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from reported import report_of
-from searching import BERT_LARGE
+from searching import BERT_LARGE, request
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.tuning.options import with_effective_batch
+from autotune.tuning.allowed import check_request
+from autotune.tuning.options import request_of, with_effective_batch
 
 
 def effective_batch_of(tokens: int | None, workload: Workload = BERT_LARGE, **options: Any) -> Any:
@@ -50,3 +51,28 @@ def test_padding_is_no_token_that_counts() -> None:
     full, padded = (report_of(Candidate(Arm(), 8), "cuda", (), replace(BERT_LARGE, padding=p)) for p in (0.0, 0.1))
     tokens = [report.tokens_per_second(report.pooled(report.best)) for report in (full, padded)]
     assert tokens[1] == pytest.approx(0.9 * (tokens[0] or 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"world_size": 2}, "--effective-tokens 512 cannot be shared", "use --effective-tokens 1024"),
+        (
+            {"batch_multiple": 3},
+            "samples that a device gets of --effective-tokens 512",
+            "these multiples would work: 1;",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_said_in_tokens(options: dict[str, int], message: str, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        check_request(request(effective_batch=1, effective_tokens=512, **options))
+    assert hint in caught.value.hint
+
+
+def test_the_command_says_it_in_tokens() -> None:
+    asked = request_of(
+        {"model": "bert-tiny", "effective_tokens": 128, "seq_len": 128, "world_size": 2, "device": "cpu"}
+    )
+    with pytest.raises(InvalidRequestError, match="--effective-tokens 128 cannot be shared equally by 2 devices"):
+        check_request(asked)
