@@ -48,17 +48,99 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def in_fork(kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> W:
-    """Call ``run`` in a forked child and return its result of a type; end as the child ended where there is none.
+Run = Callable[[Callable[[W], NoReturn]], NoReturn]
+"""Runs in a forked child; gets a function that sends the result and ends the child."""
 
-    ``run`` gets a function that sends the result and ends the child.
+
+def in_fork(kind: type[W], run: Run[W]) -> W:
+    """Call ``run`` in a forked child and return its result of a type; end as the child ended where there is none."""
+    child = Beside(kind, run)
+    result = child.result_before(lambda: False)
+    assert result is not None
+    child.end()
+    return result
+
+
+def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_seconds: float) -> list[W | None]:
+    """Call each of ``runs`` in a forked child of its own, some at once; return their results of a type in order.
+
+    ``None`` where a child ended without one, or had not ended when the limit for all of them was over.
     """
-    pid, reader = _fork(run)
-    lines, status = _await_child(pid, reader)
-    os.close(reader.fd)
-    if lines:
-        return decode(json.loads(lines[0]), kind)
-    _end_as(status)
+    deadline = time.monotonic() + limit_seconds
+    results: list[W | None] = [None] * len(runs)
+    waiting = list(range(len(runs)))
+    working: dict[int, Beside[W]] = {}
+    try:
+        while (waiting or working) and time.monotonic() < deadline:
+            while waiting and len(working) < at_once:
+                number = waiting.pop(0)
+                working[number] = Beside(kind, runs[number])
+            fds = [child.lines.fd for child in working.values()]
+            wait_until_ready(fds, timeout_seconds=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            for number, child in list(working.items()):
+                results[number] = child.read()
+                # The end of the pipe is the end of the child, unless that has started others.
+                if results[number] is not None or child.lines.closed:
+                    working.pop(number).end()
+    finally:
+        for child in working.values():
+            child.end()
+    return results
+
+
+class Beside(Generic[W]):
+    """A forked child that runs beside this process, and sends one result of a type.
+
+    A child that ``stays`` then waits for ``end``.
+    """
+
+    def __init__(self, kind: type[W], run: Run[W], *, stays: bool = False) -> None:
+        self._kind = kind
+        read_fd, write_fd = os.pipe()
+        parent = os.getpid()
+        flush_output()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(read_fd)
+            die_with(parent)
+            _run_in_child(run, write_fd, stays=stays)
+        os.close(write_fd)
+        self.lines = LineReader(read_fd)
+
+    def read(self) -> W | None:
+        """Return the result if it is there by now."""
+        lines = self.lines.read()
+        return decode(json.loads(lines[0]), self._kind) if lines else None
+
+    def result(self, limit_seconds: float) -> W | None:
+        """Wait for the result; ``None`` where the child ended without one, or has not sent it within the limit."""
+        deadline = time.monotonic() + limit_seconds
+        while (result := self.read()) is None and not self.lines.closed and (left := deadline - time.monotonic()) > 0:
+            wait_until_ready([self.lines.fd], timeout_seconds=left)
+        self.end()
+        return result
+
+    def result_before(self, is_over: Callable[[], bool]) -> W | None:
+        """Wait for the result; ``None`` as soon as ``is_over`` says so. End as the child ended where there is none.
+
+        The end of the pipe is not waited for, since processes that the child started may hold it open for longer.
+        """
+        while not is_over():
+            wait_until_ready([] if self.lines.closed else [self.lines.fd], timeout_seconds=_LOOK_SECONDS)
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if (result := self.read()) is not None:
+                return result
+            if pid == self._pid:
+                _end_as(status)
+        return None
+
+    def end(self) -> None:
+        """Kill the child unless it has ended, and reap it."""
+        os.close(self.lines.fd)
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
 
 
 def _end_as(status: int) -> NoReturn:
@@ -72,126 +154,10 @@ def _end_as(status: int) -> NoReturn:
     os._exit(code or 1)
 
 
-class Beside(Generic[W]):
-    """A forked child that runs beside this process, and sends one result of a type.
-
-    It gets a function that sends the result and ends the child, as with ``in_fork``. A child that ``stays`` then waits
-    for ``end``.
-    """
-
-    def __init__(
-        self, kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn], *, stays: bool = False
-    ) -> None:
-        self._kind = kind
-        self._pid, self._reader = _fork(run, stays=stays)
-
-    def result(self, limit_seconds: float) -> W | None:
-        """Wait for the result; ``None`` where the child ended without one, or has not sent it within the limit."""
-        deadline = time.monotonic() + limit_seconds
-        lines: list[bytes] = []
-        while not lines and not self._reader.closed and (left := deadline - time.monotonic()) > 0:
-            wait_until_ready([self._reader.fd], timeout_seconds=left)
-            lines = self._reader.read()
-        self.end()
-        return decode(json.loads(lines[0]), self._kind) if lines else None
-
-    def result_before(self, is_over: Callable[[], bool]) -> W | None:
-        """Wait for the result of a child that stays; ``None`` as soon as ``is_over`` says so.
-
-        End as the child ended where there is none.
-        """
-        while not is_over():
-            wait_until_ready([self._reader.fd], timeout_seconds=_LOOK_SECONDS)
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if lines := self._reader.read():
-                return decode(json.loads(lines[0]), self._kind)
-            if pid == self._pid:
-                _end_as(status)
-        return None
-
-    def end(self) -> None:
-        """Kill the child unless it has ended, and reap it."""
-        _end_fork(self._pid, self._reader)
-
-
-def in_forks(
-    kind: type[W],
-    runs: Sequence[Callable[[Callable[[W], NoReturn]], NoReturn]],
-    *,
-    at_once: int,
-    limit_seconds: float,
-) -> list[W | None]:
-    """Call each of ``runs`` in a forked child of its own, some at once; return their results of a type in order.
-
-    ``None`` where a child ended without one, or had not ended when the limit for all of them was over.
-    """
-    deadline = time.monotonic() + limit_seconds
-    results: list[W | None] = [None] * len(runs)
-    waiting = list(range(len(runs)))
-    working: dict[int, tuple[int, LineReader]] = {}
-    try:
-        while (waiting or working) and time.monotonic() < deadline:
-            while waiting and len(working) < at_once:
-                number = waiting.pop(0)
-                working[number] = _fork(runs[number])
-            fds = [reader.fd for _, reader in working.values()]
-            wait_until_ready(fds, timeout_seconds=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-            for number, (_, reader) in list(working.items()):
-                lines = reader.read()
-                if lines:
-                    results[number] = decode(json.loads(lines[0]), kind)
-                # The end of the pipe is the end of the child, unless that has started others.
-                if lines or reader.closed:
-                    _end_fork(*working.pop(number))
-    finally:
-        for pid, reader in working.values():
-            _end_fork(pid, reader)
-    return results
-
-
-def _fork(run: Callable[[Callable[[W], NoReturn]], NoReturn], *, stays: bool = False) -> tuple[int, LineReader]:
-    """Start a child that calls ``run``; return its process id, and what it writes. Where it ``stays``, it is killed."""
-    read_fd, write_fd = os.pipe()
-    parent = os.getpid()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_fd)
-        die_with(parent)
-        _run_in_child(run, write_fd, stays=stays)
-    os.close(write_fd)
-    return pid, LineReader(read_fd)
-
-
-def _end_fork(pid: int, reader: LineReader) -> None:
-    """Kill a child unless it has ended, and reap it."""
-    os.close(reader.fd)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-
-
-def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:
-    """Wait until the child has ended; return what it wrote, and its status.
-
-    The end of the pipe is not waited for, since processes that the child started may hold it open for longer.
-    """
-    lines: list[bytes] = []
-    while not lines and not reader.closed:
-        wait_until_ready([reader.fd], timeout_seconds=_LOOK_SECONDS)
-        lines += reader.read()
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended == pid:
-            return lines or reader.read(), status
-    return lines, os.waitpid(pid, 0)[1]
-
-
-def _run_in_child(
-    run: Callable[[Callable[[W], NoReturn]], NoReturn], result_fd: int, *, stays: bool = False
-) -> NoReturn:
+def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
     def finish(result: W) -> NoReturn:
+        # The parent may kill this process once it has the result.
+        flush_output()
         with os.fdopen(result_fd, "wb") as stream:
             stream.write(json.dumps(encode(result)).encode() + b"\n")
         while stays:
@@ -219,11 +185,16 @@ def serve_one_job(kind: type[W], run: Callable[[W, str], Any]) -> None:
         json.dump(encode(result), stream)
 
 
-def leave(code: int) -> NoReturn:
-    """Exit without clean-up, since what this process inherited is its parent's to clean up."""
+def flush_output() -> None:
+    """Write out what was printed so far."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without clean-up, since what this process inherited is its parent's to clean up."""
+    flush_output()
     os._exit(code)
 
 
@@ -278,8 +249,7 @@ def append_output(log_path: str) -> None:
     """Append standard output and error to another log file; where it cannot be opened, they stay where they are."""
     with contextlib.suppress(OSError):
         log = private_opener(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_output()
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -259,8 +259,7 @@ class Server:
         except AutotuneError as error:
             self._refuse(job.id, f"{error.message}; {error.hint}")
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        process.flush_output()
         ranks: list[_Rank] = []
         store = None
         try:
@@ -457,10 +456,7 @@ def _become_child(
     except BaseException:
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        process.leave(code)
 
 
 def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
@@ -553,9 +549,7 @@ def main() -> None:
         server.report(Ready(os.getpid()))
         server.serve()
     # All children have ended. Skip Python's clean-up, since tearing torch down module by module takes a second.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    process.leave(0)
 
 
 if __name__ == "__main__":

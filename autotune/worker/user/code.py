@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
+from autotune.worker.process import flush_output
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.protection import begin_run, refused_write
 
@@ -114,8 +115,7 @@ def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserC
 
 def log_size() -> int:
     """Return how many bytes are in the log that this process writes to."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_output()
     try:
         return os.fstat(2).st_size
     except OSError:
