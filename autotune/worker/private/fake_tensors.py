@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,12 +38,6 @@ def copy_fake(meta: torch.Tensor, attributes: Mapping[str, Any]) -> Any:
     Does what the class's own constructor does, without its checks.
     """
     fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
-    _refuse_data_pointer(fake)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)
     return fake
-
-
-# Since torch 2.4, the constructor of fake tensors has the address of their data raise an error.
-_refuse_data_pointer: Callable[[torch.Tensor], Any] = getattr(
-    torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
-)

@@ -57,8 +57,7 @@ def attention_implementations(model_class: type) -> list[str]:
     names = ["eager"]
     if getattr(model_class, "_supports_sdpa", False):
         names.append("sdpa")
-    # The second name is that of transformers before 4.53, which the user's own models may still set.
-    if getattr(model_class, "_supports_flash_attn", False) or getattr(model_class, "_supports_flash_attn_2", False):
+    if getattr(model_class, "_supports_flash_attn", False):
         names.append("flash_attention_2")
     if getattr(model_class, "_supports_flex_attn", False):
         names.append("flex_attention")

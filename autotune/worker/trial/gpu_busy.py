@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,37 +24,27 @@ from autotune.worker.trial.meter import Meter
 _NS = 1e-9
 
 
-class Profiler(Protocol):
-    """Records what the GPU executes."""
-
-    def start(self) -> None:
-        """Start recording."""
-
-    def stop(self) -> float | None:
-        """Wait for the device and stop; return its busy seconds, ``None`` where they are not known."""
-
-    def kinds(self) -> dict[str, float]:
-        """Return the seconds of each kind of work in what was recorded last; empty where they are not known."""
-
-
-class KinetoProfiler:
-    """Records with ``torch.profiler``, CUDA activity only."""
+class Profiler:
+    """Records what the GPU executes, with ``torch.profiler``: CUDA activity only."""
 
     def __init__(self) -> None:
         self._profile: Any = None
         self._recorded: Any = None
 
     def start(self) -> None:
+        """Start recording."""
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profile.start()
 
     def stop(self) -> float | None:
+        """Wait for the device and stop; return its busy seconds, ``None`` where they are not known."""
         profile, self._profile = self._profile, None
         profile.stop()
         self._recorded = profile
         return busy_seconds(device_intervals(profile))
 
     def kinds(self) -> dict[str, float]:
+        """Return the seconds of each kind of work in what was recorded last; empty where they are not known."""
         profile, self._recorded = self._recorded, None
         return seconds_by_kind(profile)
 
@@ -225,4 +215,4 @@ def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep 
     """Return what profiles a step on this device; ``None`` on a CPU, which has no separate device to record."""
     if meter.device.type != "cuda":
         return None
-    return BusyStep(KinetoProfiler(), meter, micro_steps_run, micro_steps)
+    return BusyStep(Profiler(), meter, micro_steps_run, micro_steps)

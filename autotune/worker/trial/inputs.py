@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from autotune.worker.arrays import arrays_in
+
 # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: the size of every request is rounded up to a multiple of it.
 _BLOCK_BYTES = 512
 # The inputs of one step are freed only after those of the next are there, so two steps show the peak.
@@ -56,19 +58,8 @@ class LeftOutInputs:
             self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
 
     def _on_device(self, inputs: Any) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in _tensors(inputs) if tensor.device.type == self._device_type)
-
-
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a batch, however it is nested."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif hasattr(inputs, "values"):
-        for value in inputs.values():
-            yield from _tensors(value)
-    elif isinstance(inputs, list | tuple):
-        for value in inputs:
-            yield from _tensors(value)
+        tensors = (array for array in arrays_in(inputs) if isinstance(array, torch.Tensor))
+        return (tensor for tensor in tensors if tensor.device.type == self._device_type)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

@@ -64,37 +64,36 @@ class ScalerWatch:
 
     def step_was_skipped(self) -> bool:
         """Return whether the update of the step that just ended was skipped; to be called once a step."""
+        is_skipped = self._was_skipped()
+        self.skipped += is_skipped
+        return is_skipped
+
+    def _was_skipped(self) -> bool:
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
-        is_skipped = bool(self._scale < before)
-        self.skipped += is_skipped
-        return is_skipped
+        return bool(self._scale < before)
 
 
-class OverflowWatch:
+class OverflowWatch(ScalerWatch):
     """Counts the updates that DeepSpeed skips in fp16: its optimizer scales the loss itself, without a scaler."""
 
     def __init__(self, optimizer: Any) -> None:
+        super().__init__()
         self._optimizer = optimizer
-        self.skipped = 0
-        """Updates skipped so far."""
 
-    def step_was_skipped(self) -> bool:
-        """Return whether the update of the step that just ended was skipped; to be called once a step."""
-        is_skipped = bool(self._optimizer.step_was_skipped)
-        self.skipped += is_skipped
-        return is_skipped
+    def _was_skipped(self) -> bool:
+        return bool(self._optimizer.step_was_skipped)
 
 
-def scaler_watch(optimizer: Any) -> ScalerWatch | OverflowWatch:
+def scaler_watch(optimizer: Any) -> ScalerWatch:
     """Return what counts the skipped updates of a training, given the optimizer that accelerate wrapped."""
     if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
         return OverflowWatch(optimizer)
     return ScalerWatch(getattr(optimizer, "scaler", None))
 
 
-def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
+def skipped_steps(scaler: Any) -> int:
     """Return how many updates a gradient scaler has skipped so far, computed from its scale; 0 without a scaler.
 
     Valid until the scale grows for the first time, after ``growth_interval`` (2,000) good steps in a row. The fused
@@ -102,4 +101,4 @@ def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
     """
     if scaler is None or not scaler.is_enabled():
         return 0
-    return round(math.log(first_scale / scaler.get_scale()) / -math.log(scaler.get_backoff_factor()))
+    return round(math.log(_FIRST_SCALE / scaler.get_scale()) / -math.log(scaler.get_backoff_factor()))

@@ -24,7 +24,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.bucket_copy import BucketCopy, without_copy
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.losses import OverflowWatch, ScalerWatch, scaler_watch
+from autotune.worker.trial.losses import ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
@@ -191,7 +191,7 @@ class StepTimer(StepListener):
         self._previous_end = 0.0
         self._begin = 0.0
         self._first_reserved: int | None = None
-        self._scaler: ScalerWatch | OverflowWatch = ScalerWatch()
+        self._scaler = ScalerWatch()
         self._steps_seen = 0
         self._steps_run_again = 0
         self._warmup_steps = effort.warmup_steps

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+from autotune.worker.arrays import arrays_by_place
+
 
 class Rehearsing:
     """Decides which steps are yielded twice, and tells whether the current one is the first run of two.
@@ -80,11 +82,5 @@ class _Loader:
 
 
 def _shapes(batch: Any) -> Hashable:
-    """Return the shapes of a batch's tensors, nested as the batch is."""
-    if hasattr(batch, "shape"):
-        return tuple(batch.shape)
-    if hasattr(batch, "items"):
-        return tuple((name, _shapes(value)) for name, value in batch.items())
-    if isinstance(batch, list | tuple):
-        return tuple(_shapes(value) for value in batch)
-    return None
+    """Return the shapes of a batch's tensors, and where each of them stands."""
+    return tuple((place, tuple(array.shape)) for place, array in arrays_by_place(batch))

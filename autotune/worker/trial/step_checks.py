@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from autotune.core.outcome import FailureReason
 from autotune.worker.trial.training_watch import Call, Seen, Shapes, TrainingWatch, shapes_in
 
+NO_GRADIENTS = "{} steps an optimizer whose parameters get no gradients"
+NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is trained, after the last change of it"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -114,81 +116,67 @@ class StepChecks:
     def end_timed(self) -> None:
         """Judge whether the steps that were timed trained what those before them did."""
         if not self.watch.is_removed and self.watch.trains_otherwise():
-            self.refuse(
-                NotTrained(
-                    f"{self._name} trains other weights in later steps than in its first, or in another precision"
-                    f"{self._at}",
-                    "have each step train the same weights in one precision, and search each stage by itself",
-                )
+            self._refuse(
+                f"{self._name} trains other weights in later steps than in its first, or in another precision",
+                "have each step train the same weights in one precision, and search each stage by itself",
             )
 
     def _judge_numerics(self) -> None:
-        batch, sizes, at = self._batch, self.watch.inner_sizes, self._at
+        batch, sizes = self._batch, self.watch.inner_sizes
         if batch is not None and self._is_filled and sizes and not any(_may_hold(size, batch) for size in sizes):
-            self.refuse(
-                NotTrained(
-                    f"the model of {self._name} is given a batch of {batch} and computes with fewer samples{at}",
-                    "have the model train with all samples of the batch that it is given",
-                )
+            self._refuse(
+                f"the model of {self._name} is given a batch of {batch} and computes with fewer samples",
+                "have the model train with all samples of the batch that it is given",
             )
         if self.precision is not None:
             self._judge_precision(*self.precision)
 
     def _judge_precision(self, device: str, precision: str) -> None:
-        watch, at = self.watch, self._at
+        watch, told = self.watch, f"{self._name} was asked for {precision} and"
         entered = {dtype for kind, dtype in watch.autocasts if kind == device}
         asked = _DTYPES.get(precision)
         around = [cast[1] for cast in watch.casts_before if cast is not None and cast[0] == device]
         if asked is None and around:
-            self.refuse(
-                NotTrained(
-                    f"{self._name} was asked for {precision} and calls its model in an autocast of {around[0]}{at}",
-                    f"have it enter none there for {precision}, or search without {precision}",
-                )
+            self._refuse(
+                f"{told} calls its model in an autocast of {around[0]}",
+                f"have it enter none there for {precision}, or search without {precision}",
             )
         if asked is None or asked in watch.weight_dtypes:
             return
         if asked not in entered:
-            self.refuse(
-                NotTrained(
-                    f"{self._name} was asked for {precision} and enters no autocast of it on this {device}{at}",
-                    f"have it enter one there, or search without {precision}",
-                )
+            self._refuse(
+                f"{told} enters no autocast of it on this {device}",
+                f"have it enter one there, or search without {precision}",
             )
         if watch.keeps_weights and asked not in watch.inner_dtypes and not watch.compiles:
-            self.refuse(
-                NotTrained(
-                    f"{self._name} was asked for {precision} and its model computes nothing in it{at}",
-                    f"have the model enter no autocast that is off, or search without {precision}",
-                )
+            self._refuse(
+                f"{told} its model computes nothing in it",
+                f"have the model enter no autocast that is off, or search without {precision}",
             )
 
     def _judge_update(self) -> None:
-        update, at = self.watch.update, self._at
+        update = self.watch.update
         if update is None or update.is_honest:
             return
         if not update.has_gradients:
-            self.refuse(
-                NotTrained(
-                    f"{self._name} steps an optimizer whose parameters get no gradients{at}",
-                    "make the optimizer of the parameters of the model that is trained, after the last change of it",
-                )
-            )
+            self._refuse(NO_GRADIENTS.format(self._name), NO_GRADIENTS_HINT)
         if not update.is_finite:
-            self.refuse(NotTrained(f"the gradients of {self._name} are not finite{at}", reason="non_finite"))
+            self._refuse(f"the gradients of {self._name} are not finite", reason="non_finite")
         if update.is_zero and not self.may_be_zero:
             self.refuse(
                 self._with_memory(
-                    f"all gradients of {self._name} are zero{at}", "compute its loss from the output of the model"
+                    f"all gradients of {self._name} are zero{self._at}",
+                    "compute its loss from the output of the model",
                 )
             )
         if update.is_lost:
-            self.refuse(
-                NotTrained(
-                    f"the optimizer of {self._name} leaves the weights as they are{at}",
-                    "have it step the parameters of the model that is trained",
-                )
+            self._refuse(
+                f"the optimizer of {self._name} leaves the weights as they are",
+                "have it step the parameters of the model that is trained",
             )
+
+    def _refuse(self, message: str, hint: str = "", reason: FailureReason = "error") -> None:
+        self.refuse(NotTrained(message + self._at, hint, reason=reason))
 
     @property
     def _at(self) -> str:

@@ -11,21 +11,22 @@ looked at in steps that are not timed.
 from __future__ import annotations
 
 import functools
-import os
+import itertools
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
 
+from autotune.worker.arrays import arrays_by_place, is_row
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
+from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.updates import Update, parameters_of, part_of, update_of
 
@@ -35,11 +36,6 @@ _MOST_TENSORS = 16
 _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx"))
 # Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
-_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_FRAMEWORKS = (
-    "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
-    "sentence_transformers", "autotune", "contextlib", "functools", "threading", "runpy",
-)  # fmt: skip
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -266,7 +262,7 @@ class TrainingWatch:
             # What torch.compile made of it has no class and config of its own.
             self.model = getattr(called, "_orig_mod", called)
         if self._is_close:
-            self.place = self.place or _users_line()
+            self.place = self.place or users_line(lines_above())
         if torch.is_grad_enabled() and not is_in_autograd():
             self._look_at_autocast()
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
@@ -325,7 +321,7 @@ class TrainingWatch:
 
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if self.listener is not None and not is_in_autograd():
-            shapes = {place: tuple(each.shape) for place, each in _tensors_by_place((*given, named))}
+            shapes = {place: tuple(each.shape) for place, each in arrays_by_place((*given, named))}
             self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
@@ -512,21 +508,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def first_tensors(value: Any) -> list[torch.Tensor]:
     """List the first tensors in a value, nested no deeper than outputs of models are."""
-    return [each for _, (_, each) in zip(range(_MOST_TENSORS), _tensors_by_place(value, "", 3), strict=False)]
-
-
-def _tensors_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a value, with where they stand: ``0``, ``1.input_ids``."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif depth:
-        parts = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_row(value) else ()
-        for at, part in parts:
-            yield from _tensors_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+    tensors = (each for _, each in arrays_by_place(value, depth=3) if isinstance(each, torch.Tensor))
+    return list(itertools.islice(tensors, _MOST_TENSORS))
 
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
@@ -541,26 +524,8 @@ def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
         elif left:
             if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
                 shapes.append((len(part),))
-            for each in part.values() if isinstance(part, Mapping) else part if _is_row(part) else ():
+            for each in part.values() if isinstance(part, Mapping) else part if is_row(part) else ():
                 add(each, left - 1)
 
     add(value, depth)
     return shapes
-
-
-def _users_line() -> str | None:
-    """Return the innermost line on the stack that is the user's own, else of a package that is no framework."""
-    frame: FrameType | None = sys._getframe(1)
-    place = None
-    while frame is not None:
-        path, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        # The trial server runs as ``__main__``.
-        is_own = path.startswith(("<", _OWN_FOLDER)) or name.partition(".")[0] in _FRAMEWORKS
-        if not is_own:
-            is_installed = "site-packages" in path
-            if not is_installed or place is None:
-                place = f"{os.path.basename(path)}:{frame.f_lineno}"
-            if not is_installed:
-                break
-        frame = frame.f_back
-    return place

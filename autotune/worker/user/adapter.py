@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from autotune.core.candidate import Candidate, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
-from autotune.worker.user.checkpointing import enable_checkpointing
+from autotune.worker.checkpointing import enable_checkpointing
+
+if TYPE_CHECKING:
+    from autotune.worker.user.loop_steps import LoopSteps
 
 Say = Callable[[str], None]
 
@@ -67,16 +70,6 @@ class Inspecting:
     """Ends the process with what the script trains with."""
 
 
-class Steps(Protocol):
-    """What is told where the batches and steps of a training begin and end: ``LoopSteps``."""
-
-    def begin(self) -> None: ...
-    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None: ...
-    def backward_within_step_ends(self) -> None: ...
-    def micro_step_ends(self) -> None: ...
-    def data_is_over(self) -> None: ...
-
-
 class Measured(Protocol):
     """A trial, as an adapter needs it."""
 
@@ -87,7 +80,7 @@ class Measured(Protocol):
         """Measure from now on."""
         ...
 
-    def steps(self, *, rehearses: bool) -> Steps:
+    def steps(self, *, rehearses: bool) -> LoopSteps:
         """Return what is to be told of the batches and steps, after ``begins``."""
         ...
 
@@ -113,6 +106,12 @@ class Adapter(Protocol):
     def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
         """Look at what the script trains with, from now on; return what tells whether it has begun to."""
         ...
+
+
+def silence(kind: Any, *names: str, returned: Any = None) -> None:
+    """Have methods of a class do nothing in this process."""
+    for name in names:
+        setattr(kind, name, lambda *_, **__: returned)
 
 
 GivesBatches = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from autotune.core.training_source import TrainingSource
+from autotune.worker.stack import module_of
 from autotune.worker.user.script_options import watch_options
 
 # Names of options of well-known training codes, without dashes and in lower case, by what they decide. A name may be
@@ -71,9 +72,8 @@ def framework_of(frames: Sequence[FrameType]) -> str:
     """Return `` with …``: what library the loop is written for; empty for plain PyTorch."""
     known = {"lightning.fabric": "Lightning Fabric", "lightning_fabric": "Lightning Fabric", "deepspeed": "DeepSpeed"}
     for frame in frames:
-        module = str(frame.f_globals.get("__name__", ""))
         for package, name in known.items():
-            if module == package or module.startswith(f"{package}."):
+            if f"{module_of(frame)}.".startswith(f"{package}."):
                 return f" with {name}"
     return ""
 
@@ -176,7 +176,7 @@ def _settings(frames: Sequence[FrameType]) -> Mapping[str, Any]:
             configs = [value for value in frame.f_locals.values() if isinstance(value, module.DictConfig)]
             if configs:
                 return dict(_flat(module.OmegaConf.to_container(configs[0])))
-        if frame.f_globals.get("__name__") == "__main__":
+        if module_of(frame) == "__main__":
             text = _source_text(frame.f_code.co_filename)
             # nanoGPT's configurator, a file of its own or a copy.
             if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from autotune.worker.arrays import arrays_by_place, arrays_in
+
 # How much of the data is looked at for its largest sample: about what a trial trains on.
 _MOST_SAMPLES = 512
 _MOST_STREAMED = 64
@@ -40,8 +42,8 @@ class BatchShapes:
         return _scaled(self._two, self._three, size)
 
     def dimensions(self) -> Iterator[int]:
-        """Yield the dimensions of one sample's tensors."""
-        yield from _dimensions(self.at(1))
+        """Return the dimensions of one sample's tensors."""
+        return (dimension for array in arrays_in(self.at(1)) for dimension in array.shape)
 
 
 def of_loader(loader: Any) -> BatchShapes:
@@ -102,18 +104,5 @@ def _grown(two: int, three: int, size: int) -> int:
     return two + each * (size - 2)
 
 
-def _dimensions(value: Any) -> Iterator[int]:
-    if isinstance(value, torch.Tensor):
-        yield from value.shape
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _dimensions(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _dimensions(part)
-
-
-def _has_padding(batch: Any, name: str = "") -> bool:
-    if isinstance(batch, torch.Tensor):
-        return "attention_mask" in name and bool((batch == 0).any())
-    return isinstance(batch, Mapping) and any(_has_padding(value, str(key)) for key, value in batch.items())
+def _has_padding(batch: Any) -> bool:
+    return any("attention_mask" in place and bool((mask == 0).any()) for place, mask in arrays_by_place(batch))

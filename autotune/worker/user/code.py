@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 from autotune.worker.process import flush_output
+from autotune.worker.stack import users_line
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.protection import begin_run, refused_write
 
@@ -138,8 +139,9 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
     """Return what an error of the user's code means, where that is known; else the error."""
     if (refused := refused_write(error)) is not None:
         path, why = refused
+        place = users_line(reversed(list(traceback.walk_tb(error.__traceback__))))
         return UserCodeError(
-            f"{source.name} cannot write to {path}{_line_of(error, source)}: {why}",
+            f"{source.name} cannot write to {path}{f' ({place})' if place else ''}: {why}",
             "have it write to a temporary folder, or to one that an option --output_dir names; --unprotected searches "
             "it with nothing between it and your files",
         )
@@ -152,14 +154,6 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
             str(left(source, error)), "run it by itself with the same options to see whether it trains"
         )
     return error
-
-
-def _line_of(error: BaseException, source: TrainingSource) -> str:
-    """Return `` (FILE:LINE)`` of the innermost line of the user's own that an error passed through."""
-    lines = traceback.extract_tb(error.__traceback__)
-    own = [line for line in lines if line.filename == source.file or Path(line.filename).is_relative_to(source.cwd)]
-    own = [line for line in own if "site-packages" not in line.filename]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def trim(error: BaseException, source: TrainingSource) -> None:

@@ -23,6 +23,7 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import ArmsToTrace, TracedStep
 from autotune.space.levers import is_traced
+from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.scaling import telling_batch
@@ -33,7 +34,6 @@ from autotune.worker.private.transformers import prepares_inputs_itself
 from autotune.worker.private.trl import fold_logits_as_on_gpu
 from autotune.worker.process import in_forks
 from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
-from autotune.worker.user.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.user.guard import forget_steps
 
 # Tracing a large model took 3 s on an idle core; a search goes on without what takes longer than this.

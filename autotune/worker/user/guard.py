@@ -13,10 +13,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
+from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.advice import framework_of, next_step
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
 from autotune.worker.user.on_import import on_import
@@ -162,10 +163,12 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
     """Return what trains at this moment, as the call stack shows, and what to do instead."""
     from transformers import Trainer
 
-    frames = _frames()
+    lines = list(lines_above())
+    place, frames = users_line(lines), [frame for frame, _ in lines]
+    at = f" at {place}" if place else ""
     if source.kind == "loop":
         return (
-            f"{source.name} trains without autotune.steps{_place(frames, source)}",
+            f"{source.name} trains without autotune.steps{at}",
             "go over autotune.steps(loader) in the training loop, or put with autotune.step(): around each pass",
         )
     for frame in frames:
@@ -177,35 +180,14 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
                 "only the steps within Trainer.train of a Trainer can be measured",
             )
     return (
-        f"{source.name} trains in a loop of its own{framework_of(frames)}{_place(frames, source)}",
+        f"{source.name} trains in a loop of its own{framework_of(frames)}{at}",
         next_step(source, frames),
     )
 
 
-def _place(frames: Sequence[FrameType], source: TrainingSource) -> str:
-    """Return `` at FILE:LINE`` of the innermost line of the user's own; empty where none is on the stack."""
-    folders = {str(Path(source.file).parent), source.cwd}
-    for frame in frames:
-        path = Path(os.path.abspath(frame.f_code.co_filename))
-        is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
-        if str(path) == source.file or (not is_installed and any(map(path.is_relative_to, folders))):
-            return f" at {path.name}:{frame.f_lineno}"
-    return ""
-
-
-def _frames() -> list[FrameType]:
-    """List the frames of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
 def _prepares_weights() -> bool:
     """Return whether a library that chooses first weights by backward passes is at work."""
-    return any(str(frame.f_globals.get("__name__", "")).startswith(_PREPARES_WEIGHTS) for frame in _frames())
+    return any(module_of(frame).startswith(_PREPARES_WEIGHTS) for frame, _ in lines_above())
 
 
 # Processes that are about to start: the words of their command line and their environment, where it is not this one's.

@@ -13,10 +13,11 @@ from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
+from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
+from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
-from autotune.worker.user.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, key_of, with_loader
 
@@ -75,10 +76,7 @@ def facts_of_script(
 def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
     """Raise ``UserCodeError`` where optimizers stepped, and none had anything to do."""
     if watch.update is not None and not watch.update.has_gradients:
-        raise UserCodeError(
-            f"{source.name} steps an optimizer whose parameters get no gradients",
-            "make the optimizer of the parameters of the model that is trained, after the last change of it",
-        )
+        raise UserCodeError(NO_GRADIENTS.format(source.name), NO_GRADIENTS_HINT)
 
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:

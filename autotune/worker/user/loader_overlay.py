@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from autotune.core.code_interface import CodeInterface
+from autotune.worker.stack import module_of
 
 # Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
 _LIBRARIES = (
@@ -140,6 +141,6 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
 def line_of_maker() -> str:
     """Return the file and line that calls the caller of this, past the libraries that do it for the user's code."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
+    while frame.f_back is not None and module_of(frame).startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -27,9 +27,10 @@ class LoopInspection(Listener):
         self._given: Any = None
         self._steps = 0
 
-    def install(self) -> None:
-        """Watch from now on."""
+    def install(self) -> Callable[[], bool]:
+        """Watch from now on; return what tells whether the script has begun to train."""
         self._watch.install(calls=False)
+        return self.is_at_work
 
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""

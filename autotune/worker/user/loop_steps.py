@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
+from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError
@@ -21,7 +22,32 @@ _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
 
 
-class LoopSteps(Listener):
+class MarkedSteps(Listener):
+    """Keeps the last loss of a loop, and marks where the backward passes of a step end and its update does."""
+
+    def __init__(self, name: str, listener: StepListener) -> None:
+        self._name = name
+        self._listener = listener
+        self._marks: tuple[Any, Any] | None = None
+        self.loss: Any = None
+        """The last one that a backward pass began from."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Keep the loss."""
+        first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        self.loss = first.detach() if hasattr(first, "detach") else None
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Mark the end of the backward pass; of several optimizers the first counts."""
+        if self._marks is None:
+            self._mark_both()
+
+    def _mark_both(self) -> None:
+        mark = self._listener.mark()
+        self._marks = mark, mark
+
+
+class LoopSteps(MarkedSteps):
     """Where the micro-steps and steps of a loop begin and end; also the listener of ``autotune.steps``."""
 
     def __init__(
@@ -34,11 +60,10 @@ class LoopSteps(Listener):
         rehearsing: Rehearsing | None = None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        self._name = name
+        super().__init__(name, listener)
         self._on_batch = on_batch
         self._accumulation = accumulation
         """Micro-steps of a step; ``None``: as many as come before the optimizer steps."""
-        self._listener = listener
         self._may_skip = may_skip
         """Whether a gradient scaler may leave an optimizer's step out."""
         self._rehearsing = rehearsing
@@ -49,31 +74,20 @@ class LoopSteps(Listener):
         self._wait_seconds = 0.0
         self._usual_samples = 0
         self._is_short = False
-        self._marks: tuple[Any, Any] | None = None
         self._has_stepped = False
         self._whole_steps = 0
         self._dropped = self._early = self._micro_steps_without_backward = 0
-        self.loss: Any = None
-        """The last one that a backward pass began from."""
 
     # What the watch tells
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record the loss of a micro-step."""
+        """Record the pass and its loss."""
         self._backward_passes += 1
-        first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        self.loss = first.detach() if hasattr(first, "detach") else None
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Mark the end of the backward pass; of several optimizers the first counts."""
-        if self._marks is None:
-            mark = self._listener.mark()
-            self._marks = mark, mark
+        super().backward_begins(tensors)
 
     def backward_within_step_ends(self) -> None:
         """Mark the end of a backward pass that was a part of the optimizer's step."""
-        mark = self._listener.mark()
-        self._marks = mark, mark
+        self._mark_both()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update; of several optimizers the last counts."""
@@ -210,8 +224,5 @@ class LoopSteps(Listener):
 
 def batch_samples(batch: Any) -> int | None:
     """Return the first dimension of the first tensor in a batch; ``None`` where it has none."""
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
-    return next((found for value in values if (found := batch_samples(value)) is not None), None)
+    shape = next((array.shape for array in arrays_in(batch) if len(array.shape)), None)
+    return None if shape is None else int(shape[0])

@@ -31,8 +31,8 @@ from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
-from autotune.worker.user.loop_steps import LoopSteps
-from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
+from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
+from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.protection import keep_run
 
 # Steps that the ends of the data cut short are not counted. A choice.
@@ -40,7 +40,9 @@ _SPARE_STEPS = 40
 
 
 class StepsTrial(OwnTrial):
-    """A trial whose steps are told apart by ``LoopSteps``."""
+    """A trial whose steps are told apart by ``LoopSteps``, or as those are."""
+
+    _steps: MarkedSteps
 
     def _run_all_micro_steps(self) -> None:
         """Measure steps that are whole: none of their micro-steps is left out."""
@@ -71,9 +73,7 @@ class StepsTrial(OwnTrial):
     def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         arm, interface = self._candidate.arm, self._source.interface
-        self._effort = with_prefetch_warmup(
-            self._effort,
-            self._candidate,
+        self._warm_up_loading(
             arm.dataloader_num_workers or interface.loader_workers,
             arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
         )
@@ -82,7 +82,7 @@ class StepsTrial(OwnTrial):
         self._timer = self._make_timer(self._enough, rehearsing=rehearsing)
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
-        self._steps = LoopSteps(
+        steps = self._steps = self._checks.watch.listener = LoopSteps(
             self._source.name,
             accumulation,
             self._timer,
@@ -90,8 +90,7 @@ class StepsTrial(OwnTrial):
             rehearsing=rehearsing,
             on_batch=self._checks.give,
         )
-        self._checks.watch.listener = self._steps
-        return self._steps
+        return steps
 
     def begins(self) -> None:
         """Let the code train, and measure it from now on."""

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
+from autotune.worker.stack import lines_above, module_of, users_line
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -174,7 +175,7 @@ def probe(batch: int, accumulation: int) -> Document:
 def _setter() -> str | None:
     """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
     frame = sys._getframe(2)
-    module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    module, path = module_of(frame), frame.f_code.co_filename
     if path.startswith("<") or frame.f_code.co_name == "__init__" or module.startswith(("transformers.", "autotune.")):
         return None
     return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
@@ -182,27 +183,16 @@ def _setter() -> str | None:
 
 def _origin() -> tuple[MadeFrom, str | None]:
     """Return where the arguments that are being made come from, as the call stack shows."""
-    frame, place = sys._getframe(1), None
-    while frame.f_back is not None:
-        frame = frame.f_back
-        function, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
+    lines = list(lines_above())
+    for frame, _ in lines:
+        function, module = frame.f_code.co_name, module_of(frame)
         if "argparser" in module or module.startswith(("trl.scripts.utils", "trl.trainer.utils")):
             if function.startswith("parse_args"):
                 return "flags", None
             if function in ("parse_json_file", "parse_yaml_file"):
                 given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
                 return "file", os.path.basename(os.fsdecode(given)) if given else ""
-            continue
-        is_library = module.startswith(("transformers.", "trl.", "dataclasses", "autotune.")) or (
-            frame.f_code.co_filename.startswith("<")
-        )
-        if is_library:
-            continue
-        is_installed = "site-packages" in frame.f_code.co_filename.split(os.sep)
-        if place is None or not is_installed:
-            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if not is_installed:
-            break
+    place = users_line(lines)
     return ("flags" if place is None else "code"), place
 
 

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from autotune.core.candidate import Candidate
 from autotune.core.jobs import TrialWork
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.training.errors import SettingUnavailableError
@@ -80,6 +79,14 @@ class OwnTrial(Trial):
         """Return how many samples are to be seen going into the model; ``None`` where they are counted otherwise."""
         return self._candidate.per_device_train_batch_size
 
+    def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
+        """Have as many more steps of warm-up as the loading processes, the user's own too, have ready."""
+        arm = dataclasses.replace(
+            self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=prefetch
+        )
+        ready = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
+        self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + ready)
+
     def _make_checks(self) -> StepChecks:
         def refuse(found: NotTrained) -> NoReturn:
             # Their code might catch an exception.
@@ -113,10 +120,3 @@ class OwnTrial(Trial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
-
-
-def with_prefetch_warmup(effort: Effort, candidate: Candidate, workers: int, prefetch: int | None) -> Effort:
-    """Return the effort with as many more steps of warm-up as the loading processes, the user's own too, have ready."""
-    arm = dataclasses.replace(candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=prefetch)
-    ready = prefetched_steps(dataclasses.replace(candidate, arm=arm), effort)
-    return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)

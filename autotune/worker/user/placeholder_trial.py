@@ -17,12 +17,12 @@ from autotune.core.candidate import Candidate
 from autotune.core.code_interface import HowItSteps
 from autotune.core.placeholders import Values, placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
-from autotune.worker.trial.listener import Listener, ShapesByPlace
+from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.guard import Guard
+from autotune.worker.user.loop_steps import MarkedSteps
 from autotune.worker.user.loop_trial import StepsTrial
-from autotune.worker.user.own_trial import with_prefetch_warmup
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
@@ -50,8 +50,7 @@ class PlaceholderTrial(StepsTrial):
         set_variables(source.variables, variables)
         self._checks.watch.watch_checkpoints()
         self._checks.watch.watch_updates_by_hand()
-        steps = self._observed()
-        self._steps = steps  # type: ignore[assignment]
+        steps = self._steps = self._observed()
         run_script(dataclasses.replace(source, argv=words), output_dir)
         # The last step of an epoch may be a short one.
         what = steps.told_otherwise if steps.otherwise > 1 else f"{source.name} ended before enough steps were measured"
@@ -63,9 +62,7 @@ class PlaceholderTrial(StepsTrial):
 
     def _observed(self) -> HookedSteps:
         interface = self._source.interface
-        self._effort = with_prefetch_warmup(
-            self._effort, self._candidate, interface.loader_workers, interface.loader_prefetch
-        )
+        self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
         steps = self._checks.watch.listener = HookedSteps(
             self._source.name,
@@ -97,7 +94,7 @@ class PlaceholderTrial(StepsTrial):
             self._refuse(f"{name} recomputes activations, and was told not to", "")
 
 
-class HookedSteps(Listener):
+class HookedSteps(MarkedSteps):
     """Divides what is observed into whole steps, and has those measured in which the script did what it was told.
 
     A step in which the script evaluates is not counted either, unless each of them does. The time of ``torch.save`` is
@@ -115,7 +112,7 @@ class HookedSteps(Listener):
         on_step: Callable[[], None],
         refuse: Callable[[str], NoReturn],
     ) -> None:
-        self._name = name
+        super().__init__(name, timer)
         self._candidate = candidate
         self._how = how
         self._timer = timer
@@ -131,14 +128,11 @@ class HookedSteps(Listener):
         self._optimizers: list[Any] = []
         self._has_begun = False
         self._whole_steps = self._evaluations = 0
-        self._marks: tuple[Any, Any] | None = None
         self._passes = self._rows = self._calls_without_gradients = 0
         self.otherwise = 0
         """How many steps in a row were not as it was told."""
         self.told_otherwise = ""
         """What it did in the last of them."""
-        self.loss: Any = None
-        """The last one that a backward pass began from."""
         self._loading = Loading()
         self._loading.watch()
         self._models = ModelNames()
@@ -180,8 +174,7 @@ class HookedSteps(Listener):
         """Keep the loss; what an optimizer did before was not the end of the step."""
         self._begin()
         self._marks = None
-        first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
-        self.loss = first.detach() if hasattr(first, "detach") else None
+        super().backward_begins(tensors)
 
     def backward_ends(self) -> None:
         """Mark the end of a micro-step, unless it is the last."""
@@ -190,12 +183,6 @@ class HookedSteps(Listener):
             self._timer.micro_step_ends()
         if self._passes > _MOST_LATER * self._wanted_passes:
             self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Mark the end of the last micro-step."""
-        if self._marks is None:
-            mark = self._timer.mark()
-            self._marks = mark, mark
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update, and end the step with that of the anchor."""

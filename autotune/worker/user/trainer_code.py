@@ -70,12 +70,6 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
     return trainer
 
 
-def checkpoints(model: Any) -> bool:
-    """Return whether the model recomputes activations; transformers 5.18 and later deprecate the second name."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return bool(next((getattr(model, name) for name in names if hasattr(model, name)), False))
-
-
 def ignored_message(source: TrainingSource, ignored: str) -> str:
     """Return what is wrong with code whose ``Trainer`` does not have the settings that it was given."""
     if source.kind == "build":

@@ -22,6 +22,7 @@ from autotune.core.placement import RankDevices
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
+from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.facts import inspect_environment, layer_classes
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
@@ -36,7 +37,7 @@ from autotune.worker.user.inspection import facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.trainer_code import build_trainer, checkpoints, ignored_message, intercept, run_source
+from autotune.worker.user.trainer_code import build_trainer, ignored_message, intercept, run_source
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
 # predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
@@ -295,12 +296,12 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
             batch,
             accumulation,
             _precision(args),
-            checkpointing or checkpoints(model),
+            checkpointing or is_checkpointing(model),
             attention_of(config),
         ),
         interface=interface,
         samples=length(getattr(trainer, "train_dataset", None)),
-        always_checkpoints=checkpoints(model) and not checkpointing,
+        always_checkpoints=is_checkpointing(model) and not checkpointing,
         dataloader_num_workers=args.dataloader_num_workers,
         in_batch_loss=_in_batch_loss(trainer),
     )

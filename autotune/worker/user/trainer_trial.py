@@ -14,6 +14,7 @@ from autotune.core.outcome import Completed, Effort, Failed, LossOfBatch, Measur
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
+from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.private.transformers import is_reporting, loss_of, mean_train_loss
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step
 from autotune.worker.trial.measure import micro_steps_to_run
@@ -25,8 +26,8 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.overlay import Overlay, generates, known_fields, own_batch
-from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
-from autotune.worker.user.trainer_code import checkpoints, ignored_message, intercept, run_source
+from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.trainer_code import ignored_message, intercept, run_source
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
@@ -138,7 +139,11 @@ class TrainerTrial(OwnTrial):
                 f"{self._source.name} trains with {pair[0]} × {pair[1]} samples here, and trained with "
                 f"{inspected[0]} × {inspected[1]} when it was looked at"
             )
-        if not self._is_unmodified and not self._candidate.arm.gradient_checkpointing and checkpoints(trainer.model):
+        if (
+            not self._is_unmodified
+            and not self._candidate.arm.gradient_checkpointing
+            and is_checkpointing(trainer.model)
+        ):
             raise UserCodeError(
                 f"the model of {self._source.name} checkpoints, though gradient_checkpointing is false",
                 "have it do so only where its TrainingArguments say so",
@@ -169,12 +174,7 @@ class TrainerTrial(OwnTrial):
             self._effort = dataclasses.replace(
                 self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
             )
-        self._effort = with_prefetch_warmup(
-            self._effort,
-            self._candidate,
-            trainer.args.dataloader_num_workers,
-            trainer.args.dataloader_prefetch_factor,
-        )
+        self._warm_up_loading(trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor)
         self._timer = self._make_timer(
             lambda measured: self._end(self._measured(measured, trainer, watch)),
             rehearsing=rehearsing,

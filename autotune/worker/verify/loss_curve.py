@@ -15,7 +15,7 @@ from autotune.core.verification import LossCurve, StockWork
 from autotune.core.workload import Workload
 from autotune.worker.process import serve_one_job
 from autotune.worker.trial.build import build_config
-from autotune.worker.trial.losses import on_each_micro_step, skipped_steps
+from autotune.worker.trial.losses import ScalerWatch, on_each_micro_step
 from autotune.worker.trial.meter import open_meter
 from autotune.worker.verify.stock import build_trainer, classify_failure
 
@@ -36,7 +36,7 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps = micro_steps
         self._losses: list[Any] = []
-        self.scaler: Any = None
+        self.updates = ScalerWatch()
         self.gradient_norms: list[float] = []
         self.skipped: list[int] = []
         """Number of updates skipped so far, after each step."""
@@ -47,7 +47,8 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record how many updates were skipped so far."""
-        self.skipped.append(skipped_steps(self.scaler, _MODEST_SCALE))
+        self.updates.step_was_skipped()
+        self.skipped.append(self.updates.skipped)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Record the gradient norm before clipping."""
@@ -70,9 +71,10 @@ def run_curve(work: StockWork, output_dir: str) -> LossCurve:
         curve = _Curve(int(work.arguments["gradient_accumulation_steps"]))
         calm = dataclasses.replace(work, workload=without_dropout(work.workload))
         trainer = build_trainer(calm, output_dir, meter, [curve], {"logging_strategy": "steps", "logging_steps": 1})
-        curve.scaler = scaler = trainer.accelerator.scaler
+        scaler = trainer.accelerator.scaler
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict({**scaler.state_dict(), "scale": _MODEST_SCALE})
+        curve.updates = ScalerWatch(scaler)
         on_each_micro_step(trainer, curve.take)
         trainer.train()
         return LossCurve("completed", tuple(curve.losses), tuple(curve.gradient_norms), tuple(curve.skipped))

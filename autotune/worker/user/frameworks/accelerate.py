@@ -18,7 +18,7 @@ from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, Inspecting, Measured, give_batches, measured_batches
+from autotune.worker.user.adapter import Changes, Inspecting, Measured, give_batches, measured_batches, silence
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
@@ -52,15 +52,13 @@ def measure(changes: Changes, trial: Measured) -> None:
     """Do that in a trial, and tell it of the steps."""
     AccelerateOverlay(changes, is_quiet=True).install()
     set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
-    silence()
+    _keep_quiet()
     give_batches(_loaders(), measured_batches(changes, trial))
 
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:
     """Look at what the script trains with, up to its second step."""
-    inspection = AccelerateInspection(inspecting)
-    inspection.install()
-    return inspection.is_at_work
+    return AccelerateInspection(inspecting).install()
 
 
 class AccelerateOverlay:
@@ -166,27 +164,22 @@ class AccelerateOverlay:
             self._on_training_call()
 
 
-def silence() -> None:
+def _keep_quiet() -> None:
     """Have nothing tracked, saved or pushed in this process."""
     from accelerate import Accelerator
     from huggingface_hub import HfApi
     from transformers import PreTrainedModel
     from transformers.utils import PushToHubMixin
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    for name in ("init_trackers", "log", "save_state", "save_model", "save"):
-        setattr(Accelerator, name, nothing)
-    PreTrainedModel.save_pretrained = nothing
-    PushToHubMixin.push_to_hub = nothing
+    silence(Accelerator, "init_trackers", "log", "save_state", "save_model", "save")
+    silence(PreTrainedModel, "save_pretrained")
+    silence(PushToHubMixin, "push_to_hub")
+    silence(HfApi, "upload_folder", "upload_file")
 
     def create_repo(_: Any, repo_id: str, *__: Any, **___: Any) -> SimpleNamespace:
         return SimpleNamespace(repo_id=repo_id)
 
     HfApi.create_repo = create_repo  # type: ignore[assignment, method-assign]
-    for name in ("upload_folder", "upload_file"):
-        setattr(HfApi, name, nothing)
 
 
 def _loaders() -> tuple[type, ...]:
@@ -206,11 +199,11 @@ class AccelerateInspection(LoopInspection):
         """Forward passes of prepared models before the first backward pass."""
         self._memory: Memory | None = None
 
-    def install(self) -> None:
+    def install(self) -> Callable[[], bool]:
         """Watch what the script makes."""
         self._overlay.install()
         give_batches(_loaders(), self.batches)
-        super().install()
+        return super().install()
 
     def accumulates_itself(self) -> bool:
         """Return whether the script divides its steps by ``Accelerator.accumulate``."""

@@ -15,7 +15,15 @@ from typing import Any
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, GivesBatches, Inspecting, Measured, give_batches, measured_batches
+from autotune.worker.user.adapter import (
+    Changes,
+    GivesBatches,
+    Inspecting,
+    Measured,
+    give_batches,
+    measured_batches,
+    silence,
+)
 from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
@@ -41,9 +49,7 @@ def measure(changes: Changes, trial: Measured) -> None:
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:
     """Look at what the script trains with, up to its second step."""
-    inspection = FabricInspection(inspecting)
-    inspection.install()
-    return inspection.is_at_work
+    return FabricInspection(inspecting).install()
 
 
 def _quiet(*, on_cpu: bool) -> dict[str, Any]:
@@ -86,12 +92,7 @@ class FabricOverlay:
             setattr(kind, name, self._seen(getattr(kind, name)))
         if self._quiet is None:
             return
-
-        def nothing(*_: Any, **__: Any) -> None:
-            return None
-
-        for name in ("save", "log", "log_dict"):
-            setattr(kind, name, nothing)
+        silence(kind, "save", "log", "log_dict")
         if self._gives is not None:
             give_batches((module._FabricDataLoader,), self._gives)
 
@@ -113,10 +114,10 @@ class FabricInspection(LoopInspection):
         is_on_cpu = inspecting.work.devices.kind == "cpu"
         self._overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)
 
-    def install(self) -> None:
+    def install(self) -> Callable[[], bool]:
         """Watch what the script makes."""
         self._overlay.install()
-        super().install()
+        return super().install()
 
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, Inspecting, Measured, Steps
+from autotune.worker.user.adapter import Changes, Inspecting, Measured, silence
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import watch_options
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import OwnStep
+    from autotune.worker.user.loop_steps import LoopSteps
 
 HINT = "have it train for more steps or on more data"
 _TRAINERS = {
@@ -115,7 +116,7 @@ class LightningOverlay:
         changes: Changes,
         quiet: dict[str, Any] | None = None,
         on_start: Callable[[Any, Any], None] = lambda *_: None,
-        steps: Steps | None = None,
+        steps: LoopSteps | None = None,
     ) -> None:
         self._changes = changes
         self._quiet = quiet
@@ -159,14 +160,8 @@ class LightningOverlay:
                 del inner.on_fit_start
 
         kind.__init__, kind.fit = __init__, fitted
-        if self._quiet is None:
-            return
-
-        def nothing(*_: Any, **__: Any) -> list[Any]:
-            return []
-
-        for name in ("validate", "test", "predict", "save_checkpoint"):
-            setattr(kind, name, nothing)
+        if self._quiet is not None:
+            silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
     def _quieted(self, package: str, options: dict[str, Any]) -> dict[str, Any]:
         given = options.get("callbacks") or []
@@ -255,8 +250,7 @@ def _traced_step(trainer: Any, module: Any) -> OwnStep:
             """Lightning puts the autocast around ``training_step``, and leaves its outputs as they are."""
             self._precision = precision
             vars(self.model)["_device"] = torch.device("cpu")
-            for name in ("log", "log_dict"):
-                setattr(self.model, name, lambda *_, **__: None)
+            silence(self.model, "log", "log_dict")
 
         def optimizer(self) -> torch.optim.Optimizer:
             """Return the module's own."""

@@ -19,7 +19,9 @@ def checkpointing_parts(model: Any) -> list[Any]:
 def enable_checkpointing(model: Any) -> None:
     """Have all parts of a model that can recompute activations do so."""
     for part in checkpointing_parts(model):
-        part.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.18 and later deprecate the second name.
+        enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False
 
@@ -27,7 +29,8 @@ def enable_checkpointing(model: Any) -> None:
 def is_checkpointing(model: Any) -> bool:
     """Return whether a part of a model recomputes activations as it is."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return any(bool(getattr(part, name, False)) for part in checkpointing_parts(model) for name in names)
+    parts = checkpointing_parts(model)
+    return any(next((getattr(part, name) for name in names if hasattr(part, name)), False) for part in parts)
 
 
 def disable_checkpointing(model: Any) -> None:

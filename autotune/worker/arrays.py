@@ -1,0 +1,26 @@
+"""Find the tensors in a batch, or in what a model is called with and returns, however it is nested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Yield whatever has a shape in a value, with where it stands: ``0``, ``1.input_ids``."""
+    if hasattr(value, "shape"):
+        yield place, value
+    elif depth:
+        parts = value.items() if hasattr(value, "items") else enumerate(value) if is_row(value) else ()
+        for at, part in parts:
+            yield from arrays_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+
+
+def arrays_in(value: Any) -> Iterator[Any]:
+    """Yield whatever has a shape in a value."""
+    return (array for _, array in arrays_by_place(value))
+
+
+def is_row(value: Any) -> bool:
+    """Return whether a value holds others in a row."""
+    return isinstance(value, list | tuple)
