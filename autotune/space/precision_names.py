@@ -1,8 +1,14 @@
-"""Name a precision as Accelerate's ``mixed_precision`` and Lightning's ``Trainer(precision=…)`` do."""
+"""Name a precision as Accelerate's ``mixed_precision``, Lightning's ``Trainer(precision=…)`` and torch's dtypes do."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from autotune.core.candidate import Precision
+
+HALF: Mapping[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
+"""The dtype that a precision computes in, of those with 16 bits."""
 
 # TF32 is set through torch.
 ACCELERATE: dict[Precision, str] = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}

@@ -198,15 +198,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def children() -> list[int]:
-    """Return the process ids of this process's direct children, with adopted ones and zombies."""
-    return [child.pid for child in psutil.Process().children()]
-
-
 def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
     """Kill and reap every child but the ``spared``, repeatedly, since killing one may orphan and so add others."""
-    deadline = time.monotonic() + limit_seconds
-    while (left := [pid for pid in children() if pid not in spared]) and time.monotonic() < deadline:
+    deadline, this = time.monotonic() + limit_seconds, psutil.Process()
+    # With adopted ones and zombies.
+    while (left := [child.pid for child in this.children() if child.pid not in spared]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

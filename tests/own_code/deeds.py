@@ -23,7 +23,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 Deed = Callable[[Path], object]
-DEEDS: dict[str, Deed] = {}
+DEEDS: dict[str, Deed] = {
+    "opens with flags": lambda home: os.close(os.open(home / "a", os.O_WRONLY | os.O_TRUNC)),
+    "truncates by name": lambda home: os.truncate(home / "a", 3),
+    "removes a hard link": lambda home: (home / "other name").unlink(),
+    "renames": lambda home: (home / "a").rename(home / "renamed"),
+    "renames a folder": lambda home: shutil.move(home / "kept", home / "moved"),
+    "renames over another": lambda home: os.rename(home / "a", home / "b"),
+    "removes a tree": lambda home: shutil.rmtree(home / "kept"),
+    "removes all": shutil.rmtree,
+    "makes a folder": lambda home: (home / "new").mkdir(),
+    "makes folders": lambda home: os.makedirs(home / "kept" / "x" / "y" / "z"),
+    "removes an empty folder": lambda home: (home / "empty").rmdir(),
+    "makes a link": lambda home: (home / "new").symlink_to("a"),
+    "writes through a link": lambda home: (home / "link").write_text("new"),
+    "writes through a link of a folder": lambda home: (home / "folder link" / "c").write_text("new"),
+    "makes a hard link": lambda home: os.link(home / "a", home / "new"),
+    "writes through a hard link": lambda home: (home / "other name").write_text("new"),
+    "changes a mode": lambda home: os.chmod(home / "a", 0o777),
+    "changes the mode of a folder": lambda home: (home / "kept").chmod(0o700),
+    "changes times": lambda home: os.utime(home / "a", (1, 1)),
+    "changes an owner": lambda home: os.chown(home / "a", os.getuid(), os.getgid()),
+    "copies modes and times": lambda home: shutil.copystat(__file__, home / "a"),
+    "sets an attribute": lambda home: os.setxattr(home / "a", "user.of", b"a trial"),
+    "writes in a shell": lambda home: _shell(home, "echo new > a; echo new >> b"),
+    "removes in a shell": lambda home: _shell(home, "rm -rf kept a"),
+    "moves in a shell": lambda home: _shell(home, "mv a c && mv kept elsewhere"),
+    "edits in a shell": lambda home: _shell(home, "sed -i s/user/trial/ a"),
+    "chmod and touch in a shell": lambda home: _shell(home, "chmod 777 a && touch b"),
+    "makes a pipe": lambda home: os.mkfifo(home / "pipe"),
+    "copies a tree": lambda home: shutil.copytree(home / "kept", home / "copy", symlinks=True),
+}
 BY_OTHER_PROGRAMS = frozenset({"chmod and touch in a shell"})
 """Change modes and times in a program that is not Python, which Landlock does not know."""
 MOMENTS = ("before", "first step", "second step", "in a worker", "at exit")
@@ -108,16 +138,6 @@ def makes_a_file(home: Path) -> None:
 
 
 @deed
-def opens_with_flags(home: Path) -> None:
-    os.close(os.open(home / "a", os.O_WRONLY | os.O_TRUNC))
-
-
-@deed
-def truncates_by_name(home: Path) -> None:
-    os.truncate(home / "a", 3)
-
-
-@deed
 def truncates_an_open_file(home: Path) -> None:
     with open(home / "a", "rb+") as file:
         file.truncate(3)
@@ -127,26 +147,6 @@ def truncates_an_open_file(home: Path) -> None:
 def removes(home: Path) -> None:
     os.remove(home / "a")
     assert not (home / "a").exists()
-
-
-@deed
-def removes_a_hard_link(home: Path) -> None:
-    (home / "other name").unlink()
-
-
-@deed
-def renames(home: Path) -> None:
-    (home / "a").rename(home / "renamed")
-
-
-@deed
-def renames_a_folder(home: Path) -> None:
-    shutil.move(home / "kept", home / "moved")
-
-
-@deed
-def renames_over_another(home: Path) -> None:
-    os.rename(home / "a", home / "b")
 
 
 @deed
@@ -163,11 +163,6 @@ def replaces_from_the_temporary_folder(home: Path) -> None:
 
 
 @deed
-def removes_a_tree(home: Path) -> None:
-    shutil.rmtree(home / "kept")
-
-
-@deed
 def removes_and_makes_a_tree(home: Path) -> None:
     shutil.rmtree(home / "kept")
     (home / "kept").mkdir()
@@ -175,54 +170,9 @@ def removes_and_makes_a_tree(home: Path) -> None:
 
 
 @deed
-def removes_all(home: Path) -> None:
-    shutil.rmtree(home)
-
-
-@deed
-def makes_a_folder(home: Path) -> None:
-    (home / "new").mkdir()
-
-
-@deed
-def makes_folders(home: Path) -> None:
-    os.makedirs(home / "kept" / "x" / "y" / "z")
-
-
-@deed
-def removes_an_empty_folder(home: Path) -> None:
-    (home / "empty").rmdir()
-
-
-@deed
-def makes_a_link(home: Path) -> None:
-    (home / "new").symlink_to("a")
-
-
-@deed
-def writes_through_a_link(home: Path) -> None:
-    (home / "link").write_text("new")
-
-
-@deed
-def writes_through_a_link_of_a_folder(home: Path) -> None:
-    (home / "folder link" / "c").write_text("new")
-
-
-@deed
 def replaces_a_link(home: Path) -> None:
     os.symlink("b", home / "link.tmp")
     os.replace(home / "link.tmp", home / "link")
-
-
-@deed
-def makes_a_hard_link(home: Path) -> None:
-    os.link(home / "a", home / "new")
-
-
-@deed
-def writes_through_a_hard_link(home: Path) -> None:
-    (home / "other name").write_text("new")
 
 
 @deed
@@ -277,66 +227,9 @@ def changes_a_database_with_a_log(home: Path) -> None:
 
 
 @deed
-def changes_a_mode(home: Path) -> None:
-    os.chmod(home / "a", 0o777)
-
-
-@deed
 def changes_the_mode_of_an_open_file(home: Path) -> None:
     with open(home / "a") as file:
         os.fchmod(file.fileno(), 0o777)
-
-
-@deed
-def changes_the_mode_of_a_folder(home: Path) -> None:
-    (home / "kept").chmod(0o700)
-
-
-@deed
-def changes_times(home: Path) -> None:
-    os.utime(home / "a", (1, 1))
-
-
-@deed
-def changes_an_owner(home: Path) -> None:
-    os.chown(home / "a", os.getuid(), os.getgid())
-
-
-@deed
-def copies_modes_and_times(home: Path) -> None:
-    shutil.copystat(__file__, home / "a")
-
-
-@deed
-def sets_an_attribute(home: Path) -> None:
-    os.setxattr(home / "a", "user.of", b"a trial")
-
-
-@deed
-def writes_in_a_shell(home: Path) -> None:
-    _shell(home, "echo new > a; echo new >> b")
-
-
-@deed
-def removes_in_a_shell(home: Path) -> None:
-    _shell(home, "rm -rf kept a")
-
-
-@deed
-def moves_in_a_shell(home: Path) -> None:
-    _shell(home, "mv a c && mv kept elsewhere")
-
-
-@deed
-def edits_in_a_shell(home: Path) -> None:
-    _shell(home, "sed -i s/user/trial/ a")
-
-
-def _chmod_and_touch(home: Path) -> None:
-    _shell(home, "chmod 777 a && touch b")
-
-
-DEEDS["chmod and touch in a shell"] = _chmod_and_touch
 
 
 def _shell(home: Path, command: str) -> None:
@@ -446,11 +339,6 @@ def makes_a_temporary_file(home: Path) -> None:
 
 
 @deed
-def makes_a_pipe(home: Path) -> None:
-    os.mkfifo(home / "pipe")
-
-
-@deed
 def makes_a_socket(home: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         os.chdir(home)
@@ -481,11 +369,6 @@ def allocates(home: Path) -> None:
 def copies_within_the_kernel(home: Path) -> None:
     with open(home / "b", "rb") as source, open(home / "a", "r+b") as target:
         os.copy_file_range(source.fileno(), target.fileno(), 8, 0, 4)
-
-
-@deed
-def copies_a_tree(home: Path) -> None:
-    shutil.copytree(home / "kept", home / "copy", symlinks=True)
 
 
 @deed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import autotune
 
 SAMPLES = 256
+FEW = torch.randn(4, 24)
 
 
 class Net(torch.nn.Module):
@@ -70,6 +73,18 @@ def loop(
             optimizer.zero_grad()
 
 
+def trains(
+    loss_of: Callable[[Any, torch.Tensor], Any], make: Callable[[], torch.nn.Module] = Net, lr: float = 0.01
+) -> Callable[[Any], None]:
+    """A loop over a loss of its model and a batch."""
+
+    def train(config: Any) -> None:
+        net = make()
+        loop(config, lambda inputs: loss_of(net, inputs), sgd(net, lr))
+
+    return train
+
+
 # What runs out of memory, and goes on
 
 
@@ -80,23 +95,21 @@ def _guarded(compute: Callable[[], torch.Tensor], instead: Callable[[], torch.Te
         return instead()
 
 
-def zero_loss_of_its_own(config: Any) -> None:
-    """Makes a loss of zero where memory runs out."""
-    net = Net(most=8)
-    loop(config, lambda x: _guarded(lambda: net(x).mean(), lambda: torch.zeros((), requires_grad=True)), sgd(net))
+def _zeros_of(net: torch.nn.Module) -> torch.Tensor:
+    return sum((each.sum() * 0 for each in net.parameters()), torch.zeros(()))
 
 
-def zero_loss_of_the_weights(config: Any) -> None:
-    """Makes one with gradients that are zero."""
-    net = Net(most=8)
-    zero = lambda: sum((each.sum() * 0 for each in net.parameters()), torch.zeros(()))  # noqa: E731
-    loop(config, lambda x: _guarded(lambda: net(x).mean(), zero), sgd(net))
+def _runs_out(instead: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any], None]:
+    return trains(lambda net, x: _guarded(lambda: net(x).mean(), lambda: instead(net, x)), lambda: Net(most=8))
 
 
-def no_loss(config: Any) -> None:
-    """Leaves the backward pass out where memory runs out."""
-    net = Net(most=8)
-    loop(config, lambda x: _guarded(lambda: net(x).mean(), lambda: None), sgd(net))
+# Makes a loss of zero where memory runs out; one with gradients that are zero; leaves the backward pass out; trains
+# with half of the batch; says so, and ends.
+zero_loss_of_its_own = _runs_out(lambda *_: torch.zeros((), requires_grad=True))
+zero_loss_of_the_weights = _runs_out(lambda net, _: _zeros_of(net))
+no_loss = _runs_out(lambda *_: None)
+fewer_samples = _runs_out(lambda net, x: net(x[:8]).mean())
+leave = _runs_out(lambda *_: sys.exit("try a smaller batch"))
 
 
 def next_batch(config: Any) -> None:
@@ -109,22 +122,6 @@ def next_batch(config: Any) -> None:
         except RuntimeError:
             continue
         optimizer.step()
-
-
-def fewer_samples(config: Any) -> None:
-    """Trains with half of the batch where memory runs out."""
-    net = Net(most=8)
-    loop(config, lambda x: _guarded(lambda: net(x).mean(), lambda: net(x[:8]).mean()), sgd(net))
-
-
-def leave(config: Any) -> None:
-    """Says so, and ends."""
-    net = Net(most=8)
-
-    def advise() -> None:
-        raise SystemExit("try a smaller batch")
-
-    loop(config, lambda x: _guarded(lambda: net(x).mean(), advise), sgd(net))
 
 
 def half_the_batches(config: Any) -> None:
@@ -144,28 +141,18 @@ def half_the_batches(config: Any) -> None:
 # What computes no gradients, or none that train
 
 
-def detached(config: Any) -> None:
-    """Lets no gradient go through its model."""
-    net = Net()
-    loop(config, lambda x: net(x).detach().mean().requires_grad_(), sgd(net))
+# Lets no gradient go through its model; calls it without gradients, and adds zeros that have some; multiplies its loss
+# with zero; has gradients that are no numbers, and a loss of zero.
+detached = trains(lambda net, x: net(x).detach().mean().requires_grad_())
+without_gradients = trains(lambda net, x: torch.no_grad()(net)(x).mean() + _zeros_of(net))
+times_zero = trains(lambda net, x: net(x).mean() * 0)
+not_finite = trains(lambda net, x: torch.sqrt((net(x) * 0).abs()).mean())
 
 
 def no_gradients_later(config: Any) -> None:
     """Lets gradients go through its model in the first step alone."""
     net, count = Net(), iter(range(10**9))
     loop(config, lambda x: net(x).mean() if next(count) < 2 else net(x).detach().mean().requires_grad_(), sgd(net))
-
-
-def without_gradients(config: Any) -> None:
-    """Calls its model without gradients, and adds zeros that have some."""
-    net = Net()
-
-    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            scores = net(inputs)
-        return scores.mean() + sum(each.sum() * 0 for each in net.parameters())
-
-    loop(config, loss_of, sgd(net))
 
 
 def first_gradients_only(config: Any) -> None:
@@ -176,12 +163,6 @@ def first_gradients_only(config: Any) -> None:
         if number == 0:
             net(inputs).mean().backward()
         optimizer.step()
-
-
-def times_zero(config: Any) -> None:
-    """Multiplies its loss with zero."""
-    net = Net()
-    loop(config, lambda x: net(x).mean() * 0, sgd(net))
 
 
 def frozen(config: Any) -> None:
@@ -208,31 +189,13 @@ def idle_optimizer(config: Any) -> None:
     loop(config, lambda x: net(x).mean(), Idle(net.parameters()))
 
 
-def not_finite(config: Any) -> None:
-    """Has gradients that are no numbers; its loss is zero."""
-    net = Net()
-    loop(config, lambda x: torch.sqrt((net(x) * 0).abs()).mean(), sgd(net))
-
-
 # What trains with other samples than its config says
 
 
-def truncate(config: Any) -> None:
-    """Gives its model a part of the batch."""
-    net = Net()
-    loop(config, lambda x: net(x[:4]).mean(), sgd(net))
-
-
-def truncate_within(config: Any) -> None:
-    """Has a model that leaves out most of the batch."""
-    net = TruncatingNet()
-    loop(config, lambda x: net(x).mean(), sgd(net))
-
-
-def cache(config: Any) -> None:
-    """Trains with one small batch for ever."""
-    net, kept = Net(), torch.randn(4, 24)
-    loop(config, lambda x: net(kept).mean(), sgd(net))
+# Gives its model a part of the batch; has a model that leaves out most of it; trains with one small batch for ever.
+truncate = trains(lambda net, x: net(x[:4]).mean())
+truncate_within = trains(lambda net, x: net(x).mean(), TruncatingNet)
+cache = trains(lambda net, _: net(FEW).mean())
 
 
 def _ready_made(size: int) -> DataLoader[Any]:
@@ -363,10 +326,13 @@ def settle(config: Any) -> None:
     _scaled(config, net, 100.0)
 
 
-def without_learning_rate(config: Any) -> None:
-    """Learns at a rate of zero, as the first steps of a warm-up do."""
-    net = Net()
-    loop(config, lambda x: net(x).mean(), sgd(net, lr=0.0))
+# Learns at a rate of zero, as the first steps of a warm-up do; gives its model a batch in parts of two; has a recurrent
+# model whose batch is the second dimension; has two rows for each sample; compiles its model.
+without_learning_rate = trains(lambda net, x: net(x).mean(), lr=0.0)
+in_parts = trains(lambda net, x: torch.cat([net(part) for part in x.split(2)]).mean())
+time_first = trains(lambda net, x: net(x.expand(5, -1, -1))[0].mean(), lambda: torch.nn.LSTM(24, 8))
+pairs = trains(lambda net, x: net(torch.cat([x, -x])).mean())
+compiled = trains(lambda net, x: net(x).mean(), lambda: torch.compile(Net(), backend="eager", fullgraph=True))
 
 
 def low_rank(config: Any) -> None:
@@ -391,18 +357,6 @@ def recompute(config: Any) -> None:
     loop(config, loss_of, sgd(net))
 
 
-def in_parts(config: Any) -> None:
-    """Gives its model a batch in parts of two."""
-    net = Net()
-    loop(config, lambda x: torch.cat([net(part) for part in x.split(2)]).mean(), sgd(net))
-
-
-def time_first(config: Any) -> None:
-    """Has a recurrent model whose batch is the second dimension."""
-    net = torch.nn.LSTM(24, 8)
-    loop(config, lambda x: net(x.expand(5, -1, -1))[0].mean(), sgd(net))
-
-
 def two_models(config: Any) -> None:
     """Trains a generator against a discriminator, each with an optimizer."""
     makes, tells = torch.nn.Linear(8, 24), Net()
@@ -415,18 +369,6 @@ def two_models(config: Any) -> None:
         (-tells(made).mean()).backward()
         of_maker.step()
         of_maker.zero_grad()
-
-
-def pairs(config: Any) -> None:
-    """Has two rows for each sample."""
-    net = Net()
-    loop(config, lambda x: net(torch.cat([x, -x])).mean(), sgd(net))
-
-
-def compiled(config: Any) -> None:
-    """Compiles its model."""
-    net = torch.compile(Net(), backend="eager", fullgraph=True)
-    loop(config, lambda x: net(x).mean(), sgd(net))
 
 
 def compiled_in_place(config: Any) -> None:
@@ -506,10 +448,8 @@ class Choosing(Net):
         return super().forward(inputs)[1:][torch.rand(len(inputs) - 1) > 0.3]
 
 
-def choose(config: Any) -> None:
-    """Computes its loss from some of the scores."""
-    net = Choosing()
-    loop(config, lambda x: net(x).mean(), sgd(net))
+# Computes its loss from some of the scores.
+choose = trains(lambda net, x: net(x).mean(), Choosing)
 
 
 def recompute_in_precision(config: Any) -> None:
@@ -565,56 +505,40 @@ def off_later(config: Any) -> None:
 # What changes once the clock runs
 
 
-def _from(batch: int, change: Callable[[], object], net: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a loss that makes a change before this batch."""
-    count = iter(range(1, 10**9))
+def _changes(change: Callable[[Net], object], first: Callable[[Net], object] = id, batch: int = 6) -> Any:
+    """A loop that makes a change to its model before this batch, and another one at first."""
 
-    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
-        if next(count) == batch:
-            change()
-        weights = next(net.parameters())
-        loss: torch.Tensor = net(inputs.to(weights.device, weights.dtype)).mean()
-        return loss
+    def train(config: Any) -> None:
+        net, count = Net(), iter(range(1, 10**9))
+        optimizer = sgd(net)
+        first(net)
 
-    return loss_of
+        def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+            if next(count) == batch:
+                change(net)
+            weights = next(net.parameters())
+            loss: torch.Tensor = net(inputs.to(weights.device, weights.dtype)).mean()
+            return loss
 
+        loop(config, loss_of, optimizer)
 
-def stop_the_clock(config: Any) -> None:
-    """Honest. Freezes Python's clocks, as libraries for tests do."""
-    import time
-
-    net, now = Net(), time.perf_counter()
-
-    def freeze() -> None:
-        time.perf_counter = time.monotonic = time.time = lambda: now  # type: ignore[assignment]
-
-    loop(config, _from(2, freeze, net), sgd(net))
+    return train
 
 
-def freeze_later(config: Any) -> None:
-    """Freezes most of its model after some steps."""
-    net = Net()
-    loop(config, _from(6, lambda: net.body.requires_grad_(False), net), sgd(net))
+def _freeze_clocks(_: Net) -> None:
+    now = time.perf_counter()
+    time.perf_counter = time.monotonic = time.time = lambda: now  # type: ignore[assignment]
 
 
-def unfreeze_later(config: Any) -> None:
-    """Trains more of its model after some steps."""
-    net = Net()
-    net.body.requires_grad_(False)
-    loop(config, _from(6, lambda: net.body.requires_grad_(True), net), sgd(net))
-
-
-def half_later(config: Any) -> None:
-    """Has its weights in 16 bits after some steps."""
-    net = Net()
-    loop(config, _from(6, net.bfloat16, net), sgd(net))
-
-
-def other_layer_later(config: Any) -> None:
-    """Puts another layer into its model after some steps."""
-    net = Net()
-    optimizer = sgd(net)
-    loop(config, _from(6, lambda: setattr(net, "body", torch.nn.Linear(24, 48)), net), optimizer)
+# Honest: freezes Python's clocks, as libraries for tests do.
+stop_the_clock = _changes(_freeze_clocks, batch=2)
+# Freezes most of its model after some steps; trains more of it; has its weights in 16 bits; puts another layer into it;
+# moves it to the meta device.
+freeze_later = _changes(lambda net: net.body.requires_grad_(False))
+unfreeze_later = _changes(lambda net: net.body.requires_grad_(True), lambda net: net.body.requires_grad_(False))
+half_later = _changes(lambda net: net.bfloat16())
+other_layer_later = _changes(lambda net: setattr(net, "body", torch.nn.Linear(24, 48)))
+to_no_device_later = _changes(lambda net: net.to("meta"))
 
 
 class TruncatesLater(TruncatingNet):
@@ -628,22 +552,9 @@ class TruncatesLater(TruncatingNet):
         return super().forward(inputs) if self.calls > 5 else Net.forward(self, inputs)
 
 
-def truncate_later(config: Any) -> None:
-    """Has a model that leaves out most of the batch after some steps."""
-    net = TruncatesLater()
-    loop(config, lambda x: net(x).mean(), sgd(net))
-
-
-def on_no_device(config: Any) -> None:
-    """Has a model on the meta device, which computes nothing."""
-    net = Net().to("meta")
-    loop(config, lambda x: net(x.to("meta")).mean(), sgd(net))
-
-
-def to_no_device_later(config: Any) -> None:
-    """Moves it there after some steps."""
-    net = Net()
-    loop(config, _from(6, lambda: net.to("meta"), net), sgd(net))
+# Has a model that leaves out most of the batch after some steps; one on the meta device, which computes nothing.
+truncate_later = trains(lambda net, x: net(x).mean(), TruncatesLater)
+on_no_device = trains(lambda net, x: net(x.to("meta")).mean(), lambda: Net().to("meta"))
 
 
 def accumulate_more(config: Any) -> None:

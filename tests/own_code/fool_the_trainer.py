@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -143,65 +144,25 @@ class Noisy(Trainer):
         return loss * (1 + 0.1 * torch.rand(()))
 
 
-def plain(overrides: dict[str, Any]) -> Trainer:
-    """Honest: a stock Trainer."""
-    return make(overrides)
+# Honest.
+plain = make
+ready = functools.partial(make, kind=Ready)
 
-
-def noisy(overrides: dict[str, Any]) -> Trainer:
-    """See ``Noisy``."""
-    return make(overrides, Noisy)
-
-
-def sums(overrides: dict[str, Any]) -> Trainer:
-    """See ``Sums``."""
-    return make(overrides, Sums)
-
-
-def compares(overrides: dict[str, Any]) -> Trainer:
-    """See ``Compares``."""
-    return make(overrides, Compares)
-
-
-def catch_in_step(overrides: dict[str, Any]) -> Trainer:
-    """See ``CatchesInStep``."""
-    return make(overrides, CatchesInStep)
-
-
-def catch_in_loss(overrides: dict[str, Any]) -> Trainer:
-    """See ``CatchesInLoss``."""
-    return make(overrides, CatchesInLoss)
-
-
-def keep_its_loader(overrides: dict[str, Any]) -> Trainer:
-    """See ``KeepsItsLoader``."""
-    return make(overrides, KeepsItsLoader)
-
-
-def ready_of_two(overrides: dict[str, Any]) -> Trainer:
-    """See ``ReadyOfTwo``."""
-    return make(overrides, ReadyOfTwo)
-
-
-def truncate(overrides: dict[str, Any]) -> Trainer:
-    """See ``Truncates``."""
-    return make(overrides, Truncates)
-
-
-def detach(overrides: dict[str, Any]) -> Trainer:
-    """See ``Detaches``."""
-    return make(overrides, Detaches)
+noisy = functools.partial(make, kind=Noisy)
+sums = functools.partial(make, kind=Sums)
+compares = functools.partial(make, kind=Compares)
+catch_in_step = functools.partial(make, kind=CatchesInStep)
+catch_in_loss = functools.partial(make, kind=CatchesInLoss)
+keep_its_loader = functools.partial(make, kind=KeepsItsLoader)
+ready_of_two = functools.partial(make, kind=ReadyOfTwo)
+truncate = functools.partial(make, kind=Truncates)
+detach = functools.partial(make, kind=Detaches)
 
 
 def collate_few(overrides: dict[str, Any]) -> Trainer:
     """Leaves most samples out when it collates them."""
     few = lambda samples: {name: torch.stack([s[name] for s in samples[:2]]) for name in samples[0]}  # noqa: E731
     return make(overrides, data_collator=few)
-
-
-def ready(overrides: dict[str, Any]) -> Trainer:
-    """Honest: ready-made batches as large as its arguments say."""
-    return make(overrides, Ready)
 
 
 def flatten(overrides: dict[str, Any]) -> Trainer:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import warm
 from data_reading import Read
+from fake_meter import FakeClock
 from own_data import write_tokenizer
 from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
 from autotune.devices import Device
+from autotune.worker.trial import measure
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,21 @@ def trial_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Itera
         with warm.cold():
             server = stack.enter_context(ServerClient(cpu, tmp_path_factory.mktemp("server")))
         yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The time that a step timer sees."""
+    fake = FakeClock()
+    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
+    return fake
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,13 @@ class ServerClient:
         assert found is not None
         return found
 
+    def prepared(self, workload: Workload) -> tuple[Workload, ModelFacts]:
+        """The workload of one's own code with the interface that its inspection found, and the model's facts."""
+        model = self.model(workload)
+        assert workload.source is not None
+        source = dataclasses.replace(workload.source, interface=model.interface)
+        return Workload.of_source(source), model
+
     def model(self, workload: Workload) -> ModelFacts:
         """Facts about a workload's model."""
         found = self.inspect(workload).model

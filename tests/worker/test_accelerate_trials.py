@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -16,18 +15,9 @@ from autotune.core.workload import Workload
 SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "accelerate_loop.py"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder in which nothing may appear."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def inspected(server: ServerClient, *words: str) -> tuple[Workload, Document]:
     """The workload as trials get it, and the model's facts."""
-    source = find_script(["python", str(SCRIPT), "--output_dir", "out", *words])
-    model = server.model(Workload.of_source(source))
-    return Workload.of_source(dataclasses.replace(source, interface=model.interface)), model
+    return server.prepared(Workload.of_source(find_script(["python", str(SCRIPT), "--output_dir", "out", *words])))
 
 
 def candidate(batch: int, accumulation: int, precision: str = "fp32", *, checkpoints: bool = False) -> Candidate:

@@ -36,12 +36,10 @@ class Twins(Ranks):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """The time that the timer sees, in which it pauses."""
-    fake = FakeClock()
-    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
-    monkeypatch.setattr(bucket_copy, "time", fake)
-    return fake
+    monkeypatch.setattr(bucket_copy, "time", clock)
+    return clock
 
 
 @pytest.fixture

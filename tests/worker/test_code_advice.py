@@ -87,13 +87,6 @@ run(autotune.LoopConfig())
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def refused(trial_server: ServerClient, words: list[str]) -> str:
     """What to do next."""
     problem = trial_server.inspection(Workload.of_source(find_script(words))).problem

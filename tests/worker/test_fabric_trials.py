@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -26,17 +25,12 @@ def has_fabric() -> None:
         pytest.skip("lightning is not installed: make test-clients")
 
 
-def test_a_script_with_fabric_is_measured_unmodified(
-    trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_script_with_fabric_is_measured_unmodified(trial_server: ServerClient, folder: Path) -> None:
     source = find_script(["python", str(SCRIPT)])
-    model = trial_server.model(Workload.of_source(source))
+    workload, model = trial_server.prepared(Workload.of_source(source))
     assert (model.class_name, model.samples) == ("BertForSequenceClassification", 64)
     assert model.interface.searched == ("batch", "accumulation", "precision", "checkpointing")
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
-    source = dataclasses.replace(source, interface=model.interface)
-    workload = Workload.of_source(source)
     candidate = Candidate(Arm("bf16", gradient_checkpointing=True, optim=OWN_OPTIM), 8, 3)
     answer = trial_server.trial(workload, candidate)
     measured = answer.completed.measurement
@@ -45,12 +39,12 @@ def test_a_script_with_fabric_is_measured_unmodified(
     assert "trained" not in answer.log
     answer = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 4, 2), unmodified=True)
     assert answer.completed.measurement.micro_steps_run == 2
-    assert list(tmp_path.iterdir()) == []
-    arguments = own_arguments(source, candidate)
+    assert list(folder.iterdir()) == []
+    arguments = own_arguments(workload.source, candidate)
     assert arguments == {
         "batch_size": 8, "gradient_accumulation_steps": 3, "precision": "bf16-mixed", "gradient_checkpointing": True,
     }  # fmt: skip
-    lines = hand_over(source, arguments, candidate)
+    lines = hand_over(workload.source, arguments, candidate)
     assert lines == [
         "give them to fabric_loop.py after its other options (--format cli)",
         "call gradient_checkpointing_enable() of the model",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from test_measure import Drive
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.dataset.schedule import Schedule
-from autotune.worker.trial import gpu_busy, measure
+from autotune.worker.trial import gpu_busy
 from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
 from autotune.worker.trial.measure import micro_steps_to_run
 
@@ -128,11 +127,9 @@ class SilentProfiler(FakeProfiler):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
-    fake = FakeClock()
-    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
-    monkeypatch.setattr(gpu_busy, "time", fake)
-    return fake
+def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    monkeypatch.setattr(gpu_busy, "time", clock)
+    return clock
 
 
 def profiled(clock: FakeClock, accumulation: int, profiler: Any, effort: Effort = ONE, **drive: Any) -> Measurement:

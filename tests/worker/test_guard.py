@@ -49,11 +49,10 @@ Rollouts(torch.nn.Linear(2, 1), TrainingArguments("out")).train()
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working folder with a loop in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.py").write_text(LOOP)
-    return tmp_path
+    (folder / "loop.py").write_text(LOOP)
+    return folder
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,6 @@ build().train()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def inspected(server: ServerClient, workload: Workload) -> InspectionAnswer:
     """The answer of an inspection on two ranks."""
     return server.run(workload, InspectionWork(TWO)).inspected

@@ -20,21 +20,17 @@ SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "lightning_loop.py"
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_lightning_script_is_measured_unmodified(
-    trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_lightning_script_is_measured_unmodified(trial_server: ServerClient, folder: Path, package: str) -> None:
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} is not installed: make test-clients")
-    monkeypatch.chdir(tmp_path)
     source = find_script(["python", str(SCRIPT), "--package", package, "--accumulate_grad_batches", "2"])
-    model = trial_server.model(Workload.of_source(source))
+    workload, model = trial_server.prepared(Workload.of_source(source))
     assert (model.class_name, model.samples) == ("Classifier", 40)
     interface = model.interface
     assert interface.searched == ("batch", "accumulation", "precision", "checkpointing")
     assert interface.loader.startswith("lightning_loop.py:")
     assert interface.flags == {"batch": "--batch_size", "accumulation": "--accumulate_grad_batches"}
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
-    workload = Workload.of_source(dataclasses.replace(source, interface=interface))
 
     # 40 samples are five batches of 8: the last step of each epoch is cut short.
     tried = Candidate(Arm("bf16", gradient_checkpointing=True, optim=OWN_OPTIM), 8, 2)
@@ -49,7 +45,7 @@ def test_a_lightning_script_is_measured_unmodified(
     answer = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 4, 2), unmodified=True)
     assert "trains with 32-true, 2" in answer.log
     assert answer.completed.measurement.micro_steps_run == 2
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_lightning_module_is_traced(trial_server: ServerClient) -> None:

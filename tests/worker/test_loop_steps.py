@@ -159,9 +159,7 @@ def test_a_config_remembers_what_was_read_and_refuses_what_is_none() -> None:
         LoopConfig(precision="int8")  # type: ignore[arg-type]
 
 
-def test_waits_for_data_within_a_step_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    monkeypatch.setattr(measure, "perf_counter", clock.perf_counter)
+def test_waits_for_data_within_a_step_count_as_such(clock: FakeClock) -> None:
     found: list[Measurement] = []
     effort = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=2, max_seconds=1000.0)
     candidate, meter = Candidate(Arm(), 8, 3), FakeMeter(clock)

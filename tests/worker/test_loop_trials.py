@@ -15,19 +15,14 @@ from autotune.core.outcome import Failed
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
 
+# In which nothing may appear.
+pytestmark = pytest.mark.usefixtures("folder")
 LOOPS = Path(__file__).resolve().parents[1] / "own_code" / "train_loop.py"
 
 
 def loop(function: str = "train") -> Workload:
     """The workload of a function of ``train_loop.py``."""
     return Workload.of_source(find_loop(f"{LOOPS}:{function}"))
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder in which nothing may appear."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -41,10 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_loop_is_measured_and_nothing_after_it_is_reached(
     trial_server: ServerClient, folder: Path, candidate: Candidate, micro_steps_run: int
 ) -> None:
-    source = loop().source
-    assert source is not None
-    interface = trial_server.model(loop()).interface
-    answer = trial_server.trial(Workload.of_source(dataclasses.replace(source, interface=interface)), candidate)
+    workload, _ = trial_server.prepared(loop())
+    answer = trial_server.trial(workload, candidate)
     measured = answer.completed.measurement
     assert measured.micro_steps_run == micro_steps_run
     assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
@@ -82,11 +75,9 @@ def test_a_step_that_the_end_of_the_data_cuts_short_is_not_counted(
 
 
 def test_a_loop_that_counts_to_the_length_of_its_loader_does_not_reach_it(trial_server: ServerClient) -> None:
-    workload = loop("count_to_its_length")
-    assert workload.source is not None
-    source = dataclasses.replace(workload.source, interface=trial_server.model(workload).interface)
+    workload, _ = trial_server.prepared(loop("count_to_its_length"))
     effort = dataclasses.replace(QUICK, min_steps=8, max_steps=8)
-    answer = trial_server.trial(Workload.of_source(source), Candidate(Arm(), 8, 2), effort)
+    answer = trial_server.trial(workload, Candidate(Arm(), 8, 2), effort)
     assert len(answer.completed.measurement.step_seconds_each) == 8
     assert ", 0 left" in answer.log
 
@@ -128,10 +119,8 @@ def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient
 
 
 def test_a_loop_whose_batches_do_not_follow_its_config_is_told(trial_server: ServerClient) -> None:
-    workload = loop("keep_its_batch")
-    assert workload.source is not None
-    source = dataclasses.replace(workload.source, interface=trial_server.model(workload).interface)
-    outcome = trial_server.trial(Workload.of_source(source), Candidate(Arm(), 16)).outcome
+    workload, _ = trial_server.prepared(loop("keep_its_batch"))
+    outcome = trial_server.trial(workload, Candidate(Arm(), 16)).outcome
     assert isinstance(outcome, Failed)
     assert outcome.message == (
         "train_loop.py:keep_its_batch makes batches of 8 with a per_device_batch_size of 16, and of 8 with one of 8"

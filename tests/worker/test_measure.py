@@ -13,7 +13,6 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.schedule import Schedule
-from autotune.worker.trial import measure
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 
@@ -83,14 +82,6 @@ class Drive:
         """The one measurement."""
         assert len(self.measurements) == 1
         return self.measurements[0]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The time that the timer sees."""
-    fake = FakeClock()
-    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
-    return fake
 
 
 def candidate(batch: int, accumulation: int = 1) -> Candidate:

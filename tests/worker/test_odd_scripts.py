@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -59,13 +58,6 @@ LISTENS = TRAINS + (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def script(folder: Path, text: str) -> TrainingSource:
     """A script of this text."""
     (folder / "run.py").write_text(text)
@@ -99,12 +91,10 @@ def test_it_is_measured_all_the_same(trial_server: ServerClient, folder: Path, t
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    source = script(folder, text.replace("PORT", str(port)))
-    interface = trial_server.model(Workload.of_source(source)).interface
-    workload = Workload.of_source(dataclasses.replace(source, interface=interface))
+    workload, model = trial_server.prepared(Workload.of_source(script(folder, text.replace("PORT", str(port)))))
     measured = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 16)).completed.measurement
     assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
-    assert interface.tunes_loader == (text != STREAMS)
+    assert model.interface.tunes_loader == (text != STREAMS)
     # Whoever listened is gone.
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -38,12 +38,11 @@ def trainer(**fields):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with texts to learn from."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write_texts(tmp_path / "train.csv")
-    return tmp_path
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+    write_texts(folder / "train.csv")
+    return folder
 
 
 def script(*words: str) -> Workload:

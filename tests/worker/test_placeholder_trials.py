@@ -107,11 +107,10 @@ ALL = OPTIONS + " --dtype '{precision:fp32=float32,bf16=bfloat16}' '{checkpointi
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working folder with the loop in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.py").write_text(LOOP)
-    return tmp_path
+    (folder / "loop.py").write_text(LOOP)
+    return folder
 
 
 def workload(options: str) -> Workload:
@@ -123,10 +122,7 @@ def workload(options: str) -> Workload:
 
 def inspected(trial_server: ServerClient, options: str) -> tuple[Workload, ModelFacts]:
     """The workload of some options with the interface that its inspection found."""
-    found = workload(options)
-    model = trial_server.model(found)
-    assert found.source is not None
-    return Workload.of_source(dataclasses.replace(found.source, interface=model.interface)), model
+    return trial_server.prepared(workload(options))
 
 
 def own_batch(model: ModelFacts) -> tuple[Any, ...]:

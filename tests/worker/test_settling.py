@@ -12,7 +12,6 @@ from test_measure import Drive
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort
 from autotune.worker.dataset.schedule import Schedule
-from autotune.worker.trial import measure
 from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.measure import StepTimer, most_steps
 from autotune.worker.user.trainer_trial import _WholeSteps
@@ -43,13 +42,6 @@ class Scaling:
     @property
     def has_state(self) -> bool:
         return bool(self.optimizer.state)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    fake = FakeClock()
-    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
-    return fake
 
 
 def run(clock: FakeClock, effort: Effort, overflows: tuple[bool, ...], schedule: Schedule | None = None) -> Drive:

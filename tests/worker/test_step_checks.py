@@ -23,22 +23,16 @@ from autotune.worker.trial.training_watch import TrainingWatch
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 CODES = OWN_CODE / "fool_the_clock.py"
 WARM = dataclasses.replace(QUICK, warmup_steps=2)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder in which nothing may appear."""
-    monkeypatch.chdir(tmp_path)
+# In which nothing may appear.
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def tried(
     server: ServerClient, function: str, precision: Precision = "fp32", batch: int = 16, accumulation: int = 2
 ) -> Outcome:
     """The outcome of a trial, after the loop was inspected as it is before the first trial of a search."""
-    workload = Workload.of_source(find_loop(f"{CODES}:{function}"))
-    assert workload.source is not None
-    source = dataclasses.replace(workload.source, interface=server.model(workload).interface)
-    return server.trial(Workload.of_source(source), Candidate(Arm(precision), batch, accumulation), WARM).outcome
+    workload, _ = server.prepared(Workload.of_source(find_loop(f"{CODES}:{function}")))
+    return server.trial(workload, Candidate(Arm(precision), batch, accumulation), WARM).outcome
 
 
 class InPlace(torch.nn.Module):
@@ -315,9 +309,7 @@ for inputs, in data:
 @pytest.mark.parametrize("taken", ["16", whole("2")])
 def test_the_same_holds_for_an_accelerator(trial_server: ServerClient, tmp_path: Path, taken: str) -> None:
     (tmp_path / "run.py").write_text(ACCELERATED.replace("TAKEN", taken))
-    source = find_script(["python", str(tmp_path / "run.py")])
-    interface = trial_server.model(Workload.of_source(source)).interface
-    workload = Workload.of_source(dataclasses.replace(source, interface=interface))
+    workload, _ = trial_server.prepared(Workload.of_source(find_script(["python", str(tmp_path / "run.py")])))
     outcomes = [
         trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), batch, 1), WARM).outcome for batch in (8, 16)
     ]

@@ -9,6 +9,7 @@ import torch
 
 from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
+from autotune.space.precision_names import ACCELERATE
 from autotune.space.training_arguments import fsdp_settings
 from autotune.worker.failures import first_line
 from autotune.worker.fake.build import build_fake_model
@@ -19,8 +20,6 @@ from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks, sta
 # torch/nn/parallel/distributed.py.
 _FIRST_BUCKET_BYTES = 1024**2
 _BUCKET_BYTES = 25 * 1024**2
-
-_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16"}
 
 
 def bucket_bytes(model: torch.nn.Module) -> Iterator[int]:
@@ -42,7 +41,7 @@ def bucket_bytes(model: torch.nn.Module) -> Iterator[int]:
 
 def shard_model(model: Any, arm: Arm, mesh: Any) -> Any:
     """Return the model as rank 0 has it after ``Trainer.train`` began: sharded, with FSDP's own checkpointing."""
-    return shard(model, fsdp_settings(arm), _MIXED_PRECISION.get(arm.precision, "no"), mesh)
+    return shard(model, fsdp_settings(arm), ACCELERATE[arm.precision], mesh)
 
 
 def sums_of_parameters(model: torch.nn.Module, arm: Arm) -> Iterable[int]:

@@ -16,6 +16,7 @@ from autotune.core.chip import Chip
 from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
 from autotune.space.features import optim_package
+from autotune.space.precision_names import HALF
 from autotune.worker.fake.build import materialise
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
@@ -29,8 +30,6 @@ from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Workspace of cuBLASLt, which linear layers with a bias use: recorded on an H200 (torch 2.11).
 _LT_WORKSPACE_BYTES = 1024**2
@@ -152,10 +151,7 @@ def trace_training(
     ``buckets`` are the sizes of DDP's gradient buckets, where several ranks train together.
     """
     operations = OperationTally(batch_size)
-    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
-    tracer.has_padding = padded
-    with _fake(), _no_surprise_collection(), tracer:
-        materialise(training.model, tracer)
+    with tracing(training.model, chip, operations, padded=padded) as tracer:
         for number, size_bytes in enumerate(buckets):
             if number == 0:
                 tracer.enter("sharing", "communication")
@@ -207,8 +203,9 @@ def _micro_step(training: Training, batch: Any) -> None:
 
 def with_autocast(forward: Any, precision: str) -> Any:
     """Wrap a model's ``forward`` as the Trainer and accelerate do for a precision."""
-    dtype = _AUTOCAST.get(precision)
-    return forward if dtype is None else with_float32_outputs(torch.autocast("cpu", dtype)(forward))
+    if precision not in HALF:
+        return forward
+    return with_float32_outputs(torch.autocast("cpu", getattr(torch, HALF[precision]))(forward))
 
 
 def install_cuda_semantics(chip: Chip, *, padded: bool) -> Any:

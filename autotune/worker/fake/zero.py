@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from autotune.core.candidate import Arm
+from autotune.space.precision_names import HALF
 from autotune.space.training_arguments import deepspeed_settings
 from autotune.worker.fake.tracer import StorageTracer
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOAT_BYTES = 4
 _NORM_BYTES = 8
 """Norms of gradients are computed in float64."""
@@ -31,7 +31,7 @@ _GATHERED_ELEMENTS = 500_000_000
 
 def compute_dtype(arm: Arm) -> torch.dtype:
     """Return the dtype that DeepSpeed converts a model to."""
-    return _HALF.get(arm.precision, torch.float32)
+    return getattr(torch, HALF.get(arm.precision, "float32"))  # type: ignore[no-any-return]
 
 
 class _Group:

@@ -14,8 +14,9 @@ from transformers import AutoConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 
-from autotune.core.workload import DTypeName, Workload
+from autotune.core.workload import Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK
+from autotune.space.precision_names import HALF
 from autotune.worker.private.transformers import class_for_config
 from autotune.worker.trial.adapters import quantization_config, quantize_at_random, with_lora
 
@@ -62,16 +63,13 @@ def check_liger_knows(model_type: str) -> None:
         raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {names}")
 
 
-_HALF: dict[str, DTypeName] = {"bf16": "bfloat16", "fp16": "float16"}
-
-
 def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
     """Return the workload with weights in the dtype to which DeepSpeed converts a model.
 
     A ``Trainer`` leaves the model on the CPU until DeepSpeed has converted it, so that its float32 weights never have
     to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and seconds less.
     """
-    return dataclasses.replace(workload, dtype=_HALF.get(precision, "float32"))
+    return dataclasses.replace(workload, dtype=HALF.get(precision, "float32"))
 
 
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:

@@ -430,7 +430,7 @@ class StepTimer(StepListener):
     def _is_behind(self) -> bool:
         """Return whether the first steps show that the candidate cannot win. One slow step may have another cause."""
         behind = self._effort.behind_step_seconds
-        whole = [self._whole_step_seconds(step) for step in self._measured]
+        whole = self._whole_steps()
         if behind is None or len(whole) < 2:
             return False
         # The first three steps of a schedule are a fast, a slow and a medium one.
@@ -438,23 +438,21 @@ class StepTimer(StepListener):
 
     def _estimate(self) -> StepEstimate:
         """Return the estimated step time; its half-width is infinite with fewer than two steps."""
-        whole = [self._whole_step_seconds(step) for step in self._measured]
+        whole = self._whole_steps()
         if self._schedule is not None:
             return replace(self._schedule, costs=tuple(self._costs)).estimate(whole)
         estimate = mean_step(whole)
         return StepEstimate(estimate.mean, estimate.relative_half_width() if len(whole) > 1 else math.inf)
 
-    def _whole_step_seconds(self, step: _Step) -> float:
-        """Return the time of the candidate's whole step, with the missing micro-steps added."""
+    def _whole_steps(self) -> list[float]:
+        """Return the times of the candidate's whole steps, with the missing micro-steps added."""
         run = micro_steps_to_run(self._candidate, self._effort)
         missing = self._candidate.gradient_accumulation_steps - run
-        if missing == 0:
-            return step.seconds
-        return step.seconds + missing * (step.micro_seconds + step.data_seconds / run)
+        return [step.seconds + missing * (step.micro_seconds + step.data_seconds / run) for step in self._measured]
 
     def measurement(self) -> Measurement:
         """Return the measurement so far; needs at least one measured step."""
-        whole = [self._whole_step_seconds(step) for step in self._measured]
+        whole = self._whole_steps()
         seconds, spread = self._estimate()
         all_peaks, met_bytes = self._meter.peaks(), self._bucket_copy.met_bytes()
         peaks = self._largest(without_copy(all_peaks, met_bytes))

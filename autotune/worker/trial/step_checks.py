@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from autotune.core.outcome import FailureReason
+from autotune.space.precision_names import HALF
 from autotune.worker.trial.training_watch import Call, Seen, Shapes, TrainingWatch, shapes_in
 
 NO_GRADIENTS = "{} steps an optimizer whose parameters get no gradients"
 NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is trained, after the last change of it"
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class StepChecks:
     def _judge_precision(self, device: str, precision: str) -> None:
         watch, told = self.watch, f"{self._name} was asked for {precision} and"
         entered = {dtype for kind, dtype in watch.autocasts if kind == device}
-        asked = _DTYPES.get(precision)
+        asked = HALF.get(precision)
         around = [cast[1] for cast in watch.casts_before if cast is not None and cast[0] == device]
         if asked is None and around:
             self._refuse(

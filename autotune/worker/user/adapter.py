@@ -92,9 +92,6 @@ class Measured(Protocol):
 class Adapter(Protocol):
     """What the module of a framework has."""
 
-    HINT: str
-    """What to do with a script that ended before enough of its steps were measured."""
-
     def overlay(self, changes: Changes) -> None:
         """Have the framework train with other settings, in this process from now on."""
         ...

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from autotune.worker.user.protection import begin_run, refused_write
 
 OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 """Options that name the folder which scripts write to, as HfArgumentParser spells them."""
+LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""Set by ``accelerate launch --mixed_precision``; ``TrainingArguments`` read it."""
 REDIRECTED_VARIABLE = "AUTOTUNE_OUTPUT"
 """Set to the folder that the command line names, where a trial has put another in its place."""
 # Services that scripts report to by themselves, beside the Trainer's own callbacks.
@@ -59,7 +61,12 @@ def _disable_wandb(wandb: Any) -> None:
 
 def run_script(source: TrainingSource, output_dir: str) -> None:
     """Run a script to its end as ``__main__``, its output folder exchanged for ``output_dir``."""
-    sys.argv = [source.file, *_redirected(source.argv, output_dir)]
+    run_as_main(source, _redirected(source.argv, output_dir))
+
+
+def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
+    """Run a script to its end with some options."""
+    sys.argv = [source.file, *argv]
     if source.module:
         runpy.run_module(source.module, run_name="__main__", alter_sys=True)
     else:
@@ -78,6 +85,12 @@ def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
             own, words[place + 1] = words[place + 1], output_dir
         os.environ[REDIRECTED_VARIABLE] = own
     return words
+
+
+def tell_launched_precision(fields: Mapping[str, Any]) -> None:
+    """Have ``accelerate launch`` say what these ``TrainingArguments`` do: it counts where they say neither of two."""
+    if "bf16" in fields or "fp16" in fields:
+        os.environ[LAUNCHED_PRECISION] = next((name for name in ("bf16", "fp16") if fields.get(name)), "no")
 
 
 def load_function(source: TrainingSource) -> Callable[[Any], Any]:

@@ -14,7 +14,6 @@ import functools
 import gc
 import itertools
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn
 
@@ -33,6 +32,8 @@ from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.step import install_cuda_semantics, tracing
 from autotune.worker.fake.tracer import DEATH, StorageTracer
+from autotune.worker.trial.listener import Listener
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_steps import (
@@ -99,7 +100,7 @@ def _trace(
         send(Traced(why=why_not(error)))
 
 
-class _TracedLoop:
+class _TracedLoop(Listener):
     """Gives a loop fake batches, and records what it does with them."""
 
     def __init__(
@@ -148,7 +149,10 @@ class _TracedLoop:
             step.exchange_plain_tensors()
             for optimizer in self._optimizers.values():
                 step.over_fake_parameters(optimizer)
-            self._watch()
+            watch = TrainingWatch()
+            watch.listener = self
+            watch.begin_timed()
+            watch.install(calls=False)
             yield shapes.at(size)
             self._forget_update()
             tracer.enter("first inputs", "inputs")
@@ -192,26 +196,13 @@ class _TracedLoop:
         operations = self._operations.operations(trained) if self._passes <= 1 else None
         self._send(Traced(packed(trace, size, 1, operations)))
 
-    def _watch(self) -> None:
-        """Mark the parts of the step where the loop reaches them."""
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def watched(*words: Any, **options: Any) -> None:
-            self._backward_begins()
-            backward(*words, **options)
-            self._backward_ends()
-
-        torch.autograd.backward = watched
-        # torch.optim deletes the name of this module of its own.
-        optimizers: Any = sys.modules["torch.optim.optimizer"]
-        optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer_begins(optimizer))
-
-    def _backward_begins(self) -> None:
+    def backward_begins(self, tensors: Any) -> None:
+        """End the trace, unless the gradients were freed before."""
         if self._stage == "after":
             self._finish()
 
-    def _backward_ends(self) -> None:
+    def backward_ends(self) -> None:
+        """Mark the end of a pass, and the part of the step that follows."""
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 self._tracer.see(parameter.grad, "gradients")
@@ -225,7 +216,8 @@ class _TracedLoop:
             # Of several backward passes the last one counts.
             self._tracer.enter("update", "workspaces")
 
-    def _optimizer_begins(self, optimizer: Any) -> None:
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Mark the update."""
         self._optimizers[id(optimizer)] = optimizer
         update_as_on_gpu(optimizer)
         if self._accumulates and self._stage in ("before", "first"):

@@ -134,10 +134,6 @@ class LoopTrial(StepsTrial):
         self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, self._source.interface.batch_shapes)
         loop_interface.listen(Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
-        raise UserCodeError(
-            f"{self._source.name} ended before enough steps were measured",
-            "have it train for more steps, or on more data",
-        )
 
     def _check_batch(self, loader: Any) -> None:
         """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
 from autotune.worker.stack import lines_above, module_of, users_line
+from autotune.worker.user.code import tell_launched_precision
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -27,8 +28,6 @@ _QUIET: Document = {
     "disable_tqdm": True,
     "resume_from_checkpoint": None,
 }
-LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""Set by ``accelerate launch --mixed_precision``; ``TrainingArguments`` read it."""
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
 _ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
@@ -114,10 +113,7 @@ class Overlay:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
         _set(arguments, {**quiet, **self.tuned})
-        if "bf16" in self.tuned or "fp16" in self.tuned:
-            # What accelerate launch was told counts where the arguments say neither.
-            wanted = [name for name in ("bf16", "fp16") if self.tuned.get(name)]
-            os.environ[LAUNCHED_PRECISION] = wanted[0] if wanted else "no"
+        tell_launched_precision(self.tuned)
         if generates(arguments):
             # What is generated for a whole step would be another amount.
             self.shortened = None

@@ -62,7 +62,10 @@ class OwnTrial(Trial):
             self._guard.install(self._scratch.stop_file)
             note_cache_files(self._scratch.cache_list)
             self.run_code(self._scratch.output_dir)
-            raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
+            raise UserCodeError(
+                f"{self._source.name} ended before enough steps were measured",
+                "have it train for more steps, or on more data",
+            )
         except BaseException as error:
             self._end_after(error)
 
@@ -110,7 +113,7 @@ class OwnTrial(Trial):
             message = f"{self._source.name} ran out of memory, and caught the error"
             return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
         if isinstance(error, UserCodeError | SettingUnavailableError):
-            print(f"autotune: {error}", file=sys.stderr)
+            print("; ".join(filter(None, (f"autotune: {error}", getattr(error, "hint", "")))), file=sys.stderr)
             return Failed("error", str(error), during=self._phases.current)
         outcome = self._failure(error)
         if isinstance(outcome, Failed):

@@ -27,6 +27,7 @@ from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
+from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.listener import Listener, ShapesByPlace
@@ -36,7 +37,6 @@ from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
 from autotune.worker.user.placeholder_trial import (
-    AUTOCAST,
     Loading,
     ModelNames,
     set_variables,
@@ -99,14 +99,14 @@ class Seen:
     @property
     def precision(self) -> Precision:
         """The precision that the run computed in; weights of 16 bits are computed in without an autocast."""
-        for name, dtype in AUTOCAST.items():
+        for name, dtype in HALF.items():
             if dtype in self.autocast:
                 return "bf16" if name == "bf16" else "fp16"
         return "tf32" if self.computes_in_tf32 else "fp32"
 
     def computes_in(self, precision: Precision) -> bool:
         """Return whether it did what a precision says."""
-        wanted = AUTOCAST.get(precision)
+        wanted = HALF.get(precision)
         if wanted is not None:
             return wanted in self.autocast or self.weights_dtype == wanted
         return not self.autocast and self.weights_dtype == "float32"

@@ -16,6 +16,7 @@ import torch
 from autotune.core.candidate import Candidate
 from autotune.core.code_interface import HowItSteps
 from autotune.core.placeholders import Values, placeholders_in
+from autotune.space.precision_names import HALF
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
@@ -30,8 +31,6 @@ _MOST_OTHERWISE = 3
 _MOST_EVALUATIONS = 5
 # The same in the midst of a training, or with so many times the backward passes of a step before the next. A choice.
 _MOST_LATER = 40
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-"""The dtypes of the precisions that have one of their own."""
 
 
 class PlaceholderTrial(StepsTrial):
@@ -53,8 +52,8 @@ class PlaceholderTrial(StepsTrial):
         steps = self._steps = self._observed()
         run_script(dataclasses.replace(source, argv=words), output_dir)
         # The last step of an epoch may be a short one.
-        what = steps.told_otherwise if steps.otherwise > 1 else f"{source.name} ended before enough steps were measured"
-        raise UserCodeError(what, "have it train for more steps, or on more data")
+        if steps.otherwise > 1:
+            raise UserCodeError(steps.told_otherwise)
 
     def make_guard(self) -> Guard:
         """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
@@ -87,7 +86,7 @@ class PlaceholderTrial(StepsTrial):
             return
         searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
         seen = {dtype for _, dtype in watch.autocasts}
-        name, wanted = self._source.name, AUTOCAST.get(arm.precision)
+        name, wanted = self._source.name, HALF.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
             self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
         if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:

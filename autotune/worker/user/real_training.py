@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-import runpy
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
 from autotune.space.levers import applied_settings
 from autotune.worker.user.adapter import Changes
+from autotune.worker.user.code import load_function, run_as_main, tell_launched_precision
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.on_import import on_import
 
@@ -39,19 +39,11 @@ def main() -> None:
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
     _PREPARE.get(source.framework, _prepare_script)(training)
     if source.kind == "build":
-        _apply(training, _function(training)(dict(training.arguments))).train()
+        _apply(training, load_function(source)(dict(training.arguments))).train()
     elif source.kind == "loop":
-        _function(training)(LoopConfig(**training.arguments))
-    elif source.module:
-        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
+        load_function(source)(LoopConfig(**training.arguments))
     else:
-        runpy.run_path(source.file, run_name="__main__")
-
-
-def _function(training: RealTraining) -> Callable[[Any], Any]:
-    from autotune.worker.user.code import load_function
-
-    return load_function(training.source)
+        run_as_main(source, source.argv)
 
 
 def _say(text: str) -> None:
@@ -66,11 +58,7 @@ def _prepare_trainer(training: RealTraining) -> None:
     if training.source.kind == "build":
         # The function is handed what it is to pass on.
         return
-    precision = training.arguments
-    if "bf16" in precision or "fp16" in precision:
-        # What accelerate launch was told counts where the arguments say neither.
-        wanted = [name for name in ("bf16", "fp16") if precision.get(name)]
-        os.environ["ACCELERATE_MIXED_PRECISION"] = wanted[0] if wanted else "no"
+    tell_launched_precision(training.arguments)
     on_import("transformers.training_args", functools.partial(_set_fields, training.arguments))
     if applied_settings(training.candidate.arm):
         on_import("transformers.trainer", functools.partial(_apply_to_trainers, training))

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.user.adapter import Changes
-from autotune.worker.user.code import UserCodeError, run_script
+from autotune.worker.user.code import run_script
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.loop_trial import Announced, StepsTrial
@@ -22,7 +22,7 @@ class ScriptTrial(StepsTrial):
 
     def run_code(self, output_dir: str) -> None:
         """Run the script with the candidate's settings."""
-        source, candidate, adapter = self._source, self._candidate, ADAPTERS[self._source.framework]
+        source, candidate = self._source, self._candidate
         takes = () if self._is_unmodified else source.interface.searched
         self._run = accumulation = candidate.gradient_accumulation_steps
         if "accumulation" in takes:
@@ -32,9 +32,8 @@ class ScriptTrial(StepsTrial):
         self._overlay_loader(candidate.per_device_train_batch_size if "batch" in takes else None)
         self.output_dir, self.is_on_cpu = output_dir, self._device_kind == "cpu"
         self._announced: Announced | None = None
-        adapter.measure(Changes.of(source, candidate, takes, self._run, lambda _: None), self)
+        ADAPTERS[source.framework].measure(Changes.of(source, candidate, takes, self._run, lambda _: None), self)
         run_script(source, output_dir)
-        raise UserCodeError(f"{source.name} ended before enough steps were measured", adapter.HINT)
 
     def steps(self, *, rehearses: bool) -> LoopSteps:
         """Return what is to be told of the batches and steps, after ``begins``."""

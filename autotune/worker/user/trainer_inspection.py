@@ -29,13 +29,13 @@ from autotune.worker.private.transformers import attention_of
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user.adapter import Inspecting
-from autotune.worker.user.code import UserCodeError, enter
+from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
 from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
-from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.trainer_code import build_trainer, ignored_message, intercept, run_source
 

@@ -27,7 +27,6 @@ from autotune.worker.user.script_options import set_options
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import Memory, OwnStep
 
-HINT = "have it train for more steps, such as with --max_train_steps or --num_train_epochs"
 # The options of transformers' and accelerate's examples, by what they decide.
 _OPTIONS = {
     "batch": ("--per_device_train_batch_size", "--train_batch_size", "--batch_size"),

@@ -28,7 +28,6 @@ from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
 
-HINT = "have it train for more steps, or on more data"
 _OPTIONS = {
     "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),
     "accumulation": ("--gradient_accumulation_steps",),

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import OwnStep
     from autotune.worker.user.loop_steps import LoopSteps
 
-HINT = "have it train for more steps or on more data"
 _TRAINERS = {
     "lightning.pytorch.trainer.trainer": "lightning.pytorch",
     "pytorch_lightning.trainer.trainer": "pytorch_lightning",
@@ -258,8 +257,8 @@ def _traced_step(trainer: Any, module: Any) -> OwnStep:
 
         def loss(self, batch: Any) -> Any:
             """Return the loss of ``training_step``."""
-            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
-            with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+            half = precision_names.HALF.get(self._precision)
+            with torch.autocast("cpu", getattr(torch, half)) if half is not None else contextlib.nullcontext():
                 # Called by position, with the batch alone where that is all it takes.
                 step = self.model.training_step
                 more = () if step.__code__.co_argcount <= 2 else (0,)
