@@ -36,7 +36,7 @@ from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, PeakBytes, expand_segments, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 from autotune.worker.trial.trainer_steps import TrainerSteps
@@ -142,8 +142,8 @@ class Trial:
         self._phases = Phases(send)
         self._meter: Meter
         self._checks: StepChecks
-        self._peaks: Callable[[], PeakBytes | None] = lambda: None
-        """The peaks so far; ``None`` before the device is opened."""
+        self._is_open = False
+        """Whether the device is opened."""
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
@@ -168,7 +168,7 @@ class Trial:
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
         self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
-        self._peaks = self._meter.peaks
+        self._is_open = True
         self._meter.limit(self._cap_bytes)
         set_seed(self._seed)
         self._checks = self._make_checks()
@@ -325,9 +325,9 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
-        if self._meter is not None:
+        if self._is_open:
             self._meter.lift_limit()
-        peaks = self._peaks()
+        peaks = self._meter.peaks() if self._is_open else None
         if isinstance(error, NotTrainedError):
             print(f"autotune: {error}", file=sys.stderr)
             if not error.found.is_out_of_memory:

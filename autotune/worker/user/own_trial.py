@@ -74,7 +74,7 @@ class OwnTrial(Trial):
         if self._timer is not None and self._timer.pending is not None:
             # Only the profiled step failed, after all that is needed was measured.
             self._end(self._completed(self._timer.pending, None))
-        if self._meter is not None:
+        if self._is_open:
             self._meter.lift_limit()
         self._end(self._judged(error))
 
