@@ -74,6 +74,15 @@ args = p.parse_args()
 LOOP
 train(args.rows, args.updates)
 """
+BUDGET = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--max-tokens", type=int, default=64)
+p.add_argument("--update-freq", type=int, default=1)
+args = p.parse_args()
+LOOP
+train(max(1, args.max_tokens // 16), args.update_freq)
+"""
 PLAIN = "LOOP\ntrain(4, 1)\n"
 STEPS = """
 import autotune, torch
@@ -127,6 +136,16 @@ def test_the_placeholders_that_fit_are_offered(
     hint = refused(trial_server, ["python", "run.py", *given.split()])
     command = hint.partition("-- ")[2].partition(" (see docs/how-to/own-script.md)")[0]
     assert shlex.split(command) == shlex.split(pasted)
+
+
+@pytest.mark.parametrize("words", [[], ["--max-tokens={batch}"], ["--max-tokens", "{effective_tokens:8}"]])
+def test_a_budget_of_tokens_makes_no_steps_of_equally_many_samples(
+    trial_server: ServerClient, folder: Path, words: list[str]
+) -> None:
+    (folder / "run.py").write_text(BUDGET.replace("LOOP", LOOP))
+    problem = trial_server.inspection(Workload.of_source(find_script(["python", "run.py", *words]))).problem
+    assert problem.hint.startswith("--max-tokens seems to limit the tokens of a batch, whose samples then vary,")
+    assert "give the script an option for the samples of a batch, put {batch} there" in problem.hint
 
 
 def test_what_is_offered_is_obeyed_where_it_can_be(trial_server: ServerClient, folder: Path) -> None:

@@ -43,6 +43,8 @@ _PRECISIONS = (
     ("fp32", "bf16"), ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
 )  # fmt: skip
 _MOST_NAMED = 8
+# What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
+_TOKEN_BUDGETS = ("max_tokens", "max_tokens_per_batch", "max_batch_tokens", "batch_tokens")
 _LOOP_PAGE = "docs/how-to/own-loop.md"
 _PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
 
@@ -57,6 +59,9 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
         command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
         named = ", ".join(option.name for option in options.values())
         return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
+    names = [name for action in watch_options().actions for name in action.option_strings]
+    if (why := why_no_budget(names)) is not None:
+        return why
     numbers = [max(each.option_strings, key=len) for each in watch_options().actions if each.type is int][:_MOST_NAMED]
     batch = _Option(numbers[0] if numbers else "--batch-size", "{batch}")
     command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
@@ -65,6 +70,18 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
         f"where it takes its batch on its command line{among}, or from a file that this names, put {{batch}} there, "
         f"such as -- {command} (see {_PLACEHOLDERS_PAGE}); else make a function train(config) of its loop that goes "
         f"over autotune.steps(loader), and give --loop {_file(source)}:train (see {_LOOP_PAGE})"
+    )
+
+
+def why_no_budget(options: Sequence[str]) -> str | None:
+    """Return why no placeholder fits an option that limits the tokens of a batch, and what would; ``None`` without."""
+    budget = next((option for option in options if _plain(option) in _TOKEN_BUDGETS), None)
+    if budget is None:
+        return None
+    return (
+        f"{budget} seems to limit the tokens of a batch, whose samples then vary, and a search compares steps of "
+        "equally many samples: give the script an option for the samples of a batch, put {batch} there, and set "
+        f"{budget} so high that it never cuts a batch (see {_PLACEHOLDERS_PAGE})"
     )
 
 

@@ -7,6 +7,7 @@ where both did what they said; the dimension of the model's inputs that changed 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import shlex
@@ -32,6 +33,7 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
+from autotune.worker.user.advice import why_no_budget
 from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
@@ -258,7 +260,7 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
                 f"{_describe(one)} and {_describe(two)}",
-                "put {batch} where the script takes the samples of one forward pass",
+                self._why_no_budget() or "put {batch} where the script takes the samples of one forward pass",
             )
         follows = _follows(values, one, others, two)
         tells_total = not {"accumulation", "effective_batch", "effective_tokens"}.isdisjoint(names)
@@ -266,7 +268,7 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
                 f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
-                "put {accumulation} where the script takes the micro-steps of a step",
+                self._why_no_budget() or "put {accumulation} where the script takes the micro-steps of a step",
             )
         accumulation, fixed = values.accumulation, Fixed()
         if not tells_total:
@@ -329,6 +331,11 @@ class _Inspecting:
         if accumulates and one.loss.is_summed and two.loss.is_summed and share > _LEAST_OF_SUM:
             return f"the loss of {self._source.name} adds up the samples of a batch, and is divided by the accumulation"
         return None
+
+    def _why_no_budget(self) -> str | None:
+        pairs = itertools.pairwise(("", *self._template.words))
+        filled = (f"{before}={word}" if word.startswith("{") else word for before, word in pairs if "{" in word)
+        return why_no_budget([word.partition("=")[0] for word in filled])
 
     def _total(self) -> str:
         names = [
