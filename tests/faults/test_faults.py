@@ -226,6 +226,7 @@ def test_the_disk_is_full(scene_of: SceneOf, reference: Scene, seed: int) -> Non
     assert code in ((0, 1, 5, 8) if seed % 2 else (1, 5, 8)), (code, scene.outputs[-1])
     if code != 0:
         assert "autotune: error: " in scene.outputs[-1]
+        assert code != 5 or "choose another file with --storage" in scene.outputs[-1]
         scene.fault()
     scene.check_nothing_runs()
     scene.check_kept(before)

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from searching import BERT_LARGE, H200
 
 from autotune.cli.main import cli, main
+from autotune.cli.search import search
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.tuning.allowed import check_request
+from autotune.tuning.options import build_request
 from autotune.tuning.request import SearchRequest, request_from_document
 
 FEW, MANY = 150, 10_000
@@ -107,7 +110,75 @@ def test_command_lines(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with in_folder(tmp_path):
         at_random(count, run, words=command_lines())
     assert {0, 2} <= codes
-    assert not list(tmp_path.rglob("*.db"))
+    assert not list(tmp_path.iterdir())
+
+
+SEARCH_OPTIONS = [option for param in search.params for option in (*param.opts, *param.secondary_opts)]
+MODELS = ["bert-tiny", "vit-tiny", "gpt2-tiny"]
+SEARCH_WORDS = st.one_of(
+    st.sampled_from(SEARCH_OPTIONS), st.sampled_from([*MODELS, *VALUES, "0.5", "float16", "on"]), st.sampled_from(ODD),
+    st.text(max_size=12),
+)  # fmt: skip
+
+
+def search_request(words: list[str]) -> SearchRequest | None:
+    """The request that options of a search make; ``None`` where they are refused, by click or by us."""
+    try:
+        context = search.make_context("search", words, **cli.context_settings)
+        options = {n: value for n, value in context.params.items() if n not in ("as_json", "storage", "verify")}
+        if os.path.sep not in options["model"] and "." not in options["model"]:
+            options["model"] = options["model"] if options["model"] in (*MODELS, *OTHER_MODELS) else "bert-tiny"
+        request = build_request(options)
+        check_request(request)
+    except (click.ClickException, click.exceptions.Exit, AutotuneError):
+        return None
+    return request
+
+
+@counts
+def test_the_options_of_a_search(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What click takes becomes a request or an error of ours; no search is started."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def ask(words: list[str]) -> None:
+        search_request(["--model", "bert-tiny", *words])
+
+    with in_folder(tmp_path):
+        at_random(count, ask, words=st.lists(SEARCH_WORDS, max_size=12))
+    assert not list(tmp_path.iterdir())
+
+
+NUMBERS = st.one_of(st.integers(-3, 200), st.integers(0, 2**40)).map(str)
+OTHER_MODELS = ["t5-tiny", "whisper-tiny-random"]
+
+
+@settings(max_examples=FEW, deadline=None)
+@given(
+    effective_batch=NUMBERS,
+    world_size=NUMBERS,
+    batch_multiple=st.none() | NUMBERS,
+    seq_len=st.none() | NUMBERS,
+    padding=st.none() | st.floats().map(str),
+    model=st.sampled_from([*MODELS, *OTHER_MODELS]),
+)
+def test_the_arithmetic_of_a_search(
+    effective_batch: str,
+    world_size: str,
+    batch_multiple: str | None,
+    seq_len: str | None,
+    padding: str | None,
+    model: str,
+) -> None:
+    """A request that is accepted keeps the effective batch; any other names the value."""
+    words = ["--model", model, "--device", "cpu", "--effective-batch", effective_batch, "--world-size", world_size]
+    for option, value in {"--batch-multiple": batch_multiple, "--seq-len": seq_len, "--padding": padding}.items():
+        words += [] if value is None else [option, value]
+    if (request := search_request(words)) is None:
+        return
+    batches = request.batches
+    for multiple in batches.levels():
+        for batch in batches.at_level(multiple):
+            assert batch * batches.accumulation(batch) * request.world_size == int(effective_batch)
 
 
 SCALARS = st.one_of(

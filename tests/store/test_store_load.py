@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import signal
 import statistics
@@ -14,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing.queues import Queue as Results
 
 import optuna
 import pytest
@@ -36,8 +34,6 @@ CPU = Offer("cpu", "EPYC", 64 * 2**30)
 THREADS = 50
 JOBS = 5000
 KILLS = 30
-
-forks = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -119,28 +115,6 @@ def test_fifty_threads_run_five_thousand_jobs(store: Store, capsys: pytest.Captu
     with capsys.disabled():
         kind = store.engine.dialect.name
         print(f"\n{kind}: start {1000 * median:.1f} ms median, {1000 * last:.1f} ms p95, {JOBS / whole:.0f} jobs/s")
-
-
-def _run_in_process(url: str, results: Results[list[int]]) -> None:
-    taken: list[int] = []
-    with open_store(url) as store:
-        run_until_empty(store.queue, [], taken)
-    results.put(taken)
-
-
-def test_processes_that_start_jobs_at_once_get_each_once(postgres_url: str) -> None:
-    """As several services over one database would: nothing but the rows keeps them apart."""
-    with open_store(postgres_url) as store:
-        fill(store, 1000)
-        results: Results[list[int]] = forks.Queue()
-        children = [forks.Process(target=_run_in_process, args=(postgres_url, results)) for _ in range(6)]
-        for child in children:
-            child.start()
-        taken = [number for _ in children for number in results.get(timeout=300)]
-        for child in children:
-            child.join(60)
-        assert sorted(taken) == list(range(1, 1001))
-        assert store.queue.counts() == {"finished": 1000}
 
 
 def test_a_server_killed_at_random_moments_loses_and_doubles_no_job(durable_server: PostgresServer) -> None:
