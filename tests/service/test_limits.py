@@ -64,8 +64,9 @@ def test_wrong_tokens_from_one_address_are_refused_without_a_look(
     asked: list[str] = []
     assert writer.get("/v1/searches").status_code == 200
     event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
-    codes = [with_token(server, f"at_{number}").get("/v1/searches").status_code for number in range(_MOST_GUESSES + 30)]
-    assert codes == [401] * _MOST_GUESSES + [429] * 30
+    told = [with_token(server, f"at_{number}").get("/v1/searches") for number in range(_MOST_GUESSES + 30)]
+    assert [answer.status_code for answer in told] == [401] * _MOST_GUESSES + [429] * 30
+    assert told[0].json()["detail"] == "this token is not known"
     looks = [statement for statement in asked if "autotune_tokens" in statement]
     # Once for each guess that is allowed, and once a second at most from then on.
     assert len(looks) <= _MOST_GUESSES + 5
