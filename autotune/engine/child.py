@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.errors import AutotuneError, PromiseMissedError, TrialServerError
+from autotune.core.errors import AutotuneError, PromiseMissedError, StorageError, TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.placement import Placement
@@ -201,7 +201,7 @@ class _Child:
         def say(kind: str, document: Document) -> None:
             self._say(work.id, kind, document)
 
-        state, problem = "failed", None
+        end: Document = {"state": "failed", "problem": None}
         try:
             with self._guard:
                 self._current = work.id
@@ -209,20 +209,25 @@ class _Child:
             if work.id in self._cancelled or self._is_stopping:
                 raise KeyboardInterrupt
             # A Ctrl-C during a trial ends the search after it.
-            state = "finished" if self._run(work, say) else "interrupted"
+            end["state"] = "finished" if self._run(work, say) else "interrupted"
         except KeyboardInterrupt:
-            state = "interrupted"
+            end["state"] = "interrupted"
         except AutotuneError as error:
-            problem = problem_of(error)
+            if isinstance(error, StorageError) and work.storage is not None:
+                # A server that restarts, a disk that is full: whoever shares the database has another attempt begin
+                # once it can record that.
+                end |= {"state": "lost", "why": error.message}
+            else:
+                end["problem"] = problem_of(error)
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
             message = f"the process of the search failed: {type(error).__name__}: {error}"
-            problem = problem_of(TrialServerError(message[:500], "see the log of the service"))
+            end["problem"] = problem_of(TrialServerError(message[:500], "see the log of the service"))
         finally:
             self._is_interruptible = False
             with self._guard:
                 self._current = None
-        say("end", {"state": state, "problem": problem})
+        say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
         """Do the work in its database; return whether it came to its end."""

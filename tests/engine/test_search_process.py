@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from processes import wait_until
 
 from autotune.core.errors import DeviceError
+from autotune.engine.child import _Child
 from autotune.engine.local import LocalRun, SearchProcess
 from autotune.engine.work import Work
 from autotune.execution import child_process
@@ -80,6 +83,22 @@ def test_a_search_waits_for_one_that_still_ends(process: SearchProcess, gate: Pa
     waiting.join(60)
     assert first.is_over
     assert kinds(second[0]) == ["line"]
+
+
+def end_of(work: Work) -> dict[str, Any]:
+    """How a process says that a search ended."""
+    said = io.StringIO()
+    _Child(0, said, None)._do(work)
+    return dict(json.loads(said.getvalue().splitlines()[-1])["document"])
+
+
+def test_a_database_that_fails_ends_an_attempt_and_a_wrong_request_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder would have to be")
+    options = {"model": "bert-tiny", "effective_batch": 16}
+    lost = end_of(Work("1", "study", options, storage=str(tmp_path / "file" / "a.db")))
+    assert (lost["state"], str(tmp_path / "file") in lost["why"]) == ("lost", True), lost
+    wrong = end_of(Work("1", "study", {**options, "seq_len": 10**6}, storage=str(tmp_path / "a.db")))
+    assert (wrong["state"], wrong["problem"]["exit_code"]) == ("failed", 2)
 
 
 def test_a_process_that_was_killed_takes_no_search(process: SearchProcess) -> None:
