@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,7 +54,7 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     steps = _function_with_steps(source)
     if steps is not None:
         return f"name the function that goes over autotune.steps: --loop {_file(source)}:{steps} (see {_LOOP_PAGE})"
-    options = dict(_found_options(frames))
+    options = dict(_found_options(frames, source.argv))
     if {"batch", "effective_batch"} & options.keys():
         command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
         named = ", ".join(option.name for option in options.values())
@@ -123,15 +123,22 @@ class _Option:
         return [f"{self.name}={self.value}"] if self.joined else [self.name, self.value]
 
 
-def _found_options(frames: Sequence[FrameType]) -> Iterator[tuple[str, _Option]]:
-    """Yield the options of the script that decide what is searched, as its parser has them."""
+def batch_option(frames: Sequence[FrameType], argv: Sequence[str]) -> str:
+    """Return the option that a script takes its batch by; empty where none is known."""
+    options = dict(_found_options(frames, argv))
+    return options["batch"].name if "batch" in options else ""
+
+
+def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator[tuple[str, _Option]]:
+    """Yield the options of the script that decide what is searched, spelled as ``argv`` or its parser has them."""
     actions = watch_options().actions
+    given = {word.partition("=")[0] for word in argv}
     settings = {} if actions else _settings(frames)
     for what, names in _NAMES.items():
         for name in names:
             action = next((action for action in actions if _is_named(action.option_strings, name)), None)
             if action is not None:
-                option = _of_action(what, action)
+                option = _of_action(what, action, given)
             elif (key := next((key for key in settings if _plain(key) == name), None)) is not None:
                 option = _of_setting(what, key, settings[key])
             else:
@@ -149,8 +156,10 @@ def _is_named(options: Sequence[str], name: str) -> bool:
     return any(_plain(option) == name and (len(name) > 2 or len(option) <= 4) for option in options)
 
 
-def _of_action(what: str, action: argparse.Action) -> _Option | None:
-    option = max(action.option_strings, key=len)
+def _of_action(what: str, action: argparse.Action, given: Collection[str]) -> _Option | None:
+    option = max((name for name in action.option_strings if name in given), key=len, default=None) or max(
+        action.option_strings, key=len
+    )
     takes_value = action.nargs != 0
     match what:
         case "precision":

@@ -19,21 +19,23 @@ from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Problem
-from autotune.core.placeholders import Template, Values
+from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
+from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
-from autotune.worker.user.advice import why_no_budget
+from autotune.worker.user.advice import batch_option, why_no_budget
 from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
@@ -45,6 +47,7 @@ from autotune.worker.user.placeholder_trial import (
     unwrapped,
 )
 from autotune.worker.user.protection import keep_run
+from autotune.worker.user.script_options import watch_options
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
@@ -82,6 +85,10 @@ class Seen:
     loader_prefetch: int | None = None
     loss: LossOfSamples | None = None
     """``None`` where it is not known."""
+    batch_option: str = ""
+    """The option by which the script takes its batch, where it is called as in other scripts."""
+    loaders: tuple[tuple[str, int], ...] = ()
+    """Where the script makes data loaders, ``FILE:LINE``, and their batches."""
     normalizes: bool = False
     """Whether a batch norm was at work."""
     trains: bool = True
@@ -157,9 +164,11 @@ class _Inspecting:
         one = self._run(first)
         seconds = time.monotonic() - began
         two = self._run(second)
+        # Before its own defaults are waited for, which may be large.
+        site = self._check((first, one), (second, two))
         if own is None:
             own = self._run_own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
-        return self._facts(own, (first, one), (second, two))
+        return self._facts(own, site, (first, one), (second, two))
 
     def _two(self, own: Seen | None) -> tuple[Values, Values]:
         """Return two sets of values that differ in everything, with the same samples of a step."""
@@ -193,7 +202,7 @@ class _Inspecting:
         words = self._template.own_words()
         if words is None:
             return None
-        seen = Beside(Seen, lambda send: self._run_here(words, {}, send)).result(patience_seconds)
+        seen = Beside(Seen, lambda send: self._run_here(words, {}, send, words)).result(patience_seconds)
         return seen if seen is not None and seen.problem is None and seen.trains else None
 
     def _run(self, values: Values, *, to_first_call: bool = False) -> Seen:
@@ -201,7 +210,11 @@ class _Inspecting:
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
-        seen = in_fork(Seen, lambda send: self._run_here(words, dict(variables), send, to_first_call=to_first_call))
+        # The copies of configuration files are gone when this is read.
+        said = fill_words(self._template.words, values)
+        seen = in_fork(
+            Seen, lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
+        )
         if seen.problem is not None:
             raise UserCodeError(seen.problem.message, seen.problem.hint)
         return seen
@@ -211,10 +224,14 @@ class _Inspecting:
         words: tuple[str, ...],
         variables: dict[str, str],
         send: Callable[[Seen], NoReturn],
+        said: tuple[str, ...],
         *,
         to_first_call: bool = False,
     ) -> NoReturn:
-        """Run the script in this process up to its second step, or only to the first call of a model."""
+        """Run the script in this process up to its second step, or only to the first call of a model.
+
+        ``said`` are its words as the user may read them.
+        """
         # What is looked at is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         source = self._source
@@ -225,7 +242,7 @@ class _Inspecting:
                 error = left(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
-                problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(words)[:300]}")
+                problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
             send(Seen(problem=problem))
 
         def refuse(message: str, hint: str) -> NoReturn:
@@ -240,19 +257,21 @@ class _Inspecting:
                 keep_run()
                 send(seen)
 
+            watch_options()
             watching = _Watching(source, finish, fail, to_first_call=to_first_call)
-            run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
+            try:
+                run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise
             if watching.passes_without_step:
                 raise watching.not_stepped()
-            raise UserCodeError(
-                f"{source.name} ended before the second step of its optimizer",
-                "give it the options with which it trains, and for more steps",
-            )
+            raise watching.ended_early()
         except BaseException as error:
             fail(error)
 
-    def _facts(self, own: Seen | None, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> ModelFacts:
-        """Return what follows from the three runs."""
+    def _check(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> Site | None:
+        """Return where the samples go in, if that is known; raises ``UserCodeError`` where it did not obey."""
         (values, one), (others, two) = first, second
         names, source = self._template.names, self._source
         site = _site((values.batch, one.calls), (others.batch, two.calls)) if values.batch != others.batch else None
@@ -260,28 +279,47 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
                 f"{_describe(one)} and {_describe(two)}",
-                self._why_no_budget() or "put {batch} where the script takes the samples of one forward pass",
+                self._why_no_budget() or self._where_batch_is(one, two),
             )
-        follows = _follows(values, one, others, two)
-        tells_total = not {"accumulation", "effective_batch", "effective_tokens"}.isdisjoint(names)
-        if tells_total and not follows:
+        if self._tells_total and not _follows(values, one, others, two):
             raise UserCodeError(
                 f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
                 f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
                 self._why_no_budget() or "put {accumulation} where the script takes the micro-steps of a step",
             )
+        self._check_numerics(first, second)
+        return site
+
+    def _where_batch_is(self, one: Seen, two: Seen) -> str:
+        if one.batch_option and one.batch_option not in self._options_with("{batch"):
+            return f"put {{batch}} where it takes its batch: {one.batch_option} '{{batch}}'"
+        maker = next((each for each in one.loaders if each in two.loaders), None)
+        if maker is not None:
+            return f"the batch at {maker[0]} is always {maker[1]}: have that line take what the command line says"
+        return "put {batch} where the script takes the samples of one forward pass"
+
+    @property
+    def _tells_total(self) -> bool:
+        return not {"accumulation", "effective_batch", "effective_tokens"}.isdisjoint(self._template.names)
+
+    def _facts(
+        self, own: Seen | None, site: Site | None, first: tuple[Values, Seen], second: tuple[Values, Seen]
+    ) -> ModelFacts:
+        """Return what follows from the three runs."""
+        (values, one), (others, two) = first, second
+        names, tells_total = self._template.names, self._tells_total
         accumulation, fixed = values.accumulation, Fixed()
         if not tells_total:
             # Of several optimizers in turn, each has its own backward passes.
             accumulation = min((count for _, count in one.cycle if count), default=1)
             total = values.batch * accumulation
+            follows = _follows(values, one, others, two)
             fixed = Fixed(effective_batch=total) if follows else Fixed(accumulation=accumulation)
         passes = max(1, one.passes // accumulation)
         if site is None:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
         site = dataclasses.replace(site, calls=_calls(one, site) // accumulation) if site is not None else None
-        self._check_numerics(first, second)
         takes = {
             "batch": fixed.batch is None,
             "accumulation": fixed.accumulation is None,
@@ -333,9 +371,13 @@ class _Inspecting:
         return None
 
     def _why_no_budget(self) -> str | None:
+        return why_no_budget(self._options_with("{"))
+
+    def _options_with(self, mark: str) -> list[str]:
+        """Return the options whose values have that in them."""
         pairs = itertools.pairwise(("", *self._template.words))
-        filled = (f"{before}={word}" if word.startswith("{") else word for before, word in pairs if "{" in word)
-        return why_no_budget([word.partition("=")[0] for word in filled])
+        filled = (f"{before}={word}" if word.startswith("{") else word for before, word in pairs if mark in word)
+        return [word.partition("=")[0] for word in filled]
 
     def _total(self) -> str:
         names = [
@@ -383,6 +425,7 @@ class _Watching(Listener):
         self._finish = finish
         self._fail = fail
         self._made: list[Any] = []
+        self._loaders: dict[str, int] = {}
         self._optimizers: list[Any] = []
         self._steps: list[_Between] = []
         self._now = _Between()
@@ -410,6 +453,16 @@ class _Watching(Listener):
             made.append(optimizer)
 
         kind.__init__ = __init__
+        loader_kind: Any = DataLoader
+        make_loader, loaders = loader_kind.__init__, self._loaders
+
+        def make_seen(loader: Any, *words: Any, **options: Any) -> None:
+            make_loader(loader, *words, **options)
+            place = users_line(lines_above())
+            if place and loader.batch_size is not None:
+                loaders[place] = loader.batch_size
+
+        loader_kind.__init__ = make_seen
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
@@ -450,6 +503,18 @@ class _Watching(Listener):
         return UserCodeError(
             f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
             "have it update by a torch.optim.Optimizer, or call model.zero_grad() after each update: that ends a step",
+        )
+
+    def ended_early(self) -> UserCodeError:
+        """Return what is wrong where the script has ended."""
+        if not self._made:
+            return UserCodeError(
+                f"{self._source.name} ended without having made an optimizer of torch",
+                "name the script that trains with torch, with the options with which it does",
+            )
+        return UserCodeError(
+            f"{self._source.name} ended before the second step of its optimizer",
+            "give it the options with which it trains, and for more steps",
         )
 
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -494,6 +559,8 @@ class _Watching(Listener):
             self._loading.workers,
             self._loading.prefetch,
             self._loss,
+            batch_option([frame for frame, _ in lines_above()], self._source.argv),
+            tuple(self._loaders.items()),
             self._normalizes,
             self._watch.update is None or self._watch.update.is_honest,
         )
