@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import click
 from rich.console import Console
@@ -16,7 +15,7 @@ from autotune.cli.view import ConsoleView, open_view
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BRINGS_CODE, json_value
-from autotune.service.client import Client
+from autotune.service.client import Client, path_of
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
 
@@ -66,7 +65,7 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
     """Have a service go on with a search that was cancelled, failed or has more budget now, and show it."""
     client = Client(server)
-    known = client.request("GET", _path_of(study))
+    known = client.request("GET", path_of(study))
     needs = {name: known["needs"][name] for name in ("gpu", "memory_bytes", "count") if known["needs"][name]}
     asked = {**known["request"], "study": known["study"], "needs": needs}
     asked |= {name: value for name, value in budget.items() if value is not None}
@@ -78,35 +77,31 @@ def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_js
 def follow_remotely(server: str, search: str, *, as_json: bool) -> None:
     """Show a search of a service from its beginning to its end, and print the result."""
     client = Client(server)
-    _follow_to_the_end(client, client.request("GET", _path_of(search)), as_json=as_json)
+    _follow_to_the_end(client, client.request("GET", path_of(search)), as_json=as_json)
 
 
 def show_remotely(server: str, study: str, *, as_json: bool) -> None:
     """Print what a service has of a study, as ``autotune show`` does."""
     client = Client(server)
     if as_json:
-        print_json(client.request("GET", f"{_path_of(study)}/report"))
+        print_json(client.request("GET", f"{path_of(study)}/report"))
         return
-    click.echo(as_printed(client.request("GET", f"{_path_of(study)}/report", query={"format": "text"}).rstrip("\n")))
+    click.echo(as_printed(client.request("GET", f"{path_of(study)}/report", query={"format": "text"}).rstrip("\n")))
 
 
 def report_remotely(server: str, study: str) -> str:
     """Return a study of a service as an HTML page."""
-    return str(Client(server).request("GET", f"{_path_of(study)}/report", query={"format": "html"}))
+    return str(Client(server).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
 
 
 def export_remotely(server: str, study: str, form: str) -> tuple[str, list[str]]:
     """Return the best trial of a study of a service in a format, and what has to be said beside it."""
-    text, headers = Client(server).fetch(f"{_path_of(study)}/export", {"format": form})
+    text, headers = Client(server).fetch(f"{path_of(study)}/export", {"format": form})
     return text, [note for note in headers.get("autotune-note", "").split(" | ") if note]
 
 
-def _path_of(search: str) -> str:
-    return f"/v1/searches/{quote(search, safe='')}"
-
-
 def _follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
-    name, path = shlex.quote(str(search["study"])), _path_of(str(search["id"]))
+    name, path = shlex.quote(str(search["study"])), path_of(str(search["id"]))
     try:
         problem = _watch(client, search)
     except KeyboardInterrupt:
@@ -186,7 +181,7 @@ def verify_remotely(server: str, study: str, steps: int, *, as_json: bool, again
     problem = _watch(client, asked)
     if problem is not None:
         raise error_of(problem)
-    shown = client.request("GET", f"/v1/verify/{quote(str(asked['id']), safe='')}")
+    shown = client.request("GET", f"/v1/verify/{asked['id']}")
     print_verification(shown, as_json=as_json)
 
 

@@ -143,9 +143,9 @@ def follow(search: str, server: str | None, as_json: bool) -> None:
 @table_options("cancel")
 def cancel(search: str, server: str | None) -> None:
     """Cancel a search of a service, by its id or its study's name. What was measured stays."""
-    from urllib.parse import quote
+    from autotune.service.client import path_of
 
-    job = _client(server).request("DELETE", f"/v1/searches/{quote(search, safe='')}")
+    job = _client(server).request("DELETE", path_of(search))
     outcome = "is cancelled" if job["state"] in ("cancelled", "running") else f"has ended before: {job['state']}"
     click.echo(f"the search {shlex.quote(job['study'])} {outcome}", err=True)
 

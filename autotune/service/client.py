@@ -30,6 +30,12 @@ _PATIENCE_SECONDS = 60.0
 """How long a listener tries to connect again."""
 
 
+def path_of(search: str) -> str:
+    """Return the path of a search, named by its id or its study."""
+    # A command line may have bytes that are not UTF-8, which no study's name has.
+    return f"/v1/searches/{quote(search, safe='', errors='surrogateescape')}"
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedEvent:
     """Something that happened to a search; ``number`` is ``None`` for what runs now, which is not kept."""
@@ -218,10 +224,9 @@ class Client:
             time.sleep(0.5)
 
     def _stream(self, search: str, after: int) -> Iterator[StreamedEvent]:
-        path = f"/v1/searches/{quote(search, safe='')}/events"
         headers = {"Last-Event-ID": str(after)}
         try:
-            with self._http.sse(path, headers=headers, timeout=_SILENCE_SECONDS) as source:
+            with self._http.sse(f"{path_of(search)}/events", headers=headers, timeout=_SILENCE_SECONDS) as source:
                 if source.response.status_code >= 400:
                     source.response.read()
                     raise self._error(source.response)

@@ -93,7 +93,6 @@ def test_command_lines(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    codes: set[int] = set()
 
     def run(words: list[str]) -> None:
         stdout, stderr = (io.TextIOWrapper(io.BytesIO(), errors="replace") for _ in range(2))
@@ -103,13 +102,11 @@ def test_command_lines(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         said = stderr.read()
         code = ended.value.code
         assert isinstance(code, int)
-        codes.add(code)
         assert "Traceback" not in said
         assert code == 0 or said.startswith("autotune: error: "), (words, said)
 
     with in_folder(tmp_path):
         at_random(count, run, words=command_lines())
-    assert {0, 2} <= codes
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autotune.core.errors import ServiceError
-from autotune.service.client import CERTIFICATE_VARIABLE, Client
+from autotune.service.client import CERTIFICATE_VARIABLE, Client, path_of
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,8 @@ def test_a_problem_of_the_service_keeps_its_status(status: int) -> None:
         with pytest.raises(ServiceError, match=r"it is so\. do this") as told:
             client.request("GET", "/v1/searches")
         assert told.value.status == status
+
+
+def test_a_name_that_is_not_utf8_has_a_path() -> None:
+    """The service knows no such search, and says so."""
+    assert path_of("a/\udcff") == "/v1/searches/a%2F%FF"
