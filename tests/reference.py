@@ -25,7 +25,6 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import JobMessage
 from autotune.core.messages import Answer, Progress, ServerLine
-from autotune.core.options import OPTIONS
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
@@ -45,7 +44,7 @@ from autotune.results.predicted import (
     best_prediction_type,
 )
 from autotune.space.training_arguments import TunedArguments
-from autotune.tuning.request import recorded_type
+from autotune.tuning.request import recorded_options, recorded_type
 from autotune.verify.json_document import LossComparisonDocument, VerificationDocument
 
 FOLDER = ROOT / "docs" / "reference"
@@ -95,7 +94,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 _REQUEST = recorded_type().__name__
-_HELP = {option.key: option.help for option in OPTIONS if option.key}
+_HELP = {each.key: each.option.help for each in recorded_options()}
 
 
 def _schemas_page() -> str:

@@ -55,15 +55,13 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
     help_text = option.help_in.get(command, option.help)
     if option.kind is FLAG:
         return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=help_text)
-    # A study that goes on keeps what it was searched with.
-    default = None if command == "resume" and option.request_field else option.default_text
     return click.option(
         *names,
         type=_click_type(option.kind),
         help=help_text,
         metavar=option.metavar,
-        default=default,
-        show_default=default is not None,
+        default=option.default_text,
+        show_default=option.default_text is not None,
         envvar=option.envvar,
     )
 

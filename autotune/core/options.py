@@ -108,12 +108,6 @@ class Option:
     envvar: str | None = None
     own_code_decides: bool = False
     """Whether the user's own training code decides it, so that the option is refused beside such code."""
-    request_field: str | None = None
-    """The field of ``SearchRequest`` that holds it."""
-    recorded_as: str | None = None
-    """Its name in the JSON of a request, where that is not the field's; empty where it is not recorded."""
-    sparse: bool = False
-    """Left out of the JSON where it has its default, as in requests from before there was such an option."""
 
     @property
     def parameter(self) -> str:
@@ -128,11 +122,6 @@ class Option:
         if self.kind is SCRIPT:
             return ()
         return None if self.default_text is None else self.kind.read(self.default_text)
-
-    @property
-    def key(self) -> str:
-        """Its name in the JSON of a request; empty where it is not recorded."""
-        return (self.request_field or "") if self.recorded_as is None else self.recorded_as
 
 
 # fmt: off
@@ -170,7 +159,7 @@ class _Step(TypedDict, total=False):
     effective_batch: Annotated[int | None, Option(
         "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
         "nothing is accumulated and any batch is tried. A Trainer or script of your own keeps its effective batch.",
-        ALL, request_field="effective_batch",
+        ALL,
         help_in=dict.fromkeys(
             PREDICTED,
             "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
@@ -293,14 +282,13 @@ class _Device(TypedDict, total=False):
     memory_limit: Annotated[int | str | None, Option(
         "Search as if the device had only this much memory, e.g. 24GiB [default: all that is free].", BOTH, kind=BYTES,
         help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: that of --gpu]."},
-        request_field="memory_limit_bytes",
     )]
     headroom: Annotated[Headroom | float | str | None, Option(
         f"Memory to keep free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", ALL,
-        kind=HEADROOM, request_field="headroom",
+        kind=HEADROOM,
     )]
     world_size: Annotated[int, Option("Number of devices that will share the effective batch; trials still run on one.",
-        BOTH, "1", request_field="world_size",
+        BOTH, "1",
     )]
     executor: Annotated[str | None, Option(
         "Search on a node of a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
@@ -313,74 +301,66 @@ class _Tried(TypedDict, total=False):
 
     precision: Annotated[str | Sequence[str] | None, Option(
         "Precisions to try, e.g. bf16,tf32 [default: all that the device has].", ALL, kind=words(PRECISIONS),
-        request_field="precisions", recorded_as="precision",
     )]
     gradient_checkpointing: Annotated[CheckpointingChoice, Option("auto: try with and without; on: always; off: never.",
-        ALL, "auto", request_field="gradient_checkpointing",
+        ALL, "auto",
     )]
     strategy: Annotated[str | Sequence[str] | None, Option(
         "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: "
-        "all possible].", BOTH, kind=words_or_auto(STRATEGIES), request_field="strategies", recorded_as="strategy",
-        sparse=True,
+        "all possible].", BOTH, kind=words_or_auto(STRATEGIES),
     )]
     attn: Annotated[str | Sequence[str] | None, Option(
         "Attention implementations, e.g. sdpa,eager [default: sdpa where the model has it].", ALL,
-        request_field="attn_implementations", recorded_as="attn_implementation", own_code_decides=True,
+        own_code_decides=True,
     )]
     experts: Annotated[str | Sequence[str] | None, Option(
         "How a mixture of experts is computed, e.g. grouped_mm,batched_mm,eager [default: as transformers chooses].",
-        request_field="experts_implementations", recorded_as="experts_implementation", sparse=True,
         own_code_decides=True,
     )]
     optim: Annotated[str | Sequence[str] | None, Option(
         "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", ALL,
         help_in=dict.fromkeys(PREDICTED, "Values of TrainingArguments.optim [default: adamw_torch_fused]."),
-        request_field="optims", recorded_as="optim",
     )]
     expandable_segments: Annotated[LeverChoice | None, Option(
         "Expandable segments of CUDA's allocator. auto: try them where memory limits the best; on: always; off: never "
-        "[default: off, or on where PYTORCH_ALLOC_CONF says so].", request_field="expandable_segments", sparse=True,
+        "[default: off, or on where PYTORCH_ALLOC_CONF says so].",
     )]
     torch_compile: Annotated[LeverChoice, Option(
         "auto: try it on the best candidates once there is a first answer, where the gain is expected to be worth its "
-        "time; on: on every candidate; off: never.", default_text="auto", request_field="torch_compile", sparse=True,
+        "time; on: on every candidate; off: never.", default_text="auto",
     )]
     cuda_graphs: Annotated[LeverChoice, Option(
         "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as --torch-compile.",
-        default_text="auto", request_field="cuda_graphs", sparse=True,
+        default_text="auto",
     )]
     partial_checkpointing: Annotated[int | str, Option(
         "Recompute only some of the layers. auto: as many as memory asks for, once there is a first answer; a number: "
-        "that many; off: all or none.", kind=LAYERS, default_text="auto", request_field="partial_checkpointing",
-        sparse=True,
+        "that many; off: all or none.", kind=LAYERS, default_text="auto",
     )]
     offload_activations: Annotated[SwitchChoice, Option(
         "With checkpointing, keep each layer's input in the host's memory until its backward pass: slower; for "
-        "contexts that need it.", default_text="off", request_field="offload_activations", sparse=True,
+        "contexts that need it.", default_text="off",
     )]
     unpadded: Annotated[LeverChoice, Option(
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
-        request_field="unpadded", sparse=True,
     )]
     padding_free: Annotated[SwitchChoice, Option(
         "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
-        "itself alone. Your own batches differ in length then.", default_text="off", request_field="padding_free",
-        sparse=True,
+        "itself alone. Your own batches differ in length then.", default_text="off",
     )]
     fused_loss: Annotated[LeverChoice, Option(
         "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
-        default_text="auto", request_field="fused_loss", sparse=True,
+        default_text="auto",
     )]
     liger: Annotated[LeverChoice, Option("Liger kernels. auto: try with and without; on: always; off: never.",
-        default_text="off", request_field="liger", sparse=True, own_code_decides=True,
+        default_text="off", own_code_decides=True,
     )]
     cpu_affinity: Annotated[LeverChoice, Option(
         "Pin all threads to one CPU core. auto: try it on the best candidate if it is host-bound; on: always; off: "
-        "never.", default_text="auto", request_field="cpu_affinity", sparse=True,
+        "never.", default_text="auto",
     )]
     batch_multiple: Annotated[int | None, Option(
         "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].", ALL,
-        request_field="batch_multiple",
     )]
 
 
@@ -388,45 +368,39 @@ class _How(TypedDict, total=False):
     """How trials are chosen and measured."""
 
     objective: Annotated[Objective, Option("Find the most samples a second, or the largest batch that fits.",
-        default_text="throughput", request_field="objective",
+        default_text="throughput",
     )]
     effort: Annotated[SearchEffort, Option(
         "quick: stop at the first answer, of batch, accumulation, checkpointing and precision; default: go on with "
-        "what may make it faster, on a GPU.", default_text="default", request_field="search_effort",
-        recorded_as="effort", sparse=True,
+        "what may make it faster, on a GPU.", default_text="default",
     )]
-    trials: Annotated[int | None, Option("Run at most N trials.", BUDGET, request_field="trials",
+    trials: Annotated[int | None, Option("Run at most N trials.", BUDGET,
         help_in={"resume": "Run at most N trials, including those already recorded [default: as before]."},
     )]
     time_budget: Annotated[float | str | None, Option("Start no trial after this long, e.g. 5m.", BUDGET, kind=SECONDS,
         help_in={"resume": "Start no trial after this long, including the time already spent [default: as before]."},
-        request_field="time_budget_seconds",
     )]
     trial_timeout: Annotated[float | str | None, Option(
         "Time limit of one trial [default: 3m, and more for large models].", BUDGET, kind=SECONDS,
-        help_in={"resume": "Time limit of one trial [default: as before]."}, request_field="trial_timeout_seconds",
+        help_in={"resume": "Time limit of one trial [default: as before]."},
     )]
     baseline: Annotated[bool, Option("Do not measure the TrainingArguments defaults for comparison.",
-        flag="--no-baseline", request_field="measure_baseline",
+        flag="--no-baseline",
     )]
     verify: Annotated[bool, Option("At the end, check the result with a stock Trainer, as autotune verify does.")]
-    fresh: Annotated[bool, Option("Measure everything again; reuse nothing of earlier searches.",
-        request_field="fresh",
-    )]
+    fresh: Annotated[bool, Option("Measure everything again; reuse nothing of earlier searches.")]
     unprotected: Annotated[bool, Option(
         "Search your own code with nothing between it and your files: it writes, renames and deletes as it would by "
-        "itself, in every trial.", request_field="unprotected", sparse=True,
+        "itself, in every trial.",
     )]
     tolerance: Annotated[float | str, Option(
         "Smallest relative gain in samples/s that is worth a trial. Of candidates this close to the fastest, the "
-        "simplest wins.", kind=SHARE, default_text="0.01", request_field="tolerance", sparse=True,
+        "simplest wins.", kind=SHARE, default_text="0.01",
     )]
     sampler: Annotated[SamplerName, Option("What proposes candidates: autotune's own policy, or a sampler of Optuna.",
-        default_text="autotune", request_field="sampler",
+        default_text="autotune",
     )]
-    seed: Annotated[int, Option("Seed of the sampler, the random weights and the data.", kind=SEED, default_text="42",
-        request_field="seed",
-    )]
+    seed: Annotated[int, Option("Seed of the sampler, the random weights and the data.", kind=SEED, default_text="42")]
 
 
 class _Verified(TypedDict, total=False):
@@ -450,7 +424,7 @@ class _Kept(TypedDict, total=False):
 
     study: Annotated[str | None, Option(
         "Name of the study; an existing one is continued [default: from the model and the effective batch].",
-        metavar="NAME", request_field="study", recorded_as="",
+        metavar="NAME",
     )]
     storage: Annotated[str | os.PathLike[str], Option(
         "SQLite file or SQLAlchemy URL of the database of studies; also AUTOTUNE_STORAGE.", STORED,
@@ -564,13 +538,4 @@ def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
         if value is None and BY_NAME[name].default is None and name not in required
         else BY_NAME[name].kind.check(name, value)
         for name, value in given.items()
-    }
-
-
-def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``SearchRequest`` that options say, by name; those that were not given are left out."""
-    return {
-        option.request_field: options[option.name]
-        for option in OPTIONS
-        if option.request_field is not None and options.get(option.name) is not None
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of, request_fields
+from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
 from autotune.devices import Device, Precision, find_device, find_gpus
@@ -19,7 +19,7 @@ from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import segments_expand
 from autotune.tuning.allowed import check_request
-from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
+from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest, request_fields
 
 
 def open_search(given: Mapping[str, Any]) -> SearchRequest:
@@ -67,7 +67,6 @@ def build_request(
         device=device,
         others=tuple(others),
         beside=tuple(beside),
-        effective_tokens=options.get("effective_tokens"),
         **{**defaults, **request_fields(options)},
     )
 

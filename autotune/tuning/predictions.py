@@ -14,7 +14,6 @@ from autotune.core.ceiling import PREDICTION_MARGIN
 from autotune.core.device import precisions_of
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.inspection import Inspection
-from autotune.core.options import request_fields
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes
@@ -43,7 +42,7 @@ from autotune.tuning.answer_cache import AnswersBeside, KeptPredictions, inspect
 from autotune.tuning.forecasting import most_predictions
 from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.request import SearchRequest
+from autotune.tuning.request import SearchRequest, request_fields
 
 # One host has no more. A choice.
 _MOST_RANKS = 64
@@ -119,8 +118,7 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
-    tokens = options.get("effective_tokens")
-    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes, "effective_tokens": tokens}
+    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes}
     if ranks > 1 and options["world_size"] == 1:
         fields["world_size"] = ranks
     return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **fields)

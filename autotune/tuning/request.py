@@ -1,19 +1,22 @@
 """Define the request of a search, and check it as far as possible without starting a process."""
 
+# ``_of`` makes dataclass fields, which ruff does not see.
+# ruff: noqa: RUF009
+
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.candidate import Document, Precision, Strategy
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import HEADROOM
+from autotune.core.options import BY_NAME as OPTION_BY_NAME
 from autotune.core.options import (
-    OPTIONS,
     OPTUNA_SAMPLERS,
     CheckpointingChoice,
     LeverChoice,
@@ -29,13 +32,11 @@ from autotune.core.schema import VERSION, at_least, decode, fields_of, make_reco
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
-from autotune.estimate.history import DEFAULT_TOLERANCE
 from autotune.space.levers import BY_NAME, LEVERS, Training
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
-DEFAULT_SEED = 42
 # Only the peak matters here, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
@@ -45,6 +46,16 @@ DATA_EFFORT = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
 _FOREIGN_TRIALS = 32
 
 _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
+
+
+def _of(option: str, *, recorded_as: str | None = None, sparse: bool = False, **default: Any) -> Any:
+    """Declare a field that holds an option of the command line, whose default it has unless another is given.
+
+    It is recorded under the option's name unless another is given, or not at all where that is empty; ``sparse``
+    ones only where they differ from their default.
+    """
+    said = {"option": option, "recorded_as": option if recorded_as is None else recorded_as, "sparse": sparse}
+    return field(metadata=said, **(default or {"default": OPTION_BY_NAME[option].default}))
 
 
 @dataclass(frozen=True)
@@ -58,59 +69,59 @@ class SearchRequest:
     """The devices of further ranks, which train together with the first."""
     beside: tuple[Device, ...] = field(default=(), kw_only=True)
     """Further devices, each of which runs trials of one rank at the same time as ``device``."""
-    effective_batch: int | None = None
-    effective_tokens: int | None = None
+    effective_batch: int | None = _of("effective_batch")
+    effective_tokens: int | None = _of("effective_tokens", recorded_as="")
     """The same in tokens, where it was given so; only for messages."""
-    world_size: int = 1
-    batch_multiple: int | None = None
-    objective: Objective = "throughput"
-    search_effort: SearchEffort = "quick"
+    memory_limit_bytes: int | None = _of("memory_limit", recorded_as="memory_limit_bytes")
+    """``None`` means all memory of the device."""
+    headroom: Headroom = _of("headroom", default_factory=Headroom)
+    world_size: int = _of("world_size")
+    precisions: tuple[Precision, ...] | None = _of("precision")
+    """``None`` means all that the device has."""
+    gradient_checkpointing: CheckpointingChoice = _of("gradient_checkpointing")
+    strategies: tuple[Strategy, ...] | None = _of("strategy", sparse=True)
+    """How several ranks share the model; ``None`` means every way that this model and device can."""
+    attn_implementations: tuple[str, ...] | None = _of("attn", recorded_as="attn_implementation")
+    """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
+    experts_implementations: tuple[str, ...] | None = _of("experts", recorded_as="experts_implementation", sparse=True)
+    """``None`` leaves it to transformers."""
+    optims: tuple[str, ...] = _of("optim", default=(DEFAULT_OPTIM,))
+    expandable_segments: LeverChoice = _of("expandable_segments", sparse=True, default="off")
+    """``auto`` tries it where memory keeps the best arm from a larger batch."""
+    torch_compile: LeverChoice = _of("torch_compile", sparse=True)
+    cuda_graphs: LeverChoice = _of("cuda_graphs", sparse=True)
+    partial_checkpointing: str = _of("partial_checkpointing", sparse=True)
+    """``auto``, ``off`` or a number of layers."""
+    offload_activations: SwitchChoice = _of("offload_activations", sparse=True)
+    unpadded: LeverChoice = _of("unpadded", sparse=True)
+    padding_free: SwitchChoice = _of("padding_free", sparse=True)
+    fused_loss: LeverChoice = _of("fused_loss", sparse=True)
+    liger: LeverChoice = _of("liger", sparse=True)
+    cpu_affinity: LeverChoice = _of("cpu_affinity", sparse=True)
+    """``auto`` tries it with the best candidate if that is host-bound."""
+    batch_multiple: int | None = _of("batch_multiple")
+    objective: Objective = _of("objective")
+    search_effort: SearchEffort = _of("effort", sparse=True, default="quick")
     """``quick`` ends at the first answer, as searches did before there was such an option; ``default`` goes on with
     levers that are ``auto``."""
-    precisions: tuple[Precision, ...] | None = None
-    """``None`` means all that the device has."""
-    gradient_checkpointing: CheckpointingChoice = "auto"
-    strategies: tuple[Strategy, ...] | None = None
-    """How several ranks share the model; ``None`` means every way that this model and device can."""
-    attn_implementations: tuple[str, ...] | None = None
-    """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
-    experts_implementations: tuple[str, ...] | None = None
-    """``None`` leaves it to transformers."""
-    optims: tuple[str, ...] = (DEFAULT_OPTIM,)
-    expandable_segments: LeverChoice = "off"
-    """``auto`` tries it where memory keeps the best arm from a larger batch."""
-    torch_compile: LeverChoice = "auto"
-    cuda_graphs: LeverChoice = "auto"
-    partial_checkpointing: str = "auto"
-    """``auto``, ``off`` or a number of layers."""
-    offload_activations: SwitchChoice = "off"
-    unpadded: LeverChoice = "auto"
-    padding_free: SwitchChoice = "off"
-    fused_loss: LeverChoice = "auto"
-    liger: LeverChoice = "off"
-    cpu_affinity: LeverChoice = "auto"
-    """``auto`` tries it with the best candidate if that is host-bound."""
-    memory_limit_bytes: int | None = None
-    """``None`` means all memory of the device."""
-    headroom: Headroom = field(default_factory=Headroom)
-    trials: int | None = None
+    trials: int | None = _of("trials")
     """Most trials; ``None`` means no limit."""
-    time_budget_seconds: float | None = None
-    sampler: SamplerName = "autotune"
-    seed: int = DEFAULT_SEED
-    trial_timeout_seconds: float | None = None
+    time_budget_seconds: float | None = _of("time_budget", recorded_as="time_budget_seconds")
+    trial_timeout_seconds: float | None = _of("trial_timeout", recorded_as="trial_timeout_seconds")
     """``None`` means a limit that grows with the model and the batch."""
-    measure_baseline: bool = True
-    fresh: bool = False
+    measure_baseline: bool = _of("baseline", recorded_as="measure_baseline")
+    fresh: bool = _of("fresh")
     """Measure everything again, instead of reusing trials of earlier studies."""
-    unprotected: bool = False
+    unprotected: bool = _of("unprotected", sparse=True)
     """Let the user's own code write to their files."""
-    tolerance: float = DEFAULT_TOLERANCE
+    tolerance: float = _of("tolerance", sparse=True)
     """Relative gain in speed that is not worth a trial."""
+    sampler: SamplerName = _of("sampler")
+    seed: int = _of("seed")
+    study: str | None = _of("study", recorded_as="")
+    """The study's name; ``None`` generates one."""
     is_at_hand: bool = True
     """Whether the devices are here. What is only predicted for others needs no optional packages."""
-    study: str | None = None
-    """The study's name; ``None`` generates one."""
 
     def __post_init__(self) -> None:
         if self.trials is not None and self.trials < 1:
@@ -190,12 +201,12 @@ class SearchRequest:
     def document(self) -> Document:
         """Return it as JSON-ready data; searches with the same document and environment are the same search."""
         document = with_version({"model": self.workload.model})
-        for option, default in _recorded_options():
-            value = getattr(self, option.request_field or "")
+        for recorded in recorded_options():
+            value = getattr(self, recorded.field)
             if isinstance(value, Headroom):
                 document |= {"headroom_fraction": value.fraction, "headroom_bytes": value.size_bytes}
-            elif not (option.sparse and value == default):
-                document[option.key] = list(value) if isinstance(value, tuple) else value
+            elif not (recorded.is_sparse and value == recorded.default):
+                document[recorded.key] = list(value) if isinstance(value, tuple) else value
         if self.others:
             document["ranks"] = self.ranks
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
@@ -265,12 +276,33 @@ class SearchRequest:
         return replace(self, study=study)
 
 
-def _recorded_options() -> Iterator[tuple[Option, Any]]:
-    """Yield the options that a request records, each with its default in a request."""
-    fields = {field.name: field for field in dataclasses.fields(SearchRequest)}
-    for option in OPTIONS:
-        if option.request_field is not None and option.key:
-            yield option, fields[option.request_field].default
+@dataclass(frozen=True, slots=True)
+class RecordedOption:
+    """An option in the JSON of a request."""
+
+    option: Option
+    field: str
+    key: str
+    default: Any
+    """That of a request."""
+    is_sparse: bool
+    """Left out of the JSON where it has its default, as in requests from before there was such an option."""
+
+
+@functools.cache
+def recorded_options() -> tuple[RecordedOption, ...]:
+    """Return the options that a request records."""
+    return tuple(
+        RecordedOption(OPTION_BY_NAME[each.metadata["option"]], each.name, key, each.default, each.metadata["sparse"])
+        for each in dataclasses.fields(SearchRequest)
+        if (key := each.metadata.get("recorded_as"))
+    )
+
+
+def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ``SearchRequest`` that options say, by name; those that were not given are left out."""
+    held = {each.name: each.metadata["option"] for each in dataclasses.fields(SearchRequest) if each.metadata}
+    return {field: options[option] for field, option in held.items() if options.get(option) is not None}
 
 
 @functools.cache
@@ -282,16 +314,16 @@ def recorded_type() -> type[Any]:
         ("data_at", dict[str, str | None] | None, None),
         ("ranks", int, 1),
     ]
-    for option, default in _recorded_options():
-        kind = option.kind
+    for recorded in recorded_options():
+        kind, default = recorded.option.kind, recorded.default
         if kind is HEADROOM:
             fields += [
                 ("headroom_fraction", at_least(float, 0), Headroom().fraction),
                 ("headroom_bytes", at_least(int, 0) | None, None),
             ]
             continue
-        recorded = at_least(kind.json, kind.least)
-        fields.append((option.key, recorded | None if default is None else recorded, default))
+        values = at_least(kind.json, kind.least)
+        fields.append((recorded.key, values | None if default is None else values, default))
     return make_record("RecordedRequest", fields)
 
 
@@ -311,9 +343,7 @@ def request_from_document(
     if recorded["ranks"] != 1 + len(others):
         raise ValueError(f"it has {recorded['ranks']} ranks, and {1 + len(others)} devices were found for them")
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
-    fields = {
-        str(option.request_field): recorded[option.key] for option, _ in _recorded_options() if option.key in recorded
-    }
+    fields = {each.field: recorded[each.key] for each in recorded_options() if each.key in recorded}
     return SearchRequest(workload=workload, device=device, others=others, study=study, headroom=headroom, **fields)
 
 

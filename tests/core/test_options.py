@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -17,15 +16,10 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
 from autotune.core.options import BY_NAME, OPTIONS, Option, check_arguments, options_of
 from autotune.core.workload import Task
-from autotune.tuning.request import SearchRequest, request_from_document
+from autotune.tuning.request import SearchRequest, recorded_options, request_from_document
 from autotune.verify.throughput import DEFAULT_STEPS
 
 SIGNATURE = inspect.signature(api.search).parameters
-FIELDS = {field.name: field for field in dataclasses.fields(SearchRequest)}
-RECORDED = [option for option in OPTIONS if option.key]
-# Filled in where a request is made: from the user's code, from the environment, as a headroom. A request without an
-# effort is one from before there were levers.
-FILLED_IN = {"optim", "expandable_segments", "headroom", "effort"}
 
 
 def commands() -> dict[str, click.Command]:
@@ -68,19 +62,9 @@ class TestFunction:
 
 
 class TestRequest:
-    def test_every_field_is_an_option_s(self) -> None:
-        devices = {"device", "others", "beside", "is_at_hand"}
-        assert set(FIELDS) - {"workload"} - devices == {o.request_field for o in OPTIONS if o.request_field}
-
-    @pytest.mark.parametrize("option", [o for o in OPTIONS if o.request_field], ids=lambda o: o.name)
-    def test_fields_have_the_options_defaults(self, option: Option) -> None:
-        if option.name not in FILLED_IN:
-            assert FIELDS[str(option.request_field)].default == option.default
-
     def test_recorded_names_are_those_of_the_table(self) -> None:
         document = SearchRequest(BERT_LARGE, H200).document()
-        sparse = {option.key for option in RECORDED if option.sparse}
-        shown = {option.key for option in RECORDED if option.kind is not HEADROOM} - sparse
+        shown = {each.key for each in recorded_options() if each.option.kind is not HEADROOM and not each.is_sparse}
         assert set(document) == shown | {"schema_version", "model", "headroom_fraction", "headroom_bytes"}
 
     def test_a_record_of_a_later_schema_is_refused_and_one_without_a_version_is_of_the_first(self) -> None:
@@ -128,7 +112,8 @@ class TestCommandLine:
 
     def test_a_study_that_goes_on_keeps_what_it_was_searched_with(self) -> None:
         given = _context("resume", ["bert"]).params
-        assert all(given[o.name] is None for o in options_of("resume") if o.request_field)
+        held = {each.option.name for each in recorded_options()}
+        assert all(given[option.name] is None for option in options_of("resume") if option.name in held)
 
 
 def _context(command: str, words: Sequence[str] = ()) -> click.Context:
