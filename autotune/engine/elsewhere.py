@@ -29,11 +29,11 @@ from autotune.store.location import resolve_location
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord
 from autotune.store.repository import Store
-from autotune.store.transfer import read_study, related_studies, take_in_study
+from autotune.store.transfer import studies_for, take_in_study
 from autotune.tuning.allowed import check_request
 from autotune.tuning.exclusive import hold_lease, take_turn, waits_with
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
-from autotune.tuning.run import log_folder, study_names
+from autotune.tuning.run import keep_trial_log, study_names
 
 if TYPE_CHECKING:
     from autotune.tuning.request import SearchRequest
@@ -201,10 +201,7 @@ def _started(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequen
     if known is not None:
         return known
     host, devices = place
-    own = read_study(store, work.study)
-    related = [] if work.options.get("fresh") else related_studies(store, str(work.options.get("model") or ""))
-    others = [each for each in related if each["study"]["name"] != work.study]
-    studies = (*([own] if own is not None else []), *others)
+    studies = studies_for(store, work.study, work.options)
     return engine.start(replace(work, studies=studies, devices=tuple(device.uuid for device in devices)), host)
 
 
@@ -223,7 +220,9 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
                     if message.kind == "record":
                         take_in_study(store, message.document, study)
                     elif message.kind == "log":
-                        _keep_log(log_folder(storage, study), message.document)
+                        # A search goes on where a log cannot be written.
+                        with contextlib.suppress(OSError):
+                            keep_trial_log(storage, study, message.document)
                     elif message.kind == "end":
                         return message.document
                     else:
@@ -237,14 +236,6 @@ def _closing(run: Run) -> Iterator[None]:
         yield
     finally:
         run.close()
-
-
-def _keep_log(folder: Path, log: Document) -> None:
-    # A search goes on where a log cannot be written.
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"trial-{int(log['number']):04d}.log"
-        path.write_text(str(log["text"]), encoding="utf-8", errors="replace")
 
 
 def _error_of(problem: dict[str, Any]) -> AutotuneError:

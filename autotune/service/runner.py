@@ -26,8 +26,8 @@ from autotune.store.leases import name_of_study, renewed
 from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer
 from autotune.store.records import new_id
 from autotune.store.repository import Store
-from autotune.store.transfer import read_study, related_studies, take_in
-from autotune.tuning.run import log_folder
+from autotune.store.transfer import studies_for, take_in
+from autotune.tuning.run import keep_trial_log
 
 log = logging.getLogger("autotune.service")
 
@@ -225,11 +225,7 @@ class Runner:
         work = Work(_attempt_id(job), study, job.request, kind, code, uuids, folders=folders)
         if self.engine.shares_storage:
             return replace(work, storage=self.storage)
-        own = read_study(self.store, study)
-        model = str(job.request.get("model") or "")
-        related = [] if job.request.get("fresh") or verified else related_studies(self.store, model)
-        others = [each for each in related if each["study"]["name"] != study]
-        return replace(work, studies=(*([own] if own else []), *others))
+        return replace(work, studies=studies_for(self.store, study, job.request))
 
     # Following
 
@@ -336,7 +332,10 @@ class Runner:
                         take_in(connection, each.document, str(job.request.get(VERIFIES) or job.study))
         for each in messages:
             if each.kind == "log":
-                self._keep_log(job.study, int(each.document["number"]), str(each.document["text"]))
+                try:
+                    keep_trial_log(self.storage, job.study, each.document)
+                except OSError as error:
+                    log.warning("the log of a trial cannot be kept: %s", error)
         end = messages[-1] if messages and messages[-1].kind == "end" else None
         if end is not None:
             self._take_end(job, end.document)
@@ -363,15 +362,6 @@ class Runner:
             log.info("search put back", extra={"fields": _fields(job, state=state, why=why)})
         self.changes.notify(job.id)
 
-    def _keep_log(self, study: str, number: int, text: str) -> None:
-        """Keep the end of a trial's log that came from elsewhere; without room for it, it is left out."""
-        path = trial_log_path(self.storage, study, number)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="replace")
-        except OSError as error:
-            log.warning("the log of a trial cannot be kept: %s", error)
-
 
 @contextlib.contextmanager
 def held(store: Store, name: str, what: str) -> Iterator[None]:
@@ -381,11 +371,6 @@ def held(store: Store, name: str, what: str) -> Iterator[None]:
         raise StorageError(f"{what} is held by {holder.describe()}", "wait for its end, or name another database")
     with renewed(store.leases, name, token):
         yield
-
-
-def trial_log_path(storage: str, study: str, number: int) -> Path:
-    """Return where the log of a study's trial is kept."""
-    return log_folder(storage, study) / f"trial-{number:04d}.log"
 
 
 def _attempt_id(job: JobRecord) -> str:

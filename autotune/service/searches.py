@@ -28,7 +28,7 @@ from autotune.service.requests import (
     read_needs,
     read_submission,
 )
-from autotune.service.runner import Runner, offers_of, trial_log_path, unmet
+from autotune.service.runner import Runner, offers_of, unmet
 from autotune.service.tokens import may_write
 from autotune.service.verifications import (
     VERIFIES,
@@ -38,6 +38,7 @@ from autotune.service.verifications import (
 )
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
+from autotune.tuning.run import trial_log_path
 from autotune.verify.target import verifiable_export
 
 log = logging.getLogger("autotune.service")

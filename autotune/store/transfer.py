@@ -76,6 +76,13 @@ def related_studies(store: Store, model: str) -> list[Document]:
     return [document for document in documents if document is not None]
 
 
+def studies_for(store: Store, study: str, options: Document) -> tuple[Document, ...]:
+    """Return what a search with these options is to know where it has a database of its own: the study and others."""
+    own, model = read_study(store, study), options.get("model")
+    related = related_studies(store, model) if model and not options.get("fresh") else []
+    return (*([own] if own is not None else []), *(each for each in related if each["study"]["name"] != study))
+
+
 def _read(
     connection: Connection, name: str, trial_ids: Collection[str] | None = None, *, with_optuna: bool = False
 ) -> Document | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from autotune.core.candidate import Document
 from autotune.core.errors import (
     DeviceError,
     NoResultError,
@@ -292,6 +293,18 @@ def log_folder(storage: str, study: str) -> Path:
     """Return the folder with the logs of a study's processes, beside its database."""
     path = resolve_location(storage).path
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
+
+
+def trial_log_path(storage: str, study: str, number: int) -> Path:
+    """Return where the log of a study's trial is kept."""
+    return log_folder(storage, study) / f"trial-{number:04d}.log"
+
+
+def keep_trial_log(storage: str, study: str, log: Document) -> None:
+    """Write the end of a trial's log that came from another machine; raises ``OSError`` where that is not possible."""
+    path = trial_log_path(storage, study, int(log["number"]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(str(log["text"]), encoding="utf-8", errors="replace")
 
 
 def study_names(request: SearchRequest) -> Iterator[str]:
