@@ -101,6 +101,8 @@ class CodeInterface:
     """Tokens of a sample, where a placeholder asks for a total of them."""
     steps: HowItSteps = HowItSteps()
     """Of a script with placeholders."""
+    compiles: bool = False
+    """Whether a script with placeholders calls ``torch.compile``: each of its trials then compiles."""
     has_own_settings: bool = True
     """Whether it trains without being told anything."""
     batch_matters: str | None = None

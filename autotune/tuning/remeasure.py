@@ -125,7 +125,9 @@ def timeout_seconds(
     """
     limit = _USUAL_SECONDS if request.trial_timeout_seconds is None else request.trial_timeout_seconds
     if request.trial_timeout_seconds is None:
-        limit += _COMPILE_SECONDS if compiles(candidate.arm) else 0.0
+        source = request.workload.source
+        compiles_itself = source is not None and source.interface.compiles
+        limit += _COMPILE_SECONDS if compiles(candidate.arm) or compiles_itself else 0.0
         limit += parameters / _BUILT_PARAMETERS_PER_SECOND
     run = min(candidate.gradient_accumulation_steps, effort.max_micro_steps)
     samples = run * candidate.per_device_train_batch_size

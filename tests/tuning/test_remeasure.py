@@ -10,7 +10,9 @@ from recorded import measurement
 from searching import BERT_LARGE, ceiling_of, prepared, request
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import CodeInterface
 from autotune.core.outcome import Completed, Failed
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
@@ -143,6 +145,12 @@ class TestTimeLimit:
 
     def test_a_small_model_gets_the_usual_time(self) -> None:
         assert 180 < self.seconds(4_000_000, 128) < 185
+
+    def test_code_that_compiles_gets_the_time_for_that(self) -> None:
+        source = TrainingSource("script", "/x/train.py", "0", "/x", interface=CodeInterface(compiles=True))
+        asked = request(workload=dataclasses.replace(BERT_LARGE, source=source))
+        limit = timeout_seconds(asked, 4_000_000, Candidate(Arm("bf16"), 1, 64), asked.effort, Told().history)
+        assert limit > 180 + 180
 
     def test_a_large_model_with_a_long_context_gets_more(self) -> None:
         assert self.seconds(7_000_000_000, 512) > 180 + 140

@@ -176,6 +176,7 @@ def test_what_is_obeyed_is_seen_in_any_loop(
 ) -> None:
     told, model = inspected(trial_server, options)
     assert (model.interface.searched, model.interface.fixed) == (tuple(searched), Fixed(**fixed))
+    assert model.interface.compiles == ("--compile" in options)
     assert own_batch(model) == own
     batch = 8 if "batch" in searched else fixed["batch"]
     accumulation = fixed.get("accumulation") or fixed.get("effective_batch", 2 * batch) // batch

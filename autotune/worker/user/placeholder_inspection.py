@@ -85,6 +85,8 @@ class Seen:
     loader_prefetch: int | None = None
     loss: LossOfSamples | None = None
     """``None`` where it is not known."""
+    compiles: bool = False
+    """Whether it calls ``torch.compile``, which does nothing in these runs."""
     batch_option: str = ""
     """The option by which the script takes its batch, where it is called as in other scripts."""
     loaders: tuple[tuple[str, int], ...] = ()
@@ -345,6 +347,7 @@ class _Inspecting:
                 precisions=self._template.precisions or (),
                 sample_tokens=self._sample_tokens,
                 steps=how,
+                compiles=one.compiles or two.compiles,
                 loader_workers=one.loader_workers,
                 loader_prefetch=one.loader_prefetch,
                 tunes_loader=False,
@@ -432,7 +435,7 @@ class _Watching(Listener):
         self._is_stepping = False
         self._outputs: list[torch.Tensor] = []
         self._loss: LossOfSamples | None = None
-        self._normalizes = False
+        self._normalizes = self._compiles = False
         self._models = ModelNames()
         self._first: Any = None
         self._watch = TrainingWatch()
@@ -463,6 +466,13 @@ class _Watching(Listener):
                 loaders[place] = loader.batch_size
 
         loader_kind.__init__ = make_seen
+        compiled = torch.compile
+
+        def compile_seen(*words: Any, **options: Any) -> Any:
+            self._compiles = True
+            return compiled(*words, **options)
+
+        torch.compile = compile_seen
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
@@ -559,6 +569,7 @@ class _Watching(Listener):
             self._loading.workers,
             self._loading.prefetch,
             self._loss,
+            self._compiles,
             batch_option([frame for frame, _ in lines_above()], self._source.argv),
             tuple(self._loaders.items()),
             self._normalizes,
