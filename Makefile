@@ -119,7 +119,8 @@ test-ray:
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
 
-# The core of the suite: what is used of the libraries, real trials and one whole search, all on the CPU.
+# The core of the suite: what is used of the libraries, real trials and one whole search, all on the CPU. Beside it,
+# searches of scripts on TRL (supervised, preferences).
 CORE := tests/contracts tests/results/test_dashboard.py tests/tuning/test_search_optuna.py::TestOptunasSamplers \
 	$(addprefix tests/worker/test_,fake_allocator.py own_trials.py reading.py worker_facts.py worker_trials.py) \
 	tests/cli/test_cli_reuse.py::test_repeated_under_another_name_no_process_is_started
@@ -130,14 +131,15 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 test-versions: $(foreach version,$(VERSIONS),.venv-versions/$(version)-$(TORCH)/.installed)
 	@for version in $(VERSIONS); do \
 	  python=.venv-versions/$$version-$(TORCH)/bin/python; \
-	  echo "== $$version: $$($$python -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|optuna)==' | tr '\n' ' ')"; \
+	  echo "== $$version: $$($$python -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|optuna|trl)==' | tr '\n' ' ')"; \
 	  $$python -m pytest $(CORE) || exit 1; \
+	  $$python -m pytest -m clients tests/clients/test_clients.py -k trl || exit 1; \
 	done
 
 .venv-versions/%-$(TORCH)/.installed: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-$*.txt \
-	  'torch==$(TORCH)' --editable . 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'setuptools>=77'
+	  'torch==$(TORCH)' --editable . 'trl>=0.29.1' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'setuptools>=77'
 	@touch $@
 
 bench: install-bench

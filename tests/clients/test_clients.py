@@ -36,6 +36,9 @@ class Client:
 
 CLIENTS = {
     "trl": Client("tune_with_trl.py", "trl", ("--output_dir", "out", "--max_length", "32", "--bf16", "false")),
+    "trl on preferences": Client(
+        "tune_with_dpo.py", "trl", ("--output_dir", "out", "--max_length", "48", "--bf16", "false")
+    ),
     "peft": Client("tune_with_peft.py", "peft", ("--output_dir", "out")),
     "sentence-transformers": Client("tune_sentence_transformer.py", "sentence_transformers", ("out",), "code"),
     "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out", "--log_dir", "logs")),
