@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
+from autotune.worker.wrapping import after, before
+
 
 def set_allocator_settings(settings: str) -> None:
     """Apply settings to CUDA's caching allocator, as ``PYTORCH_ALLOC_CONF`` does; must precede every allocation."""
@@ -81,13 +83,8 @@ _resize = torch.UntypedStorage.resize_
 
 def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
     """Call ``resized`` alone with every storage whose size is changed in place from now on, after the change."""
-
-    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        answer = _resize(storage, size_bytes)
-        resized(storage)
-        return answer
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    after(torch.UntypedStorage, "resize_", lambda _, storage, *__: resized(storage))
 
 
 def is_in_autograd() -> bool:
@@ -133,19 +130,8 @@ def on_checkpoint(called: Callable[[], None]) -> None:
     """
     import torch.utils.checkpoint as module
 
-    made: Any = module
-    generator, apply = made._checkpoint_without_reentrant_generator, made.CheckpointFunction.apply
-
-    def watched_generator(*words: Any, **options: Any) -> Any:
-        called()
-        return generator(*words, **options)
-
-    def watched_apply(*words: Any, **options: Any) -> Any:
-        called()
-        return apply(*words, **options)
-
-    made._checkpoint_without_reentrant_generator = watched_generator
-    made.CheckpointFunction.apply = staticmethod(watched_apply)
+    before(module, "_checkpoint_without_reentrant_generator", lambda *_, **__: called())
+    before(module.CheckpointFunction, "apply", lambda *_, **__: called())
 
 
 def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:

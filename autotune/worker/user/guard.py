@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
@@ -21,6 +20,7 @@ from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.advice import framework_of, next_step
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
 from autotune.worker.user.on_import import on_import
+from autotune.worker.wrapping import before
 
 Stop = Callable[[str, str], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""
@@ -58,7 +58,7 @@ class Guard:
         import torch
 
         before_steps(torch, self._on_step)
-        _watch_spawned(torch, self._on_spawn)
+        _watch_spawned(self._on_spawn)
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
@@ -142,21 +142,11 @@ def forget_steps(torch: Any) -> None:
     forget_optimizer_hooks()
 
 
-def _watch_spawned(torch: Any, on_spawn: Callable[[], None]) -> None:
+def _watch_spawned(on_spawn: Callable[[], None]) -> None:
     """Have ``on_spawn`` called before torch starts processes that run a function."""
-
-    def watch(module: ModuleType) -> None:
-        start = module.start_processes
-
-        def start_processes(*words: Any, **options: Any) -> Any:
-            on_spawn()
-            return start(*words, **options)
-
-        module.start_processes = start_processes  # type: ignore[attr-defined]
-
     for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
         if hasattr(sys.modules.get(name), "start_processes"):
-            watch(sys.modules[name])
+            before(sys.modules[name], "start_processes", lambda *_, **__: on_spawn())
 
 
 def describe_training(source: TrainingSource) -> tuple[str, str]:

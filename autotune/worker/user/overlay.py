@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.code import tell_launched_precision
+from autotune.worker.wrapping import before
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -62,40 +62,21 @@ class Overlay:
 
     def install(self) -> None:
         """Wrap the class for the rest of this process."""
-        original = TrainingArguments.__post_init__
+        before(TrainingArguments, "__post_init__", self._put)
+        before(TrainingArguments, "__setattr__", self._note_change)
+        before(Trainer, "__init__", self._silence)
 
-        def __post_init__(arguments: Any) -> None:  # noqa: N807
-            self._put(arguments)
-            original(arguments)
+    def _note_change(self, _: Any, name: str, __: Any) -> None:
+        """Record where fields are set after the arguments were made."""
+        if name in _BATCH and (place := _setter()) is not None:
+            self._set_at[name] = place
 
-        TrainingArguments.__post_init__ = __post_init__
-        self._watch_changes()
-        make = Trainer.__init__
-
-        @functools.wraps(make)
-        def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
-            for given in (*words, *options.values()):
-                if isinstance(given, TrainingArguments):
-                    self._silence(given)
-            make(trainer, *words, **options)
-
-        Trainer.__init__ = __init__
-
-    def _watch_changes(self) -> None:
-        """Take down where fields are set after the arguments were made."""
-        put = TrainingArguments.__setattr__
-
-        def __setattr__(arguments: Any, name: str, value: Any) -> None:  # noqa: N807
-            if name in _BATCH and (place := _setter()) is not None:
-                self._set_at[name] = place
-            put(arguments, name, value)
-
-        TrainingArguments.__setattr__ = __setattr__
-
-    def _silence(self, arguments: Any) -> None:
+    def _silence(self, _: Any, *words: Any, **options: Any) -> None:
         """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
-        # In arguments that are made, nobody is reported to by an empty list.
-        _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
+        for given in (*words, *options.values()):
+            if isinstance(given, TrainingArguments):
+                # In arguments that are made, nobody is reported to by an empty list.
+                _set(given, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
 
     def _put(self, arguments: Any) -> None:
         given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
@@ -170,7 +151,8 @@ def probe(batch: int, accumulation: int) -> Document:
 
 def _setter() -> str | None:
     """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
-    frame = sys._getframe(2)
+    # Past what notes the change, and the two functions that wrap the setting of a field.
+    frame = sys._getframe(4)
     module, path = module_of(frame), frame.f_code.co_filename
     if path.startswith("<") or frame.f_code.co_name == "__init__" or module.startswith(("transformers.", "autotune.")):
         return None

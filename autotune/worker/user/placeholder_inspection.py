@@ -48,6 +48,7 @@ from autotune.worker.user.placeholder_trial import (
 )
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.script_options import watch_options
+from autotune.worker.wrapping import after
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
@@ -435,7 +436,7 @@ class _Watching(Listener):
         self._is_stepping = False
         self._outputs: list[torch.Tensor] = []
         self._loss: LossOfSamples | None = None
-        self._normalizes = self._compiles = False
+        self._normalizes = False
         self._models = ModelNames()
         self._first: Any = None
         self._watch = TrainingWatch()
@@ -443,36 +444,15 @@ class _Watching(Listener):
         self._watch.watch_updates_by_hand()
         self._loading = Loading()
         self._loading.watch()
-        self._watch_making()
+        after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
+        after(DataLoader, "__init__", self._on_loader)
         self._watch.listener = self
         self._watch.install()
 
-    def _watch_making(self) -> None:
-        kind: Any = torch.optim.Optimizer
-        make, made = kind.__init__, self._made
-
-        def __init__(optimizer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
-            make(optimizer, *words, **options)
-            made.append(optimizer)
-
-        kind.__init__ = __init__
-        loader_kind: Any = DataLoader
-        make_loader, loaders = loader_kind.__init__, self._loaders
-
-        def make_seen(loader: Any, *words: Any, **options: Any) -> None:
-            make_loader(loader, *words, **options)
-            place = users_line(lines_above())
-            if place and loader.batch_size is not None:
-                loaders[place] = loader.batch_size
-
-        loader_kind.__init__ = make_seen
-        compiled = torch.compile
-
-        def compile_seen(*words: Any, **options: Any) -> Any:
-            self._compiles = True
-            return compiled(*words, **options)
-
-        torch.compile = compile_seen
+    def _on_loader(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
+        place = users_line(lines_above())
+        if place and loader.batch_size is not None:
+            self._loaders[place] = loader.batch_size
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
@@ -569,7 +549,7 @@ class _Watching(Listener):
             self._loading.workers,
             self._loading.prefetch,
             self._loss,
-            self._compiles,
+            self._watch.compiles,
             batch_option([frame for frame, _ in lines_above()], self._source.argv),
             tuple(self._loaders.items()),
             self._normalizes,

@@ -24,6 +24,7 @@ from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main, tell_launched_precision
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.on_import import on_import
+from autotune.worker.wrapping import before
 
 
 def main() -> None:
@@ -67,12 +68,10 @@ def _prepare_trainer(training: RealTraining) -> None:
 def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
     """Have every ``TrainingArguments`` made with the winner's fields, and say what the script had said instead."""
     kind: Any = module.TrainingArguments
-    check = kind.__post_init__
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     fields: set[str] = set()
 
-    @functools.wraps(check)
-    def __post_init__(arguments: Any) -> None:  # noqa: N807
+    def put(arguments: Any) -> None:
         for name, value in wanted.items():
             if not hasattr(arguments, name):
                 continue
@@ -81,9 +80,8 @@ def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
                 fields.add(name)
                 _say(f"the script says {name}={said!r}; {value!r} is set")
             setattr(arguments, name, value)
-        check(arguments)
 
-    kind.__post_init__ = __post_init__
+    before(kind, "__post_init__", put)
 
 
 def _apply(training: RealTraining, trainer: Any) -> Any:
@@ -95,14 +93,7 @@ def _apply(training: RealTraining, trainer: Any) -> Any:
 
 
 def _apply_to_trainers(training: RealTraining, module: ModuleType) -> None:
-    kind: Any = module.Trainer
-    train = kind.train
-
-    @functools.wraps(train)
-    def watched(trainer: Any, *words: Any, **options: Any) -> Any:
-        return train(_apply(training, trainer), *words, **options)
-
-    kind.train = watched
+    before(module.Trainer, "train", lambda trainer, *_, **__: _apply(training, trainer))
 
 
 # Other loops

@@ -7,19 +7,18 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.worker.wrapping import after
+
 
 def set_options(values: dict[str, int]) -> None:
     """Have every ``argparse`` parser of this process give other values for options that it has and that are given."""
-    parse = argparse.ArgumentParser.parse_known_args
 
-    def parse_known_args(parser: Any, *words: Any, **options: Any) -> Any:
-        found, others = parse(parser, *words, **options)
+    def put(parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
         for name, value in values.items():
-            if getattr(found, name, None) is not None:
-                setattr(found, name, value)
-        return found, others
+            if getattr(parsed[0], name, None) is not None:
+                setattr(parsed[0], name, value)
 
-    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+    after(argparse.ArgumentParser, "parse_known_args", put)
 
 
 class SeenOptions:
@@ -33,22 +32,15 @@ class SeenOptions:
     def watch(self) -> None:
         """Record them from now on."""
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
-        add, parse = kind.add_argument, argparse.ArgumentParser.parse_known_args
+        after(kind, "add_argument", self._on_added)
+        after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
 
-        @functools.wraps(add)
-        def add_argument(parser: Any, *names: Any, **options: Any) -> Any:
-            self.names |= {name for name in names if isinstance(name, str) and name.startswith("--")}
-            made = add(parser, *names, **options)
-            self.actions.append(made)
-            return made
+    def _on_added(self, made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
+        self.names |= {name for name in names if isinstance(name, str) and name.startswith("--")}
+        self.actions.append(made)
 
-        def parse_known_args(parser: Any, *words: Any, **options: Any) -> Any:
-            found, others = parse(parser, *words, **options)
-            self.values |= vars(found)
-            return found, others
-
-        kind.add_argument = add_argument
-        argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+    def _on_parsed(self, parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
+        self.values |= vars(parsed[0])
 
     def flags(self, options: Mapping[str, Sequence[str]]) -> dict[str, str]:
         """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores."""

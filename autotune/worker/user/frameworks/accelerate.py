@@ -23,6 +23,7 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
+from autotune.worker.wrapping import after, before
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import Memory, OwnStep
@@ -92,15 +93,9 @@ class AccelerateOverlay:
     def _wrap(self, module: ModuleType) -> None:
         kind: Any = module.Accelerator
         self._wrap_making(kind)
-        self._wrap_preparing(kind)
-        accumulate = kind.accumulate
-
-        @functools.wraps(accumulate)
-        def watched(accelerator: Any, *models: Any) -> Any:
-            self.accumulates = True
-            return accumulate(accelerator, *models)
-
-        kind.accumulate = watched
+        before(kind, "prepare", self._on_prepare)
+        before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
+        after(kind, "prepare_data_loader", self._on_prepared_loader)
 
     def _wrap_making(self, kind: Any) -> None:
         make = kind.__init__
@@ -131,31 +126,21 @@ class AccelerateOverlay:
                 plugin.num_steps = changes.accumulation
         return {**changes.over(given, wanted), **({"log_with": None} if self._is_quiet else {})}
 
-    def _wrap_preparing(self, kind: Any) -> None:
-        prepare, prepare_loader = kind.prepare, kind.prepare_data_loader
+    def _on_prepare(self, _: Any, *things: Any, **__: Any) -> None:
+        torch = sys.modules["torch"]
+        for thing in things:
+            if isinstance(thing, torch.nn.Module):
+                self.models.append(thing)
+                self._changes.apply_to(thing)
+                if self._on_training_call is not None:
+                    thing.register_forward_pre_hook(self._on_call, with_kwargs=True)
+            elif isinstance(thing, torch.optim.Optimizer):
+                self.optimizers.append(thing)
 
-        @functools.wraps(prepare)
-        def watched(accelerator: Any, *things: Any, **options: Any) -> Any:
-            torch = sys.modules["torch"]
-            for thing in things:
-                if isinstance(thing, torch.nn.Module):
-                    self.models.append(thing)
-                    self._changes.apply_to(thing)
-                    if self._on_training_call is not None:
-                        thing.register_forward_pre_hook(self._on_call, with_kwargs=True)
-                elif isinstance(thing, torch.optim.Optimizer):
-                    self.optimizers.append(thing)
-            return prepare(accelerator, *things, **options)
+    def _on_prepared_loader(self, prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
+        from autotune.worker.user.loader_overlay import keep_key
 
-        @functools.wraps(prepare_loader)
-        def known(accelerator: Any, loader: Any, *words: Any, **options: Any) -> Any:
-            from autotune.worker.user.loader_overlay import keep_key
-
-            prepared = prepare_loader(accelerator, loader, *words, **options)
-            keep_key(prepared, loader)
-            return prepared
-
-        kind.prepare, kind.prepare_data_loader = watched, known
+        keep_key(prepared, data_loader)
 
     def _on_call(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.arguments = None if given else set(named)

@@ -27,6 +27,7 @@ from autotune.worker.user.adapter import (
 from autotune.worker.user.loop_inspection import LoopInspection
 from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
+from autotune.worker.wrapping import before
 
 _OPTIONS = {
     "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),
@@ -88,21 +89,16 @@ class FabricOverlay:
 
         kind.__init__ = __init__
         for name in ("setup", "setup_module"):
-            setattr(kind, name, self._seen(getattr(kind, name)))
+            before(kind, name, self._on_setup)
         if self._quiet is None:
             return
         silence(kind, "save", "log", "log_dict")
         if self._gives is not None:
             give_batches((module._FabricDataLoader,), self._gives)
 
-    def _seen(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(setup)
-        def watched(fabric: Any, module: Any, *words: Any, **options: Any) -> Any:
-            self.models.append(module)
-            self._changes.apply_to(module)
-            return setup(fabric, module, *words, **options)
-
-        return watched
+    def _on_setup(self, _: Any, module: Any, *__: Any, **___: Any) -> None:
+        self.models.append(module)
+        self._changes.apply_to(module)
 
 
 class FabricInspection(LoopInspection):
