@@ -66,6 +66,13 @@ class Answer:
         return outcome
 
     @property
+    def failed(self) -> Failed:
+        """The outcome of a trial that must have failed."""
+        outcome = self.outcome
+        assert isinstance(outcome, Failed), outcome
+        return outcome
+
+    @property
     def progress(self) -> list[Progress]:
         """The progress in its order."""
         return [decode(message["progress"], Progress) for message in self.messages if "progress" in message]

@@ -10,7 +10,6 @@ from server_client import ServerClient
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork
-from autotune.core.outcome import Failed
 from autotune.core.placement import RankDevices
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload
@@ -83,8 +82,7 @@ def test_samples_are_not_counted_that_own_settings_do_not_train(trial_server: Se
         BEGINS.replace('int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])', "0, 1")
     )
     workload = Workload.of_source(find_trainer(f"{folder / 'train.py'}:build"))
-    outcome = trial_server.trial(workload, Candidate(Arm(), 4, 16), unmodified=True).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(workload, Candidate(Arm(), 4, 16), unmodified=True).failed
     assert outcome.message == (
         "train.py:build trains with 4 × 8 samples here, and trained with 4 × 16 when it was looked at"
     )

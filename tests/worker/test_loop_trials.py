@@ -11,7 +11,6 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Failed
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
 
@@ -113,15 +112,13 @@ def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, fun
 
 
 def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient) -> None:
-    outcome = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4)).failed
     assert outcome.message == "train_loop.py:accumulate_otherwise steps its optimizer after 1 batches, asked was 3"
 
 
 def test_a_loop_whose_batches_do_not_follow_its_config_is_told(trial_server: ServerClient) -> None:
     workload, _ = trial_server.prepared(loop("keep_its_batch"))
-    outcome = trial_server.trial(workload, Candidate(Arm(), 16)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(workload, Candidate(Arm(), 16)).failed
     assert outcome.message == (
         "train_loop.py:keep_its_batch makes batches of 8 with a per_device_batch_size of 16, and of 8 with one of 8"
     )

@@ -17,7 +17,7 @@ from tiny import QUICK
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import OwnSettings
-from autotune.core.outcome import Effort, Failed, OutOfMemory
+from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.protection import Protection
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
@@ -168,8 +168,7 @@ def test_steps_that_an_epoch_cuts_short_are_not_counted(
 
 
 def test_data_for_less_than_a_step_are_an_error(trial_server: ServerClient, folder: Path) -> None:
-    outcome = trial_server.trial(inline(folder, "trainer().train()"), Candidate(Arm(), 65, 1)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(inline(folder, "trainer().train()"), Candidate(Arm(), 65, 1)).failed
     assert outcome.message == "its training data has 64 samples, too few for a step of 65"
 
 
@@ -199,8 +198,7 @@ def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: 
 def test_a_trainer_of_one_s_own_has_levers_without_a_field(trial_server: ServerClient, folder: Path) -> None:
     candidate = Candidate(Arm("bf16", unpadded=True), 16, 2)
     check_sane(trial_server.trial(trainer("build"), candidate), candidate)
-    graphed = trial_server.trial(trainer("build"), Candidate(Arm(cuda_graphs=True), 16, 2)).outcome
-    assert isinstance(graphed, Failed)
+    graphed = trial_server.trial(trainer("build"), Candidate(Arm(cuda_graphs=True), 16, 2)).failed
     assert graphed.message == "CUDA graphs need a CUDA device; the training is on cpu"
 
 
@@ -263,8 +261,7 @@ def test_a_script_that_cannot_be_measured_says_why(
     workload = inline(folder, text)
     answer = trial_server.inspection(workload)
     assert answer.problem.message.startswith(message)
-    outcome = trial_server.trial(workload, Candidate(Arm(), 2, 3)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(workload, Candidate(Arm(), 2, 3)).failed
     assert outcome.reason == "error"
     assert outcome.message.startswith(message.partition(" is 5")[0])
 
@@ -284,10 +281,9 @@ def test_an_error_of_the_training_is_told_though_the_script_catches_it(
 ) -> None:
     text = "t = trainer()\nt.data_collator = lambda batch: 1 / 0\ntry:\n    t.train()\nexcept Exception:\n    pass\n"
     answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4))
-    assert isinstance(answer.outcome, Failed)
-    assert answer.outcome.message == "run.py raised ZeroDivisionError: division by zero"
-    assert answer.outcome.during == "train"
-    assert "run.py" in answer.outcome.traceback.splitlines()[1]
+    assert answer.failed.message == "run.py raised ZeroDivisionError: division by zero"
+    assert answer.failed.during == "train"
+    assert "run.py" in answer.failed.traceback.splitlines()[1]
     assert "ZeroDivisionError" in answer.log
 
 
@@ -337,15 +333,13 @@ def test_ranks_that_share_a_sample_are_refused(trial_server: ServerClient, folde
 
 
 def test_an_override_that_is_ignored_is_named(trial_server: ServerClient) -> None:
-    outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).failed
     assert "ignored its overrides: bf16 is False, asked was True" in outcome.message
 
 
 def test_a_loss_that_is_no_number_disqualifies(trial_server: ServerClient, folder: Path) -> None:
     text = "t = trainer(learning_rate=1e30, max_grad_norm=0.0, optim='sgd')\nt.train()\n"
-    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(optim="sgd"), 8)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(optim="sgd"), 8)).failed
     assert (outcome.reason, outcome.message) == ("non_finite", "the loss of the last step is nan")
 
 
@@ -375,8 +369,7 @@ def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_serv
     text = "t = trainer()\nt.model.gradient_checkpointing_enable()\nt.train()\n"
     model = trial_server.model(inline(folder, text))
     assert (model.always_checkpoints, model.own.gradient_checkpointing) == (True, True)
-    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(), 4)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(), 4)).failed
     assert "the model of run.py checkpoints, though gradient_checkpointing is false" in outcome.message
     candidate = Candidate(Arm(gradient_checkpointing=True), 4)
     answer = trial_server.trial(inline(folder, text), candidate)
@@ -531,6 +524,5 @@ def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates
     assert own is not None
     assert own.precision == "bf16"
     assert trial_server.trial(workload, Candidate(Arm("fp32"), 4, 1)).completed
-    outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).failed
     assert "autocast" in outcome.message

@@ -13,7 +13,6 @@ from server_client import ServerClient
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import Fixed
 from autotune.core.inspection import ModelFacts
-from autotune.core.outcome import Failed
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 
@@ -369,12 +368,10 @@ def test_a_candidate_that_is_trained_otherwise_is_refused(trial_server: ServerCl
     told, _ = inspected(trial_server, OPTIONS)
     source = told.source
     other = dataclasses.replace(source, argv=(*source.argv, "--double"))
-    outcome = trial_server.trial(Workload.of_source(other), Candidate(Arm(), 8, 2)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(Workload.of_source(other), Candidate(Arm(), 8, 2)).failed
     assert outcome.message == "loop.py puts 32 samples into Net for a step of its optimizer, and 8 × 2 makes 16"
     fixed = dataclasses.replace(source, argv=("-b", "{batch}"))
-    outcome = trial_server.trial(Workload.of_source(fixed), Candidate(Arm(), 8, 2)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(Workload.of_source(fixed), Candidate(Arm(), 8, 2)).failed
     assert "makes 1 backward passes for a step of its optimizer, and 8 × 2 makes 2" in outcome.message
 
 
@@ -401,8 +398,7 @@ def test_what_each_step_does_is_no_interruption(trial_server: ServerClient, fold
 def test_a_loop_whose_optimizer_never_steps_is_refused(trial_server: ServerClient, folder: Path) -> None:
     (folder / "loop.py").write_text(LOOP.replace("        first.step(),", "        accum < 8 and first.step(),"))
     told, _ = inspected(trial_server, OPTIONS)
-    outcome = trial_server.trial(told, Candidate(Arm(), 4, 8)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(told, Candidate(Arm(), 4, 8)).failed
     assert outcome.message == "loop.py made 321 backward passes without a step of its optimizer"
 
 
@@ -422,6 +418,5 @@ def test_a_loop_that_catches_out_of_memory_and_goes_on_is_refused(trial_server: 
     (folder / "loop.py").write_text(text)
     told, _ = inspected(trial_server, OPTIONS)
     assert trial_server.trial(told, Candidate(Arm(), 6, 2)).completed.measurement.step_seconds > 0
-    outcome = trial_server.trial(told, Candidate(Arm(), 8, 2)).outcome
-    assert isinstance(outcome, Failed)
+    outcome = trial_server.trial(told, Candidate(Arm(), 8, 2)).failed
     assert "no gradient came back to the model of loop.py" in outcome.message

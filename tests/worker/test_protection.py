@@ -20,7 +20,6 @@ from server_client import Answer, ServerClient
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import TrainingSourceError
-from autotune.core.outcome import Failed
 from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
@@ -144,8 +143,7 @@ def test_a_write_that_landlock_refuses_is_told_with_its_line(
 ) -> None:
     (folder / "best.pt").write_text("of the user's")
     _, tried = run(trial_server, "landlock", loop(function))
-    outcome = tried.outcome
-    assert isinstance(outcome, Failed)
+    outcome = tried.failed
     named = folder / "best.pt" if function == "save" else "a file"
     assert outcome.message.startswith(f"hostile_loop.py:{function} cannot write to {named} (hostile_loop.py:")
     assert outcome.message.endswith("): your files are read-only for trials here")

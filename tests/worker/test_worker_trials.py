@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, QUICK, attention_of_task, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory
+from autotune.core.outcome import Completed, Effort, Measurement, OutOfMemory
+from autotune.core.placement import RankDevices
 from autotune.core.units import MIB
 from autotune.core.workload import TASKS, Task
 
@@ -220,7 +222,13 @@ def test_levers_that_are_applied_train_the_same_with_less_memory(trial_server: S
     assert all_layers.peak_reserved_bytes < some.peak_reserved_bytes < stock.peak_reserved_bytes
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_cannot_be_opened_is_a_failure(trial_server: ServerClient) -> None:
+    nowhere = RankDevices("cuda", ("GPU-none",))
+    outcome = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(), 4), devices=nowhere).failed
+    assert outcome.during == "device"
+
+
 def test_a_lever_that_a_training_cannot_have_fails_with_the_reason(trial_server: ServerClient) -> None:
     answer = trial_server.trial(tiny_workload("bert-tiny", seq_len=64), Candidate(Arm(fused_loss=True), 4))
-    assert isinstance(answer.outcome, Failed)
-    assert "SettingUnavailableError: the output layer of" in answer.outcome.message
+    assert "SettingUnavailableError: the output layer of" in answer.failed.message

@@ -101,11 +101,6 @@ def _with_capture(candidate: Candidate, effort: Effort) -> Effort:
     return dataclasses.replace(effort, warmup_steps=max(effort.warmup_steps, steps))
 
 
-def _micro_steps(arguments: Any) -> int:
-    """Return the number of micro-steps in all steps of a trial."""
-    return int(arguments.gradient_accumulation_steps * arguments.max_steps)
-
-
 def _train_until_measured(trainer: Any, timer: StepTimer, *, is_alone: bool) -> float | None:
     """Train until everything is measured; return the mean loss.
 
@@ -229,8 +224,8 @@ class Trial:
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)
         else:
-            micro_steps = _micro_steps(arguments) * self._ranks.count
-            samples = self._candidate.per_device_train_batch_size * micro_steps
+            micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
+            samples = self._candidate.per_device_train_batch_size * micro_steps * self._ranks.count
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
                               data_collator=dataset.collator)  # fmt: skip

@@ -25,8 +25,6 @@ from autotune.core.chip import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.loop import LoopConfig
 from autotune.core.prediction import ArmsToTrace
-from autotune.core.scratch import Scratch
-from autotune.core.training_source import TrainingSource
 from autotune.space.levers import is_traced
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
@@ -48,14 +46,13 @@ from autotune.worker.user.fake_steps import (
     why_not,
 )
 from autotune.worker.user.guard import Guard, forget_steps
+from autotune.worker.user.inspection import Code
 
 # The first micro-step is not traced, two are.
 _MICRO_STEPS = 3
 
 
-def trace_loop(
-    source: TrainingSource, scratch: Scratch, model: ModelFacts, wanted: ArmsToTrace, limit_seconds: float
-) -> Memory:
+def trace_loop(code: Code, model: ModelFacts, wanted: ArmsToTrace, limit_seconds: float) -> Memory:
     """Return the packed trace of a step of a loop, for each arm that may be searched. Raises nothing."""
     assert wanted.chip is not None
     searched = model.interface.searched
@@ -67,28 +64,22 @@ def trace_loop(
     )
     traced = [arm for arm in arms if is_traced(arm)]
     accumulates = "accumulation" in searched
-    traces = {arm: functools.partial(_trace, source, scratch, arm, accumulates, wanted.chip) for arm in traced}
+    traces = {arm: functools.partial(_trace, code, arm, accumulates, wanted.chip) for arm in traced}
     if not traces:
         return Memory(unknown=f"{arms[0].attn_implementation} attention has own kernels")
     return trace_in_forks(traces, limit_seconds)
 
 
-def _trace(
-    source: TrainingSource,
-    scratch: Scratch,
-    arm: Arm,
-    accumulates: bool,
-    chip: Chip,
-    send: Callable[[Traced], NoReturn],
-) -> NoReturn:
+def _trace(code: Code, arm: Arm, accumulates: bool, chip: Chip, send: Callable[[Traced], NoReturn]) -> NoReturn:
     """Run the function in this process, a fork, up to the end of the trace."""
+    source = code.source
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
         leave_large_weights_unset()
         enter(source)
         guard = Guard(source, lambda message, _: send(Traced(why=message)))
-        guard.install(scratch.stop_file)
+        guard.install(code.scratch.stop_file)
         accumulation = _MICRO_STEPS if accumulates else 1
         config = LoopConfig(8, accumulation, arm.precision, arm.gradient_checkpointing)
         loop_interface.listen(_TracedLoop(config, chip, guard.lift, send, accumulates=accumulates))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import ModelFacts, OwnSettings
+from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
+from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Problem
+from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
@@ -20,6 +23,23 @@ from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, key_of, with_loader
+
+Finish = Callable[[InspectionAnswer], NoReturn]
+"""Sends the answer, and ends the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The user's code, and what is asked of it."""
+
+    source: TrainingSource
+    work: InspectionWork
+    scratch: Scratch
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the memory of its steps is asked for."""
+        return self.work.arms is not None and self.work.arms.chip is not None
 
 
 def facts_of(model: Any, loader: Any) -> ModelFacts:

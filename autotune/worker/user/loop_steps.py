@@ -99,15 +99,19 @@ class LoopSteps(MarkedSteps):
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader without end, so that what comes after it is not reached."""
+        with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
+            while (yield from self._once(loader)):
+                self.data_is_over()
+
+    @contextlib.contextmanager
+    def _opened(self, within: str, hint: str) -> Iterator[None]:
+        """Begin, unless something has begun that this would be ``within``."""
         if self._is_open:
-            raise UserCodeError(
-                f"{self._name} goes over autotune.steps within autotune.steps", "use it for the training loop alone"
-            )
+            raise UserCodeError(f"{self._name} {within}", hint)
         self._is_open = True
         try:
             self.begin()
-            while (yield from self._once(loader)):
-                self.data_is_over()
+            yield
         finally:
             self._is_open = False
 
@@ -132,19 +136,10 @@ class LoopSteps(MarkedSteps):
     @contextlib.contextmanager
     def micro_step(self) -> Iterator[None]:
         """Mark what is done within as a micro-step."""
-        if self._is_open:
-            raise UserCodeError(
-                f"{self._name} uses autotune.step within autotune.steps or itself",
-                "use one of them, once for each batch",
-            )
-        self._is_open = True
-        try:
-            self.begin()
+        with self._opened("uses autotune.step within autotune.steps or itself", "use one of them, once for each batch"):
             self.micro_step_begins(0.0, None)
             yield
             self.micro_step_ends()
-        finally:
-            self._is_open = False
 
     def begin(self) -> None:
         """Say that the first batch is about to be given, unless that was said."""

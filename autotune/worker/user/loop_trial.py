@@ -12,11 +12,8 @@ import torch
 from autotune.core import loop as loop_interface
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import InspectionWork
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.outcome import Completed, Failed, Measurement
-from autotune.core.scratch import Scratch
-from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import in_fork
 from autotune.worker.trial.listener import StepListener
@@ -29,7 +26,7 @@ from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
+from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
 from autotune.worker.user.own_trial import OwnTrial
@@ -182,31 +179,30 @@ class Announced:
 # What a process sees of the loop before the first trial
 
 
-def inspect(
-    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
-) -> NoReturn:
+def inspect(code: Code, finish: Finish) -> NoReturn:
     """Run the loop with the default settings to the end of its first step, and say what it trains and what it read.
 
     Where its memory is asked for, it runs in a fork, and is then run again for each arm, without a GPU.
     """
-    if work.arms is None or work.arms.chip is None:
-        _run_one_step(source, scratch, finish)
+    arms = code.work.arms
+    if arms is None or arms.chip is None:
+        _run_one_step(code, finish)
     began = time.monotonic()
-    answer = in_fork(InspectionAnswer, lambda send: _run_one_step(source, scratch, send))
+    answer = in_fork(InspectionAnswer, lambda send: _run_one_step(code, send))
     if (found := answer.inspection) is not None and found.model is not None:
         seconds = time.monotonic() - began
-        left_seconds = work.arms.within_seconds - seconds
+        left_seconds = arms.within_seconds - seconds
         memory = (
             Memory(unknown="its code takes too long to be run once more for that")
             if left_seconds < 2 * seconds
-            else trace_loop(source, scratch, found.model, work.arms, left_seconds)
+            else trace_loop(code, found.model, arms, left_seconds)
         )
         answer = InspectionAnswer(dataclasses.replace(found, model=with_memory(found.model, memory)))
     finish(answer)
 
 
-def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
-    environment = inspect_environment()
+def _run_one_step(code: Code, finish: Finish) -> NoReturn:
+    source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []
     shapes: list[tuple[int, ...]] = []
@@ -252,7 +248,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
 
     try:
         enter(source)
-        guard.install(scratch.stop_file)
+        guard.install(code.scratch.stop_file)
         LoaderOverlay().install()
         watch.listener = steps
         watch.install()

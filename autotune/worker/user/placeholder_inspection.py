@@ -24,10 +24,8 @@ from torch.utils.data import DataLoader
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
-from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
@@ -39,7 +37,7 @@ from autotune.worker.user.advice import batch_option, why_no_budget
 from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import check_gradients, facts_of, problem_of
+from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
 from autotune.worker.user.placeholder_trial import (
     Loading,
     ModelNames,
@@ -129,14 +127,11 @@ class Seen:
         return f"{casts}, {self.weights_dtype} weights"
 
 
-def inspect(
-    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
-) -> NoReturn:
+def inspect(code: Code, finish: Finish) -> NoReturn:
     """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys."""
     environment = inspect_environment()
     try:
-        seen = _Inspecting(source, scratch, predicts=work.arms is not None and work.arms.chip is not None)
-        model = seen.model()
+        model = _Inspecting(code).model()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
     except UserCodeError as error:
         finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
@@ -145,12 +140,11 @@ def inspect(
 class _Inspecting:
     """The runs of one script, and what follows from all of them."""
 
-    def __init__(self, source: TrainingSource, scratch: Scratch, *, predicts: bool) -> None:
-        self._source = source
-        self._predicts = predicts
+    def __init__(self, code: Code) -> None:
+        self._source, self._scratch = code.source, code.scratch
+        self._predicts = code.is_traced
         """Whether memory is to be predicted, as far as that is possible."""
-        self._scratch = scratch
-        self._template: Template = source.template
+        self._template: Template = code.source.template
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
 
     def model(self) -> ModelFacts:

@@ -201,7 +201,7 @@ class HookedSteps(MarkedSteps):
         self._marks = None
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
-        if not self._is_as_told(passes, rows):
+        if (passes, rows) != (self._wanted_passes, self._wanted_rows):
             self._refuse_if_lasting(passes, rows)
             self._timer.step_is_dropped()
         elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
@@ -212,9 +212,6 @@ class HookedSteps(MarkedSteps):
             self.otherwise = 0
             self._timer.step_ends(marks, wait_seconds)
         self._timer.step_begins()
-
-    def _is_as_told(self, passes: int, rows: int) -> bool:
-        return passes == self._wanted_passes and rows == self._wanted_rows
 
     def _refuse_if_lasting(self, passes: int, rows: int) -> None:
         """End the trial of a script that never does what it was told.

@@ -95,7 +95,7 @@ class Protected:
         below = self._layer if self._layer is not None and os.path.isdir(self._layer) else None
         works_in = [os.path.realpath(path) for path in (self._cwd, Path.home()) if os.path.isdir(path)]
         self._cover = mount_namespace.Cover(self._scratch.layers, self._outside, works_in, self._is_user_space, below)
-        self._cover.lay(int(_SHARE_OF_MEMORY * _free_memory()))
+        self._cover.lay(int(_SHARE_OF_MEMORY * psutil.virtual_memory().available))
         if self._is_user_space:
             mount_namespace.drop_capabilities()
 
@@ -238,10 +238,6 @@ def caches(cwd: str) -> list[str]:
     return listed
 
 
-def _free_memory() -> int:
-    return int(psutil.virtual_memory().available)
-
-
 # How a file that cannot be written is told
 
 
@@ -269,8 +265,8 @@ _READ_ONLY = "your files are read-only for trials here"
 
 def main() -> None:
     """Tell what this machine offers, from the least on."""
-    version = landlock.version() if sys.platform == "linux" else 0
-    least = FoundProtection("landlock" if version else "none", "" if version else _why_no_landlock())
+    lacks = "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
+    least = FoundProtection("landlock") if landlock.version() else FoundProtection("none", lacks)
     print(json.dumps(encode(least)), flush=True)
     if sys.platform != "linux":
         return
@@ -299,10 +295,6 @@ def _try_namespace(scratch: Scratch, least: FoundProtection) -> FoundProtection:
     if protected.covers(os.path.realpath(cwd)):
         return FoundProtection("overlay")
     return FoundProtection("read-only", f"no overlay can be laid over {cwd}")
-
-
-def _why_no_landlock() -> str:
-    return "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from autotune.worker.user import (
     trainer_inspection,
     trainer_trial,
 )
+from autotune.worker.user.inspection import Code
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.script_trial import ScriptTrial
 
@@ -59,8 +60,8 @@ def run_own(
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":
-        loop_trial.inspect(source, work, scratch, finish)
+        loop_trial.inspect(Code(source, work, scratch), finish)
     elif source.template.names:
-        placeholder_inspection.inspect(source, work, scratch, finish)
+        placeholder_inspection.inspect(Code(source, work, scratch), finish)
     else:
-        trainer_inspection.inspect(source, work, scratch, finish, ranks)
+        trainer_inspection.inspect(Code(source, work, scratch), finish, ranks)

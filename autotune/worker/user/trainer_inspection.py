@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
-from autotune.core.scratch import Scratch
-from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.facts import inspect_environment, layer_classes
@@ -33,7 +30,7 @@ from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
 from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import facts_of, length, problem_of
+from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
@@ -47,54 +44,51 @@ _PROBING_FAILED = "probing failed"
 """What a rank announces whose code raised an error with another batch than the user's."""
 
 
-def inspect(
-    source: TrainingSource,
-    work: InspectionWork,
-    scratch: Scratch,
-    finish: Callable[[InspectionAnswer], NoReturn],
-    ranks: Ranks,
-) -> NoReturn:
+def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     """Find out the facts of the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds. Memory is traced in another process,
     without a GPU, at the same time; not that of several ranks.
     """
-    plain = dataclasses.replace(work, arms=None)
+    plain = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
     if ranks.count > 1:
-        _inspect_on_ranks(source, plain, scratch, finish, ranks)
+        _inspect_on_ranks(plain, finish, ranks)
+
+    def describe(**options: Any) -> _Seen:
+        return in_fork(_Seen, lambda send: _Inspection(plain, send, **options).describe())
+
     began = time.monotonic()
-    tracing = _begin_tracing(source, work, scratch)
-    inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+    tracing = _begin_tracing(code)
+    inspected = describe()
     if inspected.may_have_collided and tracing is not None:
         tracing.end()
         tracing = None
-        inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+        inspected = describe()
         if inspected.answer.problem is None:
-            tracing = _begin_tracing(source, work, scratch)
+            tracing = _begin_tracing(code)
     if inspected.failed_probing:
         # Perhaps for want of the batch that was tried: the user's own may do.
-        unprobed = functools.partial(_Inspection, is_probing=False)
-        again = in_fork(_Seen, lambda send: unprobed(source, plain, scratch, send).describe())
+        again = describe(is_probing=False)
         inspected = inspected if again.answer.problem is not None else again
     inspection = inspected.answer.inspection
     if tracing is not None and inspection is not None and inspection.model is not None:
         seconds = time.monotonic() - began
-        memory = _memory_of(tracing, inspection.model, work, seconds)
+        memory = _memory_of(tracing, inspection.model, code.work, seconds)
         inspection = dataclasses.replace(inspection, model=with_memory(inspection.model, memory))
         inspected = dataclasses.replace(inspected, answer=InspectionAnswer(inspection))
-    if source.kind == "script" or inspection is None:
-        finish(inspected.answer)
-    _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(inspection)
+    _finish(plain, inspected, finish)
 
 
-def _inspect_on_ranks(
-    source: TrainingSource,
-    work: InspectionWork,
-    scratch: Scratch,
-    finish: Callable[[InspectionAnswer], NoReturn],
-    ranks: Ranks,
-) -> NoReturn:
+def _finish(code: Code, seen: _Seen, finish: Finish) -> NoReturn:
+    """End the inspection, that of a function once it was seen whether it uses what it is given."""
+    found = seen.answer.inspection
+    if code.source.kind == "script" or found is None:
+        finish(seen.answer)
+    _Inspection(code, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+
+
+def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     """Inspect code that runs on several ranks, in the process of one of them.
 
     The code may read its rank, or wait for the others. So each rank runs it as often as the others do.
@@ -102,8 +96,7 @@ def _inspect_on_ranks(
 
     def run(*, is_probing: bool) -> _Seen | None:
         """Run it for this time; ``None`` where it failed on a rank, perhaps for the other batch that was tried."""
-        inspection = functools.partial(_Inspection, source, work, scratch, is_probing=is_probing)
-        process = Beside(_Seen, lambda send: inspection(send).describe(), stays=True)
+        process = Beside(_Seen, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True)
         # Until one has failed, which the others may wait for.
         seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
         if seen is not None and seen.failed_probing:
@@ -119,21 +112,18 @@ def _inspect_on_ranks(
 
     seen = run(is_probing=True) or run(is_probing=False)
     assert seen is not None
-    found = seen.answer.inspection
-    if source.kind == "script" or found is None:
-        finish(seen.answer)
-    _Inspection(source, work, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+    _finish(code, seen, finish)
 
 
-def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratch) -> Beside[_Seen] | None:
+def _begin_tracing(code: Code) -> Beside[_Seen] | None:
     """Begin to run the user's code up to its training without a GPU, and to trace its steps there; return the process.
 
     A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
     on the GPU cannot trace. ``None`` where nothing is to be traced.
     """
-    if work.arms is None or work.arms.chip is None:
+    if not code.is_traced:
         return None
-    output_dir = os.path.join(scratch.path, "traced")
+    output_dir = os.path.join(code.scratch.path, "traced")
     os.makedirs(output_dir, exist_ok=True)
 
     def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
@@ -142,8 +132,9 @@ def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratc
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         leave_large_weights_unset()
-        on_cpu = dataclasses.replace(work, devices=RankDevices("cpu", work.devices.uuids))
-        _Inspection(source, on_cpu, scratch, send, is_probing=False, output_dir=output_dir).describe()
+        work = dataclasses.replace(code.work, devices=RankDevices("cpu", code.work.devices.uuids))
+        on_cpu = dataclasses.replace(code, work=work)
+        _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir).describe()
 
     return Beside(_Seen, trace)
 
@@ -180,26 +171,22 @@ class _Inspection:
 
     def __init__(
         self,
-        source: TrainingSource,
-        work: InspectionWork,
-        scratch: Scratch,
+        code: Code,
         finish: Callable[[_Seen], NoReturn],
         *,
         is_probing: bool = True,
         output_dir: str | None = None,
     ) -> None:
-        self._source = source
-        self._work = work
-        self._scratch = scratch
-        self._output_dir = output_dir or scratch.output_dir
-        self._is_on_cpu = work.devices.kind == "cpu"
+        self._source, self._work, self._scratch = code.source, code.work, code.scratch
+        self._output_dir = output_dir or code.scratch.output_dir
+        self._is_on_cpu = code.work.devices.kind == "cpu"
         self._finish = finish
         self._environment = inspect_environment()
         self._overlay = Overlay(
             self._output_dir,
             on_cpu=self._is_on_cpu,
             refuse=self._refuse,
-            is_probing=is_probing and source.kind == "script",
+            is_probing=is_probing and code.source.kind == "script",
         )
 
     def describe(self) -> NoReturn:

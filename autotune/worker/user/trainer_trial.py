@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autotune.core.candidate import Candidate, Document
-from autotune.core.outcome import Completed, Effort, Failed, LossOfBatch, Measurement
+from autotune.core.candidate import Document
+from autotune.core.outcome import Completed, Failed, LossOfBatch, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
@@ -90,14 +90,17 @@ class TrainerTrial(OwnTrial):
     @property
     def _wanted(self) -> Document:
         """The fields to set; none where the user's own settings are measured."""
-        return {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
+        return (
+            {} if self._is_unmodified else dict(training_arguments(self._candidate, known_fields(), self._device_kind))
+        )
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
+        run = micro_steps_to_run(self._candidate, self._effort)
         self._overlay = Overlay(
             output_dir,
             tuned=self._wanted if self._source.kind == "script" else {},
-            shortened=_shortened(self._candidate, self._effort),
+            shortened=(self._candidate.gradient_accumulation_steps, run),
             on_cpu=self._device_kind == "cpu",
         )
         self._overlay.install()
@@ -204,11 +207,3 @@ class TrainerTrial(OwnTrial):
             self._loss_of_batch = lambda: loss_of_batch(lambda batch: loss_of(trainer, batch), give, samples)
 
         on_each_micro_step(trainer, take)
-
-
-def _fields(candidate: Candidate, device_kind: str) -> Document:
-    return dict(training_arguments(candidate, known_fields(), device_kind))
-
-
-def _shortened(candidate: Candidate, effort: Effort) -> tuple[int, int]:
-    return candidate.gradient_accumulation_steps, micro_steps_to_run(candidate, effort)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
@@ -173,7 +173,8 @@ class LightningOverlay:
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
-        overlay = self
+        # Where there are none, the process ends as the training starts.
+        on_start, steps = self._on_start, cast("LoopSteps", self._steps)
 
         class Tells(base):  # type: ignore[misc]
             """Tells where the training, its batches and its steps begin and end."""
@@ -184,30 +185,25 @@ class LightningOverlay:
                 for config in trainer.lr_scheduler_configs:
                     # Metrics of a validation that is not run are missing.
                     config.strict = False
-                overlay._on_start(trainer, pl_module)
-                if overlay._steps is not None:
-                    overlay._steps.begin()
+                on_start(trainer, pl_module)
+                steps.begin()
                 self._asked = time.perf_counter()
 
             def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                if overlay._steps is not None:
-                    overlay._steps.micro_step_begins(time.perf_counter() - self._asked, batch_samples(batch))
+                steps.micro_step_begins(time.perf_counter() - self._asked, batch_samples(batch))
 
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-                if overlay._steps is not None:
-                    # The optimizer's step contains the forward and the backward pass.
-                    overlay._steps.backward_within_step_ends()
+                # The optimizer's step contains the forward and the backward pass.
+                steps.backward_within_step_ends()
 
             def on_train_batch_end(
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
             ) -> None:
-                if overlay._steps is not None:
-                    overlay._steps.micro_step_ends()
+                steps.micro_step_ends()
                 self._asked = time.perf_counter()
 
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                if overlay._steps is not None:
-                    overlay._steps.data_is_over()
+                steps.data_is_over()
 
         return Tells()
 
