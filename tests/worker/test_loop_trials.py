@@ -112,8 +112,10 @@ def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, fun
 
 
 def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient) -> None:
-    outcome = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4)).failed
-    assert outcome.message == "train_loop.py:accumulate_otherwise steps its optimizer after 1 batches, asked was 3"
+    answer = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4))
+    message = "train_loop.py:accumulate_otherwise steps its optimizer after 1 batches, asked was 3"
+    assert answer.failed.message == message
+    assert f"{message}; have it accumulate as many batches as its gradient_accumulation_steps say\n" in answer.log
 
 
 def test_a_loop_whose_batches_do_not_follow_its_config_is_told(trial_server: ServerClient) -> None:
