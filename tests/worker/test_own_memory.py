@@ -51,6 +51,27 @@ def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: Server
         assert own.updated_bytes == like.updated_bytes > 0
 
 
+ENGINE = """
+from build_trainer import build_plain
+def build(overrides):
+    trainer = build_plain(overrides)
+    trainer.args.use_vllm, trainer.args.vllm_mode, trainer.args.vllm_gpu_memory_utilization = True, "colocate", 0.3
+    return trainer
+"""
+
+
+def test_an_engine_on_the_same_gpu_is_told_and_its_training_not_predicted(
+    trial_server: ServerClient, tmp_path: Path
+) -> None:
+    """The arguments are named as TRL's GRPOConfig has them; vLLM itself has no part in this."""
+    (tmp_path / "with_engine.py").write_text(f"import sys\nsys.path.insert(0, {str(OWN_CODE)!r})\n{ENGINE}")
+    model = inspected(trial_server, Workload.of_source(find_trainer(f"{tmp_path / 'with_engine.py'}:build")))
+    assert model.memory == ()
+    assert model.interface.memory_unknown == (
+        "vLLM keeps up to 30% of the same GPU's memory beside it (vllm_gpu_memory_utilization=0.3)"
+    )
+
+
 class Predictions:
     """Submits predictions to a real trial server, and waits for each."""
 

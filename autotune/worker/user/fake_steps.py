@@ -179,6 +179,9 @@ class TrainerStep(OwnStep):
 def add_memory(work: InspectionWork, model: ModelFacts, make: Callable[[], OwnStep]) -> ModelFacts:
     """Return the facts of a model with its traced steps, where the inspection asks for them; see ``trace_arms``."""
     assert model.own is not None
+    untraceable = model.interface.untraceable
+    if untraceable is not None and work.arms is not None and work.arms.chip is not None:
+        return with_memory(model, Memory(unknown=untraceable))
     memory = traced(work, model.own.attn_implementation, model.own.optim, make)
     return model if memory is None else with_memory(model, memory)
 

@@ -194,9 +194,11 @@ class _Inspection:
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
-                model = _model_facts(
-                    trainer, CodeInterface("trainer", made_from=self._overlay.made_from, place=self._overlay.place)
+                overlay = self._overlay
+                interface = CodeInterface(
+                    "trainer", made_from=overlay.made_from, place=overlay.place, untraceable=_engine(trainer.args)
                 )
+                model = _model_facts(trainer, interface)
                 self._check(trainer, self._overlay.tuned)
                 model = add_memory(self._work, model, lambda: TrainerStep(trainer))
             except BaseException as error:
@@ -292,6 +294,14 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
         dataloader_num_workers=args.dataloader_num_workers,
         in_batch_loss=_in_batch_loss(trainer),
     )
+
+
+def _engine(args: Any) -> str | None:
+    """Return what generates completions on the same GPU, as TRL's GRPO has it, with the memory that it is given."""
+    if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "colocate":
+        return None
+    share = float(args.vllm_gpu_memory_utilization)
+    return f"vLLM keeps up to {share:.0%} of the same GPU's memory beside it (vllm_gpu_memory_utilization={share:g})"
 
 
 # Losses of sentence-transformers for which the other samples of a batch are the negatives.
