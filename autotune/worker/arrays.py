@@ -16,6 +16,17 @@ def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tup
             yield from arrays_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
 
 
+def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, int]]:
+    """Yield how many values each row in a value has, with where it stands: detectors get a list of samples."""
+    if hasattr(value, "shape") or not depth:
+        return
+    if is_row(value):
+        yield place, len(value)
+    parts = value.items() if hasattr(value, "items") else enumerate(value) if is_row(value) else ()
+    for at, part in parts:
+        yield from lengths_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+
+
 def arrays_in(value: Any) -> Iterator[Any]:
     """Yield whatever has a shape in a value."""
     return (array for _, array in arrays_by_place(value))

@@ -74,6 +74,17 @@ args = p.parse_args()
 LOOP
 train(args.rows, args.updates)
 """
+CLICK = """
+import click
+@click.command()
+@click.option("--bs", default=3)
+@click.option("--mixed-precision", default="fp32")
+@click.option("--amp", is_flag=True)
+def main(bs, mixed_precision, amp):
+    train(bs, 1)
+LOOP
+main()
+"""
 BUDGET = """
 import argparse
 p = argparse.ArgumentParser()
@@ -126,6 +137,7 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
             "--dtype={precision:fp32=float32,bf16=bfloat16}",
         ),
         (OTHER_NAMES, "--rows 2 --name b", "python run.py --rows {batch} --name b"),
+        (CLICK, "--bs 2", "python run.py --bs {batch} --mixed-precision '{precision:fp32=fp32,bf16=bf16}'"),
         (PLAIN, "--lr 1", "python run.py --lr 1 --batch-size {batch}"),
     ],
 )

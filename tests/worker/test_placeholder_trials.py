@@ -29,7 +29,7 @@ p.add_argument("--dtype", default="float32")
 p.add_argument("--ckpt", action="store_true")
 p.add_argument("--steps", type=int, default=60)
 p.add_argument("--config")
-p.add_argument("--shape", default="plain", choices=["plain", "named", "flat", "gan", "wgan", "two", "parts", "teacher"])
+p.add_argument("--shape", default="plain", choices="plain named flat rows gan wgan two parts teacher".split())
 p.add_argument("--evaluate-every", type=int, default=0)
 p.add_argument("--save-every", type=int, default=0)
 p.add_argument("--compile", action="store_true")
@@ -52,12 +52,15 @@ class Net(torch.nn.Module):
         super().__init__()
         self.a, self.b = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
     def forward(self, ids, scale=1.0):
+        ids = torch.stack([row["ids"] for row in ids]) if isinstance(ids, list) else ids
         x = self.a(ids) * scale
         return checkpoint(self.b, x, use_reentrant=False) if args.ckpt else self.b(x)
 
 def loss_of(net, ids):
     if args.shape == "named":
         return net(ids=ids).float().logsumexp(-1).mean()
+    if args.shape == "rows":
+        return net([{"ids": row} for row in ids]).float().logsumexp(-1).mean()
     return net(ids.reshape(-1) if args.shape == "flat" else ids).float().logsumexp(-1).mean()
 
 cast = contextlib.nullcontext() if args.dtype == "float32" else torch.autocast("cpu", getattr(torch, args.dtype))
@@ -155,6 +158,7 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
         (OPTIONS + " --shape two", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape gan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape rows", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape teacher", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape parts --compile", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         # Accumulation from a total: one that it is told, one in tokens, and one of its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 ShapesByPlace = dict[str, tuple[int, ...]]
-"""The shapes of the tensors that a model is called with, by where they stand: ``0``, ``1.input_ids``."""
+"""The shapes of the tensors that a model is called with, then lengths of rows, by where they stand: ``1.input_ids``."""
 
 
 class Listener:

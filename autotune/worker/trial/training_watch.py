@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
-from autotune.worker.arrays import arrays_by_place, is_row
+from autotune.worker.arrays import arrays_by_place, is_row, lengths_by_place
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
 from autotune.worker.stack import lines_above, users_line
@@ -321,7 +321,10 @@ class TrainingWatch:
 
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if self.listener is not None and not is_in_autograd():
-            shapes = {place: tuple(each.shape) for place, each in arrays_by_place((*given, named))}
+            passed = (*given, named)
+            shapes = {place: tuple(each.shape) for place, each in arrays_by_place(passed)}
+            # A detector gets its samples in a row.
+            shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
             self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:

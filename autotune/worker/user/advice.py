@@ -39,8 +39,8 @@ _NAMES = {
 }  # fmt: skip
 # What codes call the two precisions that nearly all of them have.
 _PRECISIONS = (
-    ("float32", "bfloat16"), ("32-true", "bf16-mixed"), ("32-true", "bf16-true"), ("fp32", "amp_bf16"),
-    ("fp32", "bf16"), ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
+    ("float32", "bfloat16"), ("32-true", "bf16-mixed"), ("32-true", "bf16-true"), ("fp32", "bf16"),
+    ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
 )  # fmt: skip
 _MOST_NAMED = 8
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
@@ -62,7 +62,7 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     names = [name for action in watch_options().actions for name in action.option_strings]
     if (why := why_no_budget(names)) is not None:
         return why
-    numbers = [max(each.option_strings, key=len) for each in watch_options().actions if each.type is int][:_MOST_NAMED]
+    numbers = [max(each.option_strings, key=len) for each in _actions(frames) if each.type is int][:_MOST_NAMED]
     batch = _Option(numbers[0] if numbers else "--batch-size", "{batch}")
     command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
     among = f" (one of {', '.join(numbers)}?)" if numbers else ""
@@ -131,7 +131,7 @@ def batch_option(frames: Sequence[FrameType], argv: Sequence[str]) -> str:
 
 def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator[tuple[str, _Option]]:
     """Yield the options of the script that decide what is searched, spelled as ``argv`` or its parser has them."""
-    actions = watch_options().actions
+    actions = _actions(frames)
     given = {word.partition("=")[0] for word in argv}
     settings = {} if actions else _settings(frames)
     for what, names in _NAMES.items():
@@ -146,6 +146,26 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
             if option is not None:
                 yield what, option
                 break
+
+
+def _actions(frames: Sequence[FrameType]) -> list[argparse.Action]:
+    """Return the options of the script's parsers, and of the command of click or typer that is at work."""
+    for frame in frames:
+        command: Any = getattr(frame.f_locals.get("self"), "command", None)
+        if frame.f_code.co_name == "invoke" and hasattr(command, "params"):
+            return [*watch_options().actions, *map(_of_click, command.params)]
+    return watch_options().actions
+
+
+def _of_click(parameter: Any) -> argparse.Action:
+    return argparse.Action(
+        [name for name in parameter.opts if name.startswith("-")] or [f"--{parameter.name}"],
+        parameter.name,
+        nargs=0 if getattr(parameter, "is_flag", False) else None,
+        default=parameter.default,
+        type=int if type(parameter.default) is int else None,
+        choices=getattr(getattr(parameter, "type", None), "choices", None),
+    )
 
 
 def _plain(option: str) -> str:
@@ -190,8 +210,10 @@ def _of_setting(what: str, key: str, value: Any) -> _Option | None:
 
 
 def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
-    both = next((pair for pair in _PRECISIONS if set(pair) <= set(known)), None)
-    return both or next((pair for pair in _PRECISIONS if set(pair) & set(known)), None)
+    # In open_clip, bf16 is another training than an autocast to it.
+    autocast = ("fp32", "amp_bf16")
+    both = next((pair for pair in (autocast, *_PRECISIONS) if set(pair) <= set(known)), None)
+    return both or next((pair for pair in (*_PRECISIONS, autocast) if set(pair) & set(known)), None)
 
 
 def _settings(frames: Sequence[FrameType]) -> Mapping[str, Any]:
