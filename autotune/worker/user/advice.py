@@ -123,10 +123,10 @@ class _Option:
         return [f"{self.name}={self.value}"] if self.joined else [self.name, self.value]
 
 
-def batch_option(frames: Sequence[FrameType], argv: Sequence[str]) -> str:
-    """Return the option that a script takes its batch by; empty where none is known."""
+def batch_words(frames: Sequence[FrameType], argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the words that tell a script its batch, with a placeholder in them; none where no option is known."""
     options = dict(_found_options(frames, argv))
-    return options["batch"].name if "batch" in options else ""
+    return tuple(options["batch"].words) if "batch" in options else ()
 
 
 def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator[tuple[str, _Option]]:

@@ -33,7 +33,7 @@ from autotune.worker.process import Beside, in_fork
 from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
-from autotune.worker.user.advice import batch_option, why_no_budget
+from autotune.worker.user.advice import batch_words, why_no_budget
 from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
@@ -86,8 +86,8 @@ class Seen:
     """``None`` where it is not known."""
     compiles: bool = False
     """Whether it calls ``torch.compile``, which does nothing in these runs."""
-    batch_option: str = ""
-    """The option by which the script takes its batch, where it is called as in other scripts."""
+    batch_words: tuple[str, ...] = ()
+    """The option by which the script takes its batch, with a placeholder, where it is called as in other scripts."""
     loaders: tuple[tuple[str, int], ...] = ()
     """Where the script makes data loaders, ``FILE:LINE``, and their batches."""
     normalizes: bool = False
@@ -288,8 +288,9 @@ class _Inspecting:
         return site
 
     def _where_batch_is(self, one: Seen, two: Seen) -> str:
-        if one.batch_option and one.batch_option not in self._options_with("{batch"):
-            return f"put {{batch}} where it takes its batch: {one.batch_option} '{{batch}}'"
+        told = self._options_with("{batch")
+        if one.batch_words and one.batch_words[0].partition("=")[0] not in told:
+            return f"put {{batch}} where it takes its batch: {shlex.join(one.batch_words)}"
         maker = next((each for each in one.loaders if each in two.loaders), None)
         if maker is not None:
             return f"the batch at {maker[0]} is always {maker[1]}: have that line take what the command line says"
@@ -544,7 +545,7 @@ class _Watching(Listener):
             self._loading.prefetch,
             self._loss,
             self._watch.compiles,
-            batch_option([frame for frame, _ in lines_above()], self._source.argv),
+            batch_words([frame for frame, _ in lines_above()], self._source.argv),
             tuple(self._loaders.items()),
             self._normalizes,
             self._watch.update is None or self._watch.update.is_honest,
