@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
+from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
 from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
@@ -107,6 +109,7 @@ import sys
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.core.candidate import Arm
+from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
@@ -196,6 +199,7 @@ from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
+from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.step import FakeTraining
 
@@ -206,6 +210,9 @@ for offloads in (False, True):
 """
 
 
+@pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < _OFFLOADS_SINCE, reason="this transformers cannot offload"
+)
 def test_offloaded_inputs_of_layers_are_not_on_the_gpu_where_memory_is_highest() -> None:
     config = resolve_model("llama-tiny").config
     kept, offloaded = map(int, warm.output_of("-c", _OFFLOADED).split())
