@@ -60,7 +60,7 @@ class Batches:
             lower = self.effective_batch // self.world_size * self.world_size
             raise InvalidRequestError(
                 f"{self.option(self.effective_batch)} cannot be shared equally by {self.world_size} devices",
-                f"use {f'{self.option(lower)} or ' if lower else ''}{self.option(lower + self.world_size)}",
+                f"use {self.option(*filter(None, (lower, lower + self.world_size)))}",
             )
         if self.multiple and self._per_device % self.multiple:
             raise InvalidRequestError(
@@ -70,11 +70,10 @@ class Batches:
                 "or leave --batch-multiple out",
             )
 
-    def option(self, samples: int) -> str:
+    def option(self, *samples: int) -> str:
         """Return the option that says so many samples a step, in the unit of the user: ``--effective-tokens 4096``."""
-        if self.sample_tokens is None:
-            return f"--effective-batch {samples}"
-        return f"--effective-tokens {samples * self.sample_tokens}"
+        unit, times = ("batch", 1) if self.sample_tokens is None else ("tokens", self.sample_tokens)
+        return f"--effective-{unit} {' or '.join(str(each * times) for each in samples)}"
 
     @property
     def _per_device(self) -> int:

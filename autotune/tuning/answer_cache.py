@@ -54,6 +54,7 @@ PREDICTING_MODULES = (
     "models/images.py",
     "models/tasks.py",
     "space/features.py",
+    "space/precision_names.py",
     "space/training_arguments.py",
 )
 
