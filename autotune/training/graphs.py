@@ -106,9 +106,12 @@ class GraphedSteps:
             expected = self._expect(model, *held) if is_first else None
             captured, loss = self._capture(model, *held, is_first=is_first)
         except RuntimeError as error:
-            name = type(_unwrapped(model)).__name__
+            began = _first(error)
+            if isinstance(began, torch.OutOfMemoryError):
+                raise
+            why = f"{type(began).__name__}: {began}".splitlines()[0]
             raise SettingUnavailableError(
-                f"a micro-step of {name} cannot be captured as a CUDA graph: {_first(error)}"
+                f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: {why}"
             ) from error
         graph = _Graph(captured, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
         if is_first:
@@ -212,13 +215,13 @@ class GraphedSteps:
             parameter.grad = gradient
 
 
-def _first(error: RuntimeError) -> str:
-    """Return the first line of the error that began a chain: to end a capture that failed raises another one."""
+def _first(error: RuntimeError) -> RuntimeError:
+    """Return the error that began a chain: to end a capture that failed raises another one."""
     began, at = error, error.__cause__ or error.__context__
     while at is not None:
         began = at if isinstance(at, RuntimeError) else began
         at = at.__cause__ or at.__context__
-    return f"{type(began).__name__}: {began}".splitlines()[0]
+    return began
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

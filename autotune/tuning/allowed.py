@@ -109,6 +109,8 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
         why = row.obstacle(training) if row.obstacle else None
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
+        if row.name == "offload_activations" and "torch_compile" in settings:
+            why = "it does not go with --torch-compile on"
         if why is not None:
             option = f"--{row.option.replace('_', '-')}"
             raise InvalidRequestError(f"{option} {getattr(request, row.option)}: {why}", f"leave {option} out")

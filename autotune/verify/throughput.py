@@ -409,10 +409,12 @@ def notes(verification: Verification) -> list[str]:
     reserved = verification.peak_bytes("reserved") or 0
     graphed = replays_graphs(verification.target.best.candidate.arm)
     if (graphed or verification.target.has_data) and reserved > line_bytes:
+        kept = f"the allocator kept {format_bytes(reserved)} reserved for"
+        above = f"above the {format_bytes(line_bytes)} that leave the headroom"
         notes.append(
-            f"the allocator kept {format_bytes(reserved)} reserved for "
-            f"{'CUDA graphs' if graphed else 'batches of other lengths'}, above the "
-            f"{format_bytes(line_bytes)} that leave the headroom; under its cap it frees that"
+            f"{kept} CUDA graphs, {above}; their pool is kept while the training lasts"
+            if graphed
+            else f"{kept} batches of other lengths, {above}; under its cap it frees that"
         )
     peak = verification.training_peak_bytes or 0
     if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):

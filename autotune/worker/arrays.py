@@ -8,7 +8,7 @@ from typing import Any
 
 def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
     """Yield whatever has a shape in a value, with where it stands: ``0``, ``1.input_ids``."""
-    if hasattr(value, "shape"):
+    if has_shape(value):
         yield place, value
     elif depth:
         parts = value.items() if hasattr(value, "items") else enumerate(value) if is_row(value) else ()
@@ -18,7 +18,7 @@ def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tup
 
 def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, int]]:
     """Yield how many values each row in a value has, with where it stands: detectors get a list of samples."""
-    if hasattr(value, "shape") or not depth:
+    if has_shape(value) or not depth:
         return
     if is_row(value):
         yield place, len(value)
@@ -30,6 +30,11 @@ def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tu
 def arrays_in(value: Any) -> Iterator[Any]:
     """Yield whatever has a shape in a value."""
     return (array for _, array in arrays_by_place(value))
+
+
+def has_shape(value: Any) -> bool:
+    """Return whether a value is an array; a batch that gives its keys as attributes may have one of this name."""
+    return isinstance(getattr(value, "shape", None), tuple)
 
 
 def is_row(value: Any) -> bool:

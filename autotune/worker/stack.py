@@ -17,7 +17,8 @@ _FRAMEWORKS = (
     "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
     "sentence_transformers", "autotune",
 )  # fmt: skip
-_NOT_NAMED = ("<", sysconfig.get_path("stdlib") + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_NOT_NAMED = ("<", os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -37,9 +38,11 @@ def users_line(lines: Lines) -> str | None:
     for frame, number in lines:
         path = frame.f_code.co_filename
         is_installed = not set(_INSTALLED).isdisjoint(path.split(os.sep))
-        # The trial server runs as ``__main__``. Python's own folder may have the packages within it.
-        is_framework = module_of(frame).partition(".")[0] in _FRAMEWORKS
-        if is_framework or (path.startswith(_NOT_NAMED) and not is_installed):
+        # The trial server runs as ``__main__``.
+        if module_of(frame).partition(".")[0] in _FRAMEWORKS or path.startswith(_NOT_NAMED):
+            continue
+        # Python's own folder may have the packages within it.
+        if path.startswith(_STANDARD) and not is_installed:
             continue
         if not is_installed:
             return f"{os.path.basename(path)}:{number}"

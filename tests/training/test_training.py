@@ -151,6 +151,22 @@ class TestGraphs:
         ):
             trainer.train()
 
+    @pytest.mark.parametrize("number", [EAGER_MICRO_STEPS + 1, EAGER_MICRO_STEPS + 2], ids=["before", "captured"])
+    def test_a_batch_that_memory_is_too_little_for_is_no_fault_of_graphs(self, number: int, tmp_path: Path) -> None:
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+        steps = GraphedSteps(trainer)
+        stock, calls = trainer.training_step, iter(range(1, number + 1))
+
+        def runs_out(*args: Any) -> torch.Tensor:
+            if next(calls) == number:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return stock(*args)
+
+        steps._eager = runs_out
+        trainer.training_step = steps
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            trainer.train()
+
 
 class TestGraphsRefused:
     def test_without_a_gpu(self, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ train(batch_size, gradient_accumulation_steps)
 OTHER_NAMES = """
 import argparse
 p = argparse.ArgumentParser()
+p.add_argument("epochs", type=int)
 p.add_argument("--name", default="a")
 p.add_argument("--rows", type=int, default=3)
 p.add_argument("--updates", type=int, default=1)
@@ -77,10 +78,11 @@ train(args.rows, args.updates)
 CLICK = """
 import click
 @click.command()
+@click.argument("batch_size", default=3)
 @click.option("--bs", default=3)
 @click.option("--mixed-precision", default="fp32")
 @click.option("--amp", is_flag=True)
-def main(bs, mixed_precision, amp):
+def main(batch_size, bs, mixed_precision, amp):
     train(bs, 1)
 LOOP
 main()
@@ -136,7 +138,7 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
             "python run.py --batch_size={batch} --gradient_accumulation_steps={accumulation} "
             "--dtype={precision:fp32=float32,bf16=bfloat16}",
         ),
-        (OTHER_NAMES, "--rows 2 --name b", "python run.py --rows {batch} --name b"),
+        (OTHER_NAMES, "5 --rows 2 --name b", "python run.py 5 --rows {batch} --name b"),
         (CLICK, "--bs 2", "python run.py --bs {batch} --mixed-precision '{precision:fp32=fp32,bf16=bf16}'"),
         (PLAIN, "--lr 1", "python run.py --lr 1 --batch-size {batch}"),
     ],

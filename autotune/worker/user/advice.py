@@ -62,7 +62,8 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     names = [name for action in watch_options().actions for name in action.option_strings]
     if (why := why_no_budget(names)) is not None:
         return why
-    numbers = [max(each.option_strings, key=len) for each in _actions(frames) if each.type is int][:_MOST_NAMED]
+    spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
+    numbers = [max(each, key=len) for each in spellings][:_MOST_NAMED]
     batch = _Option(numbers[0] if numbers else "--batch-size", "{batch}")
     command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
     among = f" (one of {', '.join(numbers)}?)" if numbers else ""
@@ -153,13 +154,14 @@ def _actions(frames: Sequence[FrameType]) -> list[argparse.Action]:
     for frame in frames:
         command: Any = getattr(frame.f_locals.get("self"), "command", None)
         if frame.f_code.co_name == "invoke" and hasattr(command, "params"):
-            return [*watch_options().actions, *map(_of_click, command.params)]
+            options = (each for each in command.params if each.param_type_name == "option")
+            return [*watch_options().actions, *map(_of_click, options)]
     return watch_options().actions
 
 
 def _of_click(parameter: Any) -> argparse.Action:
     return argparse.Action(
-        [name for name in parameter.opts if name.startswith("-")] or [f"--{parameter.name}"],
+        parameter.opts,
         parameter.name,
         nargs=0 if getattr(parameter, "is_flag", False) else None,
         default=parameter.default,
