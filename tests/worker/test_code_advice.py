@@ -96,6 +96,15 @@ args = p.parse_args()
 LOOP
 train(max(1, args.max_tokens // 16), args.update_freq)
 """
+CLICK_BUDGET = """
+import click
+@click.command()
+@click.option("--max-tokens", default=64)
+def main(max_tokens):
+    train(max_tokens // 16, 1)
+LOOP
+main()
+"""
 PLAIN = "LOOP\ntrain(4, 1)\n"
 STEPS = """
 import autotune, torch
@@ -152,11 +161,19 @@ def test_the_placeholders_that_fit_are_offered(
     assert shlex.split(command) == shlex.split(pasted)
 
 
-@pytest.mark.parametrize("words", [[], ["--max-tokens={batch}"], ["--max-tokens", "{effective_tokens:8}"]])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BUDGET, []),
+        (CLICK_BUDGET, []),
+        (BUDGET, ["--max-tokens={batch}"]),
+        (BUDGET, ["--max-tokens", "{effective_tokens:8}"]),
+    ],
+)
 def test_a_budget_of_tokens_makes_no_steps_of_equally_many_samples(
-    trial_server: ServerClient, folder: Path, words: list[str]
+    trial_server: ServerClient, folder: Path, text: str, words: list[str]
 ) -> None:
-    (folder / "run.py").write_text(BUDGET.replace("LOOP", LOOP))
+    (folder / "run.py").write_text(text.replace("LOOP", LOOP))
     problem = trial_server.inspection(Workload.of_source(find_script(["python", "run.py", *words]))).problem
     assert problem.hint.startswith("--max-tokens seems to limit the tokens of a batch, whose samples then vary,")
     assert "give the script an option for the samples of a batch, put {batch} there" in problem.hint

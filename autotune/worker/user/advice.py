@@ -59,7 +59,7 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
         command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
         named = ", ".join(option.name for option in options.values())
         return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
-    names = [name for action in watch_options().actions for name in action.option_strings]
+    names = [name for action in _actions(frames) for name in action.option_strings]
     if (why := why_no_budget(names)) is not None:
         return why
     spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
