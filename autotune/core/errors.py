@@ -72,6 +72,11 @@ class StorageError(AutotuneError):
 
     exit_code = 5
 
+    def __init__(self, message: str, hint: str = "", *, may_pass: bool = False) -> None:
+        super().__init__(message, hint)
+        self.may_pass = may_pass
+        """Whether the same may work later: the database's server, file or disk failed."""
+
 
 class NothingFitsError(AutotuneError):
     """No candidate fits under the memory ceiling."""

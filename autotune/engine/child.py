@@ -213,7 +213,7 @@ class _Child:
         except KeyboardInterrupt:
             end["state"] = "interrupted"
         except AutotuneError as error:
-            if isinstance(error, StorageError) and work.storage is not None:
+            if isinstance(error, StorageError) and error.may_pass and work.storage is not None:
                 # A server that restarts, a disk that is full: whoever shares the database has another attempt begin
                 # once it can record that.
                 end |= {"state": "lost", "why": error.message}

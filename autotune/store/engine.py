@@ -159,16 +159,18 @@ def _is_damage(error: Exception) -> bool:
 def _translate(label: str, error: BaseException) -> StorageError:
     for cause in _causes(error):
         if (meaning := postgres.describe_error(cause)) is not None:
-            return StorageError(f"{label} {meaning[0]}", meaning[1])
+            return StorageError(f"{label} {meaning[0]}", meaning[1], may_pass=True)
         if isinstance(cause, sqlite3.Error):
             name = getattr(cause, "sqlite_errorname", None) or ""
             for start, message, hint in _SQLITE_ERRORS:
                 if name.startswith(start):
-                    return StorageError(f"{label} {message}", hint)
+                    may_pass = start not in ("SQLITE_NOTADB", "SQLITE_CORRUPT")
+                    return StorageError(f"{label} {message}", hint, may_pass=may_pass)
         if isinstance(cause, OSError):
             return StorageError(
                 f"{label} cannot be opened: {cause.strerror or cause}",
                 f"make the file and its folder writable, or {_ANOTHER_FILE}",
+                may_pass=True,
             )
         if isinstance(cause, UnicodeDecodeError | json.JSONDecodeError):
             return StorageError(f"{label} {_DAMAGED[0]} ({_first_line(cause)})", _DAMAGED[1])
@@ -176,7 +178,9 @@ def _translate(label: str, error: BaseException) -> StorageError:
             return StorageError(f"{cause.object!r} cannot be stored in {label}", "use letters that are valid Unicode")
     innermost = list(_causes(error))[-1]
     return StorageError(
-        f"{label} failed: {_first_line(innermost)}", f"see that the database is reachable, or {_ANOTHER_FILE}"
+        f"{label} failed: {_first_line(innermost)}",
+        f"see that the database is reachable, or {_ANOTHER_FILE}",
+        may_pass=True,
     )
 
 

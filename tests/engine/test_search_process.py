@@ -95,8 +95,12 @@ def end_of(work: Work) -> dict[str, Any]:
 def test_a_database_that_fails_ends_an_attempt_and_a_wrong_request_the_search(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a folder would have to be")
     options = {"model": "bert-tiny", "effective_batch": 16}
-    lost = end_of(Work("1", "study", options, storage=str(tmp_path / "file" / "a.db")))
-    assert (lost["state"], str(tmp_path / "file") in lost["why"]) == ("lost", True), lost
+    nobody = "postgresql+psycopg://autotune@127.0.0.1:1/autotune"
+    lost = end_of(Work("1", "study", options, storage=nobody))
+    assert (lost["state"], "127.0.0.1" in lost["why"]) == ("lost", True), lost
+    # What no later attempt could do, either.
+    never = end_of(Work("1", "study", options, storage=str(tmp_path / "file" / "a.db")))
+    assert (never["state"], never["problem"]["exit_code"]) == ("failed", 5)
     wrong = end_of(Work("1", "study", {**options, "seq_len": 10**6}, storage=str(tmp_path / "a.db")))
     assert (wrong["state"], wrong["problem"]["exit_code"]) == ("failed", 2)
 
