@@ -151,6 +151,30 @@ def test_what_an_inspection_wrote_lies_below_what_a_trial_writes(folder: Path, u
 
 
 @as_user
+def test_what_a_user_works_in_is_covered_beside_any_number_of_folders(
+    folder: Path, user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a home that lies among hundreds of folders beside it, and belongs to somebody else."""
+    monkeypatch.setenv("HOME", os.environ["TMPDIR"])
+    (folder / "notes").write_text("theirs")
+    owned(folder, user)
+    monkeypatch.setattr(mount_namespace, "_MOST_ENTRIES", 0)
+
+    def run() -> None:
+        scratch = make_scratch("autotune-test-")
+
+        def train() -> None:
+            protect(scratch, folder)
+            Path("notes").write_text("of a trial")
+
+        in_fork(user, train)
+        scratch.remove()
+
+    in_fork(user, run)
+    assert (folder / "notes").read_text() == "theirs"
+
+
+@as_user
 def test_runs_of_one_job_do_not_see_each_other(folder: Path, user: int) -> None:
     owned(folder, user)
 

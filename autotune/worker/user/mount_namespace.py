@@ -36,7 +36,7 @@ _OF_KERNEL = frozenset({
 })  # fmt: skip
 _KERNEL_FOLDERS = ("/dev", "/proc", "/sys")
 _SHARED_MEMORY = "/dev/shm"
-# Of a folder with more entries than this, which would each be covered, all is read-only.
+# Of a folder with more entries than this, which would each be covered, all is read-only but what the user works in.
 _MOST_ENTRIES = 500
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -301,7 +301,7 @@ class Cover:
                 continue
             if any(point != path and is_within(point, path) for point in (*mounted, *self._points)):
                 self._cover_entries(path)
-            elif len(names) <= _MOST_ENTRIES or path in self._points:
+            elif len(names) <= _MOST_ENTRIES or any(is_within(work, path) for work in (*self.works_in, *self._points)):
                 self._overlay(path, path)
 
     def _cover_shared_memory(self) -> None:
