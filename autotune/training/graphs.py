@@ -179,8 +179,7 @@ class GraphedSteps:
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Capture a micro-step and return it with its loss. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # Memory that is cached for eager steps is of no use to a graph, whose memory is a pool of its own.
-        torch.cuda.empty_cache()
+        # It begins by giving back what is cached for eager steps: the memory of a graph is a pool of its own.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             if is_first and self._gradients:
                 # A second shape: the tensors of the gradients are those of the first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -11,8 +11,7 @@ def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tup
     if has_shape(value):
         yield place, value
     elif depth:
-        parts = value.items() if hasattr(value, "items") else enumerate(value) if is_row(value) else ()
-        for at, part in parts:
+        for at, part in _parts(value):
             yield from arrays_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
 
 
@@ -22,8 +21,7 @@ def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tu
         return
     if is_row(value):
         yield place, len(value)
-    parts = value.items() if hasattr(value, "items") else enumerate(value) if is_row(value) else ()
-    for at, part in parts:
+    for at, part in _parts(value):
         yield from lengths_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
 
 
@@ -40,3 +38,10 @@ def has_shape(value: Any) -> bool:
 def is_row(value: Any) -> bool:
     """Return whether a value holds others in a row."""
     return isinstance(value, list | tuple)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a value holds, each with its key or index."""
+    if hasattr(value, "items"):
+        return value.items()  # type: ignore[no-any-return]
+    return enumerate(value) if is_row(value) else ()
