@@ -18,7 +18,7 @@ from autotune.core.workload import Workload
 
 # A loop in which nearly everything can be asked for.
 LOOP = """
-import argparse, contextlib, json, os, torch
+import argparse, json, os, torch
 from torch.utils.checkpoint import checkpoint
 p = argparse.ArgumentParser()
 p.add_argument("-b", "--batch-size", type=int, default=int(os.environ.get("BATCH", 3)))
@@ -63,7 +63,9 @@ def loss_of(net, ids):
         return net([{"ids": row} for row in ids]).float().logsumexp(-1).mean()
     return net(ids.reshape(-1) if args.shape == "flat" else ids).float().logsumexp(-1).mean()
 
-cast = contextlib.nullcontext() if args.dtype == "float32" else torch.autocast("cpu", getattr(torch, args.dtype))
+# With float32 as well: on a GPU such an autocast stays on. On a CPU, torch turns one off that is made with it.
+cast = torch.autocast("cpu")
+cast.fast_dtype = getattr(torch, args.dtype)
 net, other = Net(), Net()
 if args.freeze:
     net.requires_grad_(False)

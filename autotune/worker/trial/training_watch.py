@@ -276,7 +276,7 @@ class TrainingWatch:
     def _look_at_autocast(self) -> None:
         """Take down the autocast that a model is called in. One that is on for good is never entered."""
         kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
-        on = [(device, _name(torch.get_autocast_dtype(device))) for device in kinds]
+        on = [cast for device in kinds if (cast := _cast(device, torch.get_autocast_dtype(device)))]
         self.autocasts.update(on)
         self._casts.update(on or [None])
 
@@ -435,8 +435,9 @@ class TrainingWatch:
 
         @functools.wraps(enter)
         def __enter__(context: Any) -> Any:  # noqa: N807
-            if context._enabled and torch.is_grad_enabled():
-                self.autocasts.add((context.device, _name(context.fast_dtype)))
+            cast = _cast(context.device, context.fast_dtype) if context._enabled else None
+            if cast is not None and torch.is_grad_enabled():
+                self.autocasts.add(cast)
             return enter(context)
 
         self._replace(kind, "__enter__", __enter__)
@@ -498,6 +499,14 @@ def _kind_of(weight: torch.Tensor) -> tuple[object, ...]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return an autocast as it is taken down; ``None`` for one to float32, which changes nothing.
+
+    Scripts enter one to be told float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
+    """
+    return (device, _name(dtype)) if dtype is not torch.float32 else None
 
 
 def _storage(tensor: torch.Tensor) -> int:
