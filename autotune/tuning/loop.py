@@ -352,23 +352,34 @@ class Search:
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:
-        """Learn from a trial that ended; raise ``NoResultError`` where the user's own settings failed with an error.
-
-        Other settings would fail in the same way.
-        """
+        """Learn from a trial that ended; raise ``NoResultError`` where all would fail as it did."""
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
         if (gain := self._plan.told_of_lever(ended)) is not None:
             self._observer.note(gain)
             self._keep_best()
+        self._raise_if_others_fail_too(ended)
+
+    def _raise_if_others_fail_too(self, ended: TrialRecord) -> None:
+        """Raise ``NoResultError`` where the user's own settings failed, and the first others with the same words.
+
+        What is wrong with the own settings alone, as too few steps of a large batch, leaves out the reference only.
+        """
         source, outcome = self._request.workload.source, ended.outcome
-        if source is None or ended.stage != "baseline" or not isinstance(outcome, Failed) or outcome.reason != "error":
+        if source is None or not isinstance(outcome, Failed) or outcome.reason != "error" or self._plan.best():
             return
-        raise NoResultError(
-            f"{source.name} failed with the settings of its baseline ({ended.candidate.describe()}), so nothing else "
-            f"was tried: {outcome.message}",
-            f"mend it and search again; its log is {ended.log_path}",
-        )
+        alike = [
+            trial
+            for trial in self._plan.records.values()
+            if isinstance(trial.outcome, Failed) and trial.outcome.message == outcome.message
+        ]
+        own = next((trial for trial in alike if trial.stage == "baseline"), None)
+        if own is not None and len({trial.candidate for trial in alike}) > 1:
+            raise NoResultError(
+                f"{source.name} failed with the settings of its baseline ({own.candidate.describe()}) and with "
+                f"{ended.candidate.describe()}, so nothing else was tried: {outcome.message}",
+                f"mend it and search again; its log is {ended.log_path}",
+            )
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
         """Return what a trial would show, if earlier studies tell. A second measurement is always a new process."""

@@ -19,6 +19,8 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
+from autotune.results.study_view import study_view
+from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.repository import Store
 from autotune.tuning.prepare import prepare
@@ -346,7 +348,7 @@ class TestFinal:
 
 
 class TestOwnSettingsThatFail:
-    """The baseline of the user's own code raises an error: so would everything else."""
+    """The baseline of the user's own code raises an error: everything else may do so too."""
 
     WORKLOAD = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
     OWN = Candidate(Arm("fp32", optim="own"), 8, 8)
@@ -356,23 +358,30 @@ class TestOwnSettingsThatFail:
         given = prepare(request(workload=self.WORKLOAD, optims=()), facts(own=own))
         return search(store, runner, observer, given=given)
 
-    def test_the_search_ends_at_once_with_the_error(self, store: Store) -> None:
+    def test_the_search_ends_when_other_settings_fail_in_the_same_way(self, store: Store) -> None:
         runner, observer = fits_up_to(64), RecordingObserver()
-        runner.faults[self.OWN] = [fault("AttributeError: no such thing (run.py:7)")]
+        error = fault("AttributeError: no such thing (run.py:7)")
+        runner.answer = lambda job: (error, 1.0)  # type: ignore[method-assign]
         with pytest.raises(NoResultError, match=r"run\.py failed .*8 × 8  fp32.*no such thing \(run\.py:7\)") as caught:
             self.search(store, runner, observer)
-        assert "trial-0000.log" in (caught.value.hint or "")
-        assert runner.candidates == [self.OWN]
+        assert "trial-0001.log" in (caught.value.hint or "")
+        assert observer.ended[0].candidate == self.OWN
+        assert len(observer.ended) == 2
         study = store.study("bert")
         assert (study.state, study.stop_reason) == ("interrupted", StopReason.ERROR)
 
-    def test_resuming_goes_on_without_it(self, store: Store) -> None:
+    def test_it_goes_on_without_a_reference_where_others_do_not(self, store: Store) -> None:
         runner, observer = fits_up_to(64), RecordingObserver()
-        runner.faults[self.OWN] = [fault()]
-        with pytest.raises(NoResultError):
-            self.search(store, runner, observer)
-        assert self.search(store, runner, observer).best.candidate.arm.precision == "bf16"
+        runner.faults[self.OWN] = [fault("run.py ended before enough steps were measured")]
+        found = self.search(store, runner, observer)
+        assert found.best.candidate.arm.precision == "bf16"
+        assert found.study.baseline_trial_id is None
         assert runner.candidates.count(self.OWN) == 1
+        said = "\n".join(summary_lines(study_view(load_report(store, "bert"))))
+        assert (
+            "did not complete (failed: run.py ended before enough steps were measured), so the speed-up is not known"
+            in said
+        )
 
     @pytest.mark.parametrize("outcome", [out_of_memory(1), Failed("timeout", "took longer than 180 s")])
     def test_it_goes_on_after_any_other_end(self, store: Store, outcome: OutOfMemory | Failed) -> None:
