@@ -1,10 +1,11 @@
 """Measure fine-tuning of language models under the memory of one card, from a name, as users would.
 
-    python studies/language_models.py --json FILE [--only NAME,…] [--memory-limit 24GiB]
+    python studies/language_models.py --json FILE [--only NAME,…] [--parts PART,…] [--memory-limit 24GiB]
     python studies/language_models.py --json FILE --try
 
 For each case: what ``autotune predict`` says, then ``autotune search``, then ``autotune verify``, each as a process of
-its own, and a search for the largest batch in bf16 with all layers checkpointed, which is what most people run. One
+its own, and a search for the largest batch in bf16 with all layers checkpointed (``usual``), which is what most people
+run. ``--parts`` takes some of these four: ``predict`` needs no GPU, so it can be left out where GPU time is short. One
 JSON line a case is appended as soon as it is done, with the seconds of each process, the trials that ran out of memory,
 the memory of the host for building the model, and predicted beside measured peaks. What fails is recorded with its last
 words, and the next case runs. ``--try`` takes tiny models on the CPU, to see that everything works.
@@ -26,7 +27,7 @@ from typing import Any
 from autotune.core.candidate import Document
 
 _LAST_WORDS = 1500
-_LONGEST_SECONDS = 1800.0
+_LONGEST_SECONDS = 300.0
 _LORA = ["--peft", "lora"]
 _QLORA = [*_LORA, "--quantize", "4bit"]
 CASES: dict[str, list[str]] = {
@@ -97,7 +98,7 @@ def peaks(predicted: Document | None, searched: Document | None) -> list[Documen
 
 def summary(parts: dict[str, Document]) -> Document:
     """Return what a case is about in a few figures; ``None`` where a part gave none."""
-    searched, usual, verified = (parts[name]["document"] for name in ("search", "usual", "verify"))
+    searched, usual, verified = (parts.get(name, {}).get("document") for name in ("search", "usual", "verify"))
     if not searched or not searched["best"]:
         return {"answered": False}
     best, trials = searched["best"], searched["trials"]
@@ -115,21 +116,22 @@ def summary(parts: dict[str, Document]) -> Document:
         "host_bytes_to_build": max((trial["host_bytes_to_build"] or 0 for trial in trials), default=0),
         "model_seconds": max((trial["phase_seconds"].get("model", 0.0) for trial in trials), default=0.0),
         "kept": (verified or {}).get("kept"),
-        "peaks": peaks(parts["predict"]["document"], searched),
+        "peaks": peaks(parts.get("predict", {}).get("document"), searched),
     }
 
 
-def run_case(name: str, words: list[str], place: list[str], limit: str, folder: Path) -> Document:
-    """Predict, search and verify one case."""
+def run_case(name: str, words: list[str], asked: list[str], place: list[str], limit: str, folder: Path) -> Document:
+    """Predict, search and verify one case: the parts of it that are asked for."""
     storage = ["--storage", str(folder / f"{name}.db")]
     batch = ["--effective-batch", "16"]
     tried = [*words, *batch, "--memory-limit", limit, *place, *storage]
-    parts = {
-        "predict": autotune("predict", *words, *batch, "--gpu", "h200", "--memory-limit", limit, *storage),
-        "search": autotune("search", *tried, "--study", name),
-        "verify": autotune("verify", name, *storage, "--steps", "50"),
-        "usual": autotune("search", *tried, *_USUAL, "--study", f"{name}-usual"),
+    commands = {
+        "predict": ["predict", *words, *batch, "--gpu", "h200", "--memory-limit", limit, *storage],
+        "search": ["search", *tried, "--study", name],
+        "verify": ["verify", name, *storage, "--steps", "50"],
+        "usual": ["search", *tried, *_USUAL, "--study", f"{name}-usual"],
     }
+    parts = {part: autotune(*command) for part, command in commands.items() if part in asked}
     return {"name": name, "summary": summary(parts), "parts": parts}
 
 
@@ -138,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where a line a case is appended")
     parser.add_argument("--only", help="names of cases, with commas")
+    parser.add_argument("--parts", default="predict,search,verify,usual", help="with commas")
     parser.add_argument("--memory-limit", default="24GiB")
     parser.add_argument("--try", action="store_true", dest="tries", help="tiny models on the CPU")
     given = parser.parse_args()
@@ -147,7 +150,7 @@ def main() -> int:
     limit = "1GiB" if given.tries else given.memory_limit
     for name in names:
         with tempfile.TemporaryDirectory(prefix="language-models-") as folder:
-            found = run_case(name, cases[name], place, limit, Path(folder))
+            found = run_case(name, cases[name], given.parts.split(","), place, limit, Path(folder))
         with given.json.open("a") as file:
             file.write(json.dumps(found) + "\n")
         told = {part: (each["exit_code"], each["seconds"]) for part, each in found["parts"].items()}

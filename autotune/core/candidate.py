@@ -106,6 +106,8 @@ class Arm:
     """How many of the model's layers recompute their activations, evenly spread; ``None``: all."""
     offload_activations: bool = field(default=False, metadata=_said("offloaded", sparse=True))
     """What checkpointing keeps of each layer, its input, waits in the host's memory for the backward pass."""
+    uncached_casts: bool = field(default=False, metadata=_said("uncached casts", sparse=True))
+    """Autocast keeps no 16-bit copies of the weights until the end of the forward pass."""
     cuda_graphs: bool = field(default=False, metadata=_said("CUDA graphs", sparse=True))
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
     unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))

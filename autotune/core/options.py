@@ -348,6 +348,10 @@ class _Tried(TypedDict, total=False):
         "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
         "itself alone. Your own batches differ in length then.", default_text="off",
     )]
+    uncached_casts: Annotated[LeverChoice, Option(
+        "With checkpointing under autocast, keep no 16-bit copies of the weights until the end of the forward pass. "
+        "auto, on, off: as --torch-compile.", default_text="auto",
+    )]
     fused_loss: Annotated[LeverChoice, Option(
         "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
         default_text="auto",

@@ -15,11 +15,10 @@ from autotune.devices import Ceiling
 from autotune.space.levers import (
     arm_that_computes,
     as_asked,
-    changed,
     is_traced,
     needs_at_least,
+    predicted_from,
     prediction_class,
-    without,
 )
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
@@ -199,14 +198,14 @@ class MemoryModel:
         needs without.
         """
         arm = candidate.arm
-        plain = without(arm, ("cuda_graphs", "unpadded", "padding_free", "checkpointed_layers"))
+        plain, *keeping = predicted_from(arm)
         whole = self.prediction(replace(candidate, arm=plain)) if plain != arm else None
-        if whole is None or arm.checkpointed_layers is None:
+        if whole is None or not keeping:
             return whole
-        kept = self.prediction(replace(candidate, arm=changed(plain, gradient_checkpointing=False)))
+        kept = self.prediction(replace(candidate, arm=keeping[0]))
         if kept is None or not self._layers:
             return None
-        share = min(1.0, arm.checkpointed_layers / self._layers)
+        share = min(1.0, (arm.checkpointed_layers or 0) / self._layers)
         allocated_bytes, reserved_bytes = (
             round(share * recomputed + (1 - share) * stored)
             for recomputed, stored in (
@@ -307,10 +306,8 @@ class MemoryModel:
     def surely_over(self, candidate: Candidate) -> bool:
         """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
 
-        So it is where those bytes exceed the cap together with a second copy of DDP's buckets.
-
-        Of several ranks the reserved bytes count as well, which are predicted as exactly: FSDP's streams keep pools of
-        their own, which hold gigabytes more than is allocated.
+        So it is where those bytes exceed the cap together with a second copy of DDP's buckets, or where the lower end
+        of the reserved bytes exceeds the line. DeepSpeed's reserved bytes are an estimate.
 
         Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
         waits, as long as a candidate that is predicted to fit is left to try.
@@ -320,13 +317,17 @@ class MemoryModel:
             return False
         least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
         may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
-        if arm.ranks > 1 and arm.zero_stage is None:
+        if arm.zero_stage is None:
             may_fit &= self._ceiling.bounds.fits(reserved_interval(predicted, arm)[0])
         if may_fit:
             return False
-        return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())
+        return self.trusted(candidate.arm) or (not self._agreements() and self.can_be_checked())
 
-    def _can_be_checked(self) -> bool:
+    def expects_a_fit(self) -> bool:
+        """Return whether anything that was predicted may fit, or a prediction was checked by a trial."""
+        return bool(self._agreements()) or self.can_be_checked()
+
+    def can_be_checked(self) -> bool:
         """Return whether a candidate that is predicted to fit, and that no trial contradicts, is left to try."""
         if self._checkable is None:
             self._checkable = any(

@@ -16,7 +16,7 @@ from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedSte
 from autotune.core.schema import decode
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.space.levers import arm_that_computes, prediction_class
+from autotune.space.levers import arm_that_computes, predicted_from, prediction_class
 
 # Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
 _TIMEOUT_SECONDS = 180.0
@@ -77,6 +77,8 @@ class Target:
     questions: Sequence[Question]
     layers: int | None = None
     """How many layers of the model can recompute their activations."""
+    reserve: Sequence[Question] = ()
+    """Questions that are only asked where nothing else is predicted to fit, or a trial is about them."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class _Inquiry:
 
     def is_about(self, arm: Arm) -> bool:
         """Return whether the answer says what an arm needs."""
-        needed = prediction_class(arm), prediction_class(arm_that_computes(arm))
+        needed = {prediction_class(each) for each in (*predicted_from(arm), arm_that_computes(arm))}
         return any(prediction_class(question.arm) in needed for _, question in self.askers)
 
 
@@ -113,7 +115,8 @@ class Forecast:
         self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
         self._submitter = submitter
         self._kept = kept
-        self._waiting = _inquiries(targets, self.models)
+        self._waiting = _inquiries([(target, target.questions) for target in targets], self.models)
+        self._reserve = _inquiries([(target, target.reserve) for target in targets], self.models)
         self._asked: dict[str, _Inquiry] = {}
         self._parallel = max(1, parallel)
         self._patience_seconds = patience_seconds
@@ -132,8 +135,8 @@ class Forecast:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every question was answered or given up."""
-        return not self._waiting and not self._asked
+        """Whether every question was answered or given up, also of those in reserve."""
+        return not self._waiting and not self._asked and not self._reserve
 
     def begin(self, arm: Arm | None) -> None:
         """Send the questions about an arm, and others as far as they may run at once, without waiting for the answers.
@@ -149,8 +152,17 @@ class Forecast:
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
         """Wait until the answers about the ``upcoming`` arm are there and no other question is being answered.
 
-        An answer may change which arm is the upcoming one, so that is asked again after each.
+        An answer may change which arm is the upcoming one, so that is asked again after each. Where nothing is
+        predicted to fit, all other questions are asked, and then those in reserve.
         """
+        self._settle(upcoming)
+        while self._patience_seconds > 0 and (self._waiting or self._reserve) and not self.model.expects_a_fit():
+            if not self._waiting:
+                self._waiting, self._reserve = self._reserve, []
+            self.complete()
+            self._settle(upcoming)
+
+    def _settle(self, upcoming: Callable[[], Arm | None]) -> None:
         while (arm := upcoming()) is not None and not self.is_settled(arm):
             if self._ask_about(arm) and self._asks_ahead:
                 self._fill()
@@ -174,7 +186,7 @@ class Forecast:
         """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
         self._take(0.0)
         self._keep()
-        return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
+        return not self._asked and not any(inquiry.is_about(arm) for inquiry in (*self._waiting, *self._reserve))
 
     def _wait(self) -> None:
         """For one answer, a second at most."""
@@ -184,9 +196,11 @@ class Forecast:
 
     def _ask_about(self, arm: Arm) -> bool:
         """Send the questions about an arm; return whether there were any."""
-        about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
+        about = [inquiry for inquiry in (*self._waiting, *self._reserve) if inquiry.is_about(arm)]
+        self._waiting, self._reserve = (
+            [inquiry for inquiry in among if inquiry not in about] for among in (self._waiting, self._reserve)
+        )
         for inquiry in about:
-            self._waiting.remove(inquiry)
             self._ask(inquiry)
         return bool(about)
 
@@ -225,22 +239,22 @@ class Forecast:
 
     def _recall(self) -> None:
         """File what was predicted before."""
-        if self._kept is None:
-            return
-        waiting, self._waiting = self._waiting, []
-        for inquiry in waiting:
-            prediction = self._kept.find(inquiry.identity)
-            if prediction is None:
-                self._waiting.append(inquiry)
-            else:
-                _file(inquiry, prediction)
+        self._waiting, self._reserve = (
+            [inquiry for inquiry in among if not self._is_kept(inquiry)] for among in (self._waiting, self._reserve)
+        )
+
+    def _is_kept(self, inquiry: _Inquiry) -> bool:
+        prediction = self._kept.find(inquiry.identity) if self._kept is not None else None
+        if prediction is not None:
+            _file(inquiry, prediction)
+        return prediction is not None
 
 
-def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:
+def _inquiries(asked: Sequence[tuple[Target, Sequence[Question]]], models: Sequence[MemoryModel]) -> list[_Inquiry]:
     """Every question once, in order: GPUs that differ in nothing that matters share theirs."""
     inquiries: dict[PredictionWork, _Inquiry] = {}
-    for target, model in zip(targets, models, strict=True):
-        for question in target.questions:
+    for (target, questions), model in zip(asked, models, strict=True):
+        for question in questions:
             work = question.work(target.chip, target.ceiling)
             identity = question.identity(target.chip, target.ceiling)
             inquiry = inquiries.setdefault(identity, _Inquiry(work, identity))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from autotune.core.candidate import STRATEGIES, Arm, Precision
 from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
+from autotune.space.precision_names import HALF
 
 Memory = Literal["peak", "reserved", "once", "none"]
 """What of a trial's memory depends on a setting.
@@ -47,6 +48,8 @@ class Training:
     """Whether the lengths of the samples are known."""
     layers: int | None = None
     """How many layers of the model can recompute their activations; ``None`` where that is not known."""
+    dtype: str = "float32"
+    """Of the weights."""
 
     @classmethod
     def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
@@ -66,6 +69,7 @@ class Training:
             packs=data is not None and data.packing,
             is_read=data is None or data.facts is not None,
             layers=layers,
+            dtype=workload.dtype,
         )
 
 
@@ -100,6 +104,8 @@ class Lever:
     """The values that a search chooses among, the preferred one first; none where they follow from something else."""
     part_of: str | None = None
     """The setting without which it means nothing, so that it has its default where that one has."""
+    is_idle: Callable[[Arm], bool] | None = None
+    """Whether it means nothing beside other settings, so that it has its default there."""
     argument: str | None = None
     """The field of ``TrainingArguments`` that sets it to its own value, where it is not the default."""
     is_always_set: bool = False
@@ -135,6 +141,8 @@ class Lever:
     """What is expected of it; a lever with one is tried on the best candidates once a search has its first answer."""
     stands_in_for: str | None = None
     """Another setting that does the same better, so that this one is only tried where that cannot be had."""
+    is_resort: bool = False
+    """Whether every arm is tried with it where none fits without, before anything else is given up."""
     is_optunas: bool = False
     """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
 
@@ -187,6 +195,14 @@ def _nothing_to_offload(training: Training) -> str | None:
     if training.device_kind != "cuda":
         return f"activations on {training.device_kind} are in the host's memory already"
     return "it is searched on one GPU" if training.ranks > 1 else None
+
+
+def _casts_nothing(training: Training) -> str | None:
+    if not training.has_trainer:
+        return "your own loop has its own autocast"
+    if training.ranks > 1:
+        return "it is searched on one GPU"
+    return None if training.dtype == "float32" else f"autocast does not cast {training.dtype} weights"
 
 
 def _needs_mask(training: Training) -> str | None:
@@ -318,6 +334,13 @@ LEVERS: tuple[Lever, ...] = (
         never_slower=lambda arm: False, preference=13, excludes=("torch_compile",), obstacle=_nothing_to_offload,
         option="offload_activations",
     ),
+    # A checkpointed layer casts its weights again when it recomputes, so that the copies serve nothing meanwhile.
+    Lever(
+        "uncached_casts", part_of="gradient_checkpointing", is_idle=lambda arm: arm.precision not in HALF,
+        is_applied=True, saving=lambda arm: arm.uncached_casts, preference=14, obstacle=_casts_nothing,
+        option="uncached_casts", is_resort=True,
+        prior=Prior("uncached casts", "by the sizes of tensors: up to 2 bytes a parameter less memory, the same speed"),
+    ),
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(
         "cuda_graphs", is_applied=True, saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
@@ -344,8 +367,8 @@ LEVERS: tuple[Lever, ...] = (
         option="padding_free",
     ),
     Lever(
-        "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
-        excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss",
+        "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10,
+        excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss", is_resort=True,
         prior=Prior(
             "a fused loss", "H200, 23 November 2026: 33 % less memory for Qwen2.5-0.5B at 8 × 512 tokens; the gain in "
             "speed is an estimate", passing=0.9,
@@ -361,7 +384,12 @@ _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), k
 def changed(arm: Arm, **values: Any) -> Arm:
     """Return an arm with other settings; what is part of one that is now the default gets its default, too."""
     other = dataclasses.replace(arm, **values)
-    idle = [row.name for row in LEVERS if row.part_of and getattr(other, row.part_of) == _DEFAULTS[row.part_of]]
+    idle = [
+        row.name
+        for row in LEVERS
+        if (row.part_of and getattr(other, row.part_of) == _DEFAULTS[row.part_of])
+        or (row.is_idle and row.is_idle(other))
+    ]
     return dataclasses.replace(other, **{name: _DEFAULTS[name] for name in idle})
 
 
@@ -386,6 +414,17 @@ def prediction_class(arm: Arm) -> Arm:
     """Return the arm that represents all arms that allocate the same bytes, however the allocator reserves them."""
     reserving = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory == "reserved"}
     return dataclasses.replace(memory_class(arm), **reserving)
+
+
+# What a prediction is made without, since it follows from that of the arm without.
+_DERIVED = ("cuda_graphs", "unpadded", "padding_free", "checkpointed_layers")
+
+
+def predicted_from(arm: Arm) -> tuple[Arm, ...]:
+    """Return the arms whose traced steps say what an arm needs: it without what is not traced, and its layers that
+    recompute beside those that do not."""
+    plain = without(arm, _DERIVED)
+    return (plain,) if arm.checkpointed_layers is None else (plain, changed(plain, gradient_checkpointing=False))
 
 
 def as_asked(arm: Arm) -> Arm:

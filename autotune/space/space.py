@@ -12,7 +12,7 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import PRECISION_PREFERENCE, changed, excluding, without
+from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excluding, without
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -160,6 +160,17 @@ class Space:
     def plain(self, arm: Arm) -> Arm:
         """Return an arm without what the best candidates alone may have: late settings, data loader workers."""
         return without(plain_loader(arm), self.late)
+
+    @property
+    def saving(self) -> Space | None:
+        """The same space with what saves memory in every arm, for where nothing fits without.
+
+        ``None`` where there is nothing of the kind.
+        """
+        names = {row.name for row in LEVERS if row.is_resort} & self.late
+        arms = tuple(changed(arm, **dict.fromkeys(names, True)) for arm in self.arms)
+        allowed = tuple(arm for arm in arms if excluding(arm) is None)
+        return replace(self, arms=allowed, late=self.late - names) if names and allowed else None
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """Return the candidate of an arm at a per-device batch."""

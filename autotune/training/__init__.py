@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from transformers import Trainer
 
-from autotune.training.checkpointing import checkpoint_some_layers
+from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
 from autotune.training.graphs import use_cuda_graphs
@@ -30,6 +30,7 @@ def apply(
     *,
     checkpointed_layers: int | None = None,
     experts_implementation: str | None = None,
+    uncached_casts: bool = False,
     unpadded: bool = False,
     padding_free: bool = False,
     fused_loss: bool = False,
@@ -39,8 +40,9 @@ def apply(
 
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
     ``TrainingArguments``. ``experts_implementation``: compute a mixture of experts in the way that transformers calls
-    so. ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of
-    a causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
+    so. ``uncached_casts``: have autocast keep no 16-bit copies of the weights until the end of the forward pass.
+    ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
+    causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
     """
@@ -48,6 +50,8 @@ def apply(
         checkpoint_some_layers(trainer, checkpointed_layers)
     if experts_implementation is not None:
         choose_experts(trainer, experts_implementation)
+    if uncached_casts:
+        keep_no_casts(trainer)
     if unpadded:
         leave_out_full_masks(trainer)
     if padding_free:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from transformers import Trainer, TrainerCallback
 
 
@@ -50,3 +51,12 @@ class _AtStart(TrainerCallback):  # type: ignore[misc]
 def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
     """Have a ``Trainer`` whose arguments turn checkpointing on checkpoint ``count`` layers, evenly spread."""
     trainer.add_callback(_AtStart(count))
+
+
+def keep_no_casts(trainer: Trainer) -> None:
+    """Have autocast cast a weight wherever it is used, in place of keeping the copy until the forward pass ends.
+
+    A layer that recomputes casts its weights once in each pass in either case; a weight that is used more than once in
+    a pass is cast more often.
+    """
+    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)

@@ -8,6 +8,7 @@ is, and are reduced at once to those of the hidden states and of the output laye
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +21,104 @@ from autotune.training.errors import SettingUnavailableError
 # Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
 # more is gained.
 _LOGITS_AT_ONCE = 2**28
+# In so many parts the logits of a piece become float32, and its gradient of the weights is made, so that these take
+# little memory beside the 16 bits of the logits themselves. Not where they are 64 MiB or less in float32.
+_PARTS = 8
+_PARTED_FROM = 2**24
 _IGNORED = -100
 
 
 _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def _piece(
+def _of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross entropy of logits, and its gradient by them over ``divisor``, in their dtype.
+
+    The gradient is written ``into`` a tensor where one is given. Logits in float32 are overwritten.
+    """
+    is_counted = labels != _IGNORED
+    labels = labels.where(is_counted, 0).unsqueeze(1)
+    gradient = logits.float()
+    largest = gradient.amax(1, keepdim=True)
+    of_labels = gradient.gather(1, labels) - largest
+    # In place: their softmax, minus one at the label.
+    gradient = gradient.sub_(largest).exp_()
+    total = gradient.sum(1, keepdim=True)
+    loss = ((total.log() - of_labels).squeeze(1) * is_counted).sum()
+    # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
+    share = is_counted.unsqueeze(1) / divisor
+    gradient.mul_(share / total).scatter_add_(1, labels, -share)
+    return loss, gradient.to(logits.dtype) if into is None else into.copy_(gradient)
+
+
+def _whole_piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed cross entropy of some tokens, and its gradient by their logits over ``divisor``."""
-    logits = functional.linear(hidden, weight, bias).float()
-    is_counted = labels != _IGNORED
-    labels = labels.where(is_counted, 0).unsqueeze(1)
-    normaliser = logits.logsumexp(1, keepdim=True)
-    loss = ((normaliser - logits.gather(1, labels)).squeeze(1) * is_counted).sum()
-    # In place: softmax minus one at the label, zero where no label counts.
-    gradient = logits.sub_(normaliser).exp_()
-    gradient.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
-    # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
-    return loss, gradient.mul_(is_counted.unsqueeze(1) / divisor).to(hidden.dtype)
+    return _of_logits(functional.linear(hidden, weight, bias), labels, divisor)
+
+
+def _piece(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``_whole_piece`` does, for code that is not compiled: the gradient takes the place of the logits."""
+    logits = functional.linear(hidden, weight, bias)
+    if logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
+        return _of_logits(logits, labels, divisor)
+    losses = [
+        _of_logits(part, labels_of_part, divisor, into=part)[0]
+        for part, labels_of_part in zip(logits.chunk(_PARTS), labels.chunk(_PARTS), strict=True)
+    ]
+    return torch.stack(losses).sum(), logits
+
+
+def pieces_of(tokens: int, words: int) -> int:
+    """Return in how many pieces the logits of so many tokens are made, so that each is within ``_LOGITS_AT_ONCE``.
+
+    A power of two: compiled code is for one size, and most batches can be halved into pieces of one size.
+    """
+    pieces = 1
+    while tokens * words > pieces * _LOGITS_AT_ONCE:
+        pieces *= 2
+    return pieces
+
+
+@dataclass
+class _Sums:
+    """The loss, and the gradients that are asked for, summed over the pieces so far."""
+
+    loss: torch.Tensor
+    of_hidden: torch.Tensor | None
+    of_weight: torch.Tensor | None
+    of_bias: torch.Tensor | None
+
+
+def add_piece(
+    sums: _Sums,
+    start: int,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    divisor: torch.Tensor,
+    piece: _Piece,
+) -> None:
+    """Add the loss and the gradients of the tokens from ``start`` on. What they need meanwhile is freed at the end."""
+    hidden = hidden.to(weight.dtype)
+    entropy, gradient = piece(hidden, weight, bias, labels, divisor)
+    sums.loss += entropy
+    if sums.of_hidden is not None:
+        sums.of_hidden[start : start + len(hidden)] = gradient @ weight
+    if sums.of_weight is not None:
+        for of_rows, rows in zip(sums.of_weight.chunk(_PARTS), gradient.chunk(_PARTS, dim=1), strict=True):
+            if of_rows.dtype == rows.dtype:
+                of_rows.addmm_(rows.T, hidden)
+            else:
+                of_rows += rows.T @ hidden
+    if sums.of_bias is not None:
+        sums.of_bias += gradient.float().sum(0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,30 +139,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Autocast is off inside of a Function: the same casts by hand.
         dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
         used, used_bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
-        # Pieces of one size where the batch can be halved into them: compiled code is for one size.
-        pieces = 1
-        while hidden.shape[0] * weight.shape[0] > pieces * _LOGITS_AT_ONCE:
-            pieces *= 2
-        tokens = max(1, -(-hidden.shape[0] // pieces))
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        tokens = max(1, -(-hidden.shape[0] // pieces_of(hidden.shape[0], weight.shape[0])))
+        sums = _Sums(
+            torch.zeros((), dtype=torch.float32, device=hidden.device),
+            torch.empty_like(hidden) if needs_hidden else None,
+            torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None,
+            torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None,
+        )
         divisor = count if loss_scale is None else count / loss_scale
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], tokens):
-                part = hidden[start : start + tokens].to(dtype)
-                entropy, gradient = piece(part, used, used_bias, labels[start : start + tokens], divisor)
-                loss += entropy
-                if of_hidden is not None:
-                    of_hidden[start : start + tokens] = gradient @ used
-                if of_weight is not None:
-                    of_weight += gradient.T @ part
-                if of_bias is not None:
-                    of_bias += gradient.float().sum(0)
-        ctx.save_for_backward(of_hidden, of_weight, of_bias, loss_scale)
+                end = start + tokens
+                add_piece(sums, start, hidden[start:end], used, used_bias, labels[start:end], divisor, piece)
+        ctx.save_for_backward(sums.of_hidden, sums.of_weight, sums.of_bias, loss_scale)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
-        return loss / count
+        return sums.loss / count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -178,14 +248,11 @@ class _FusedLoss:
         )  # fmt: skip
 
 
-def fuse_loss(trainer: Trainer) -> None:
-    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains,
-    nor in an evaluation without metrics, which would else need more memory than training.
+def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> Any:
+    """Have a model compute its loss without all logits, and return what says when it evaluates for the loss alone.
 
-    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, or one that
-    changes its logits after that layer (a cap or a scale).
+    Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
     layer = model.get_output_embeddings()
@@ -197,13 +264,24 @@ def fuse_loss(trainer: Trainer) -> None:
     for changed in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, changed, None) not in (None, 1, 1.0):
             raise SettingUnavailableError(f"{name} changes its logits after the output layer ({changed})")
+    fused = _FusedLoss(layer, piece, scaler)
+    layer.forward = fused.logits  # type: ignore[method-assign, assignment]
+    model.loss_function = fused.loss
+    return fused
+
+
+def fuse_loss(trainer: Trainer) -> None:
+    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains,
+    nor in an evaluation without metrics, which would else need more memory than training.
+
+    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, or one that
+    changes its logits after that layer (a cap or a scale).
+    """
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
-    piece = torch.compile(_piece) if trainer.args.torch_compile else _piece
-    fused = _FusedLoss(layer, piece, trainer.accelerator.scaler)
-    layer.forward = fused.logits  # type: ignore[method-assign, assignment]
-    model.loss_function = fused.loss
+    piece = torch.compile(_whole_piece) if trainer.args.torch_compile else _piece
+    fused = fuse_loss_of(trainer.accelerator.unwrap_model(trainer.model), piece, trainer.accelerator.scaler)
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:

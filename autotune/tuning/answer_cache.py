@@ -56,6 +56,8 @@ PREDICTING_MODULES = (
     "space/features.py",
     "space/precision_names.py",
     "space/training_arguments.py",
+    "training/__init__.py",
+    "training/loss.py",
 )
 
 # Short, since a lookup should not wait for a search that writes.

@@ -34,6 +34,9 @@ _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
 _ROOM = 1.2
 """What freed memory may gain where activations are recomputed or a larger batch did not fit. A choice."""
+_COMPILED_KEEPS = 0.7
+"""Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
+H200, 23 November 2026)."""
 _MOST_FAILURES = 2
 """Ways to compile that may fail before none is tried any more."""
 
@@ -90,6 +93,7 @@ class Anytime:
         self._space = space
         self._layers = layers
         self._late = space.late - {"cpu_affinity"}
+        self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
         self._given: dict[str, list[float]] = {}
         """By lever, what it gave over what was expected of it."""
 
@@ -101,6 +105,10 @@ class Anytime:
     def uses_levers(self, candidate: Candidate) -> bool:
         """Return whether a candidate has a late setting."""
         return bool(levers_of(candidate.arm, self._late))
+
+    def is_late(self, candidate: Candidate) -> bool:
+        """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
+        return self.uses_levers(candidate) and candidate.arm not in self._saving
 
     def next(
         self, history: History, among: Collection[Candidate], *, usual_seconds: float, spent_seconds: float
@@ -133,6 +141,8 @@ class Anytime:
             for way, candidate, gain in self._changes(history, root):
                 if candidate == root.candidate or excluding(candidate.arm) or not self._space.contains(candidate):
                     continue
+                if not self._may_fit(history, root, candidate):
+                    continue
                 expected = gain * self._learned(way) * _speed(root) / fastest
                 seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
@@ -156,9 +166,8 @@ class Anytime:
             if row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 yield from ((row.name, each, _ROOM) for each in self._with_more_room(history, with_it))
         if self.uses_levers(candidate):
-            for step in (1, -1):
-                other = self._beside(candidate, step)
-                if other is not None and self._may_fit(history, root, other):
+            for is_larger in (True, False):
+                for other in self._beside(candidate, larger=is_larger)[:1]:
                     yield _BATCH, other, self._gain_of_batch(history, candidate, other)
 
     def _rows(self, history: History, candidate: Candidate) -> list[Lever]:
@@ -172,6 +181,7 @@ class Anytime:
             and (row.name in self._late or row.part_of in self._late)
             and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
             and (row.prior.accumulates or not candidate.accumulates)
+            and (row.part_of != "gradient_checkpointing" or candidate.arm.gradient_checkpointing)
             and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, failed))
         ]
 
@@ -181,13 +191,17 @@ class Anytime:
         return not self._late.isdisjoint({name, row.part_of}) and name not in failed and not excluding(with_it)
 
     def _with_more_room(self, history: History, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield what a lever that saves memory may allow: to keep all activations, or a larger batch."""
+        """Yield what a lever that saves memory may allow: to keep all activations, or a larger batch.
+
+        Of larger batches it is the largest that is predicted to fit, the next one where nothing is predicted.
+        """
         if candidate.arm.gradient_checkpointing:
             yield replace(candidate, arm=changed(candidate.arm, gradient_checkpointing=False))
-            return
-        larger = self._beside(candidate, 1)
-        if larger is not None and history.is_ruled_out(replace(larger, arm=self._space.plain(larger.arm))):
-            yield larger
+        memory, larger = history.memory, self._beside(candidate, larger=True)
+        fitting = [each for each in larger if memory is not None and memory.likely_fits(each)]
+        for each in fitting[-1:] or larger[:1]:
+            if history.is_ruled_out(replace(each, arm=self._space.plain(each.arm))):
+                yield each
 
     def _fewer_layers(self, history: History, root: Tried) -> Iterator[tuple[str, Candidate, float]]:
         """Yield the candidate with as few layers that recompute as memory is predicted to allow, and the gain."""
@@ -205,29 +219,37 @@ class Anytime:
                 yield "checkpointed_layers", fewer, gain_of_fewer_layers(root.measurement, count, layers)
                 return
 
-    def _beside(self, candidate: Candidate, step: int) -> Candidate | None:
-        """Return the candidate at the next larger or smaller batch; ``None`` where there is none."""
-        batches = self._space.batches
-        batch = candidate.per_device_train_batch_size
-        ladder = batches.at_level(batches.level(batch))
-        beside = [b for b in ladder if (b > batch if step > 0 else b < batch)]
-        return self._space.candidate(candidate.arm, beside[0 if step > 0 else -1]) if beside else None
+    def _beside(self, candidate: Candidate, *, larger: bool) -> list[Candidate]:
+        """Return the candidates at larger or smaller batches of no lower multiple, the nearest first."""
+        batches, batch = self._space.batches, candidate.per_device_train_batch_size
+        levels = [level for level in batches.levels() if level >= batches.level(batch)]
+        ladder = sorted(each for level in levels for each in batches.at_level(level))
+        beside = [each for each in ladder if each > batch] if larger else [e for e in reversed(ladder) if e < batch]
+        return [self._space.candidate(candidate.arm, each) for each in beside]
 
     def _may_fit(self, history: History, root: Tried, other: Candidate) -> bool:
-        """Return whether a batch beside a measured one is expected to fit: its peak in proportion, at most."""
-        assert root.measurement is not None
-        times = other.per_device_train_batch_size / root.candidate.per_device_train_batch_size
-        more = self._more_bytes(history.memory, root.candidate, other) if history.memory is not None else None
-        proportional = root.measurement.judged_bytes(root.candidate.arm) * (times - 1)
-        return self._leaves_room(history, root, proportional if more is None else more)
+        """Return whether a candidate is expected to fit, from its prediction or from what a similar one was measured.
 
-    def _more_bytes(self, memory: MemoryModel, candidate: Candidate, other: Candidate) -> int | None:
-        """Return how much more one candidate is predicted to need than another, both without their levers."""
-        plain = [
-            changed(self._space.plain(c.arm), checkpointed_layers=c.arm.checkpointed_layers) for c in (candidate, other)
-        ]
+        Where nothing is predicted, another batch is expected to need its peak in proportion, and a lever nothing more.
+        """
+        assert root.measurement is not None
+        memory, before = history.memory, root.candidate
+        if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
+            return fits
+        more = self._more_bytes(memory, before, other) if memory is not None else None
+        if more is None:
+            if other.arm != before.arm:
+                return True
+            times = other.per_device_train_batch_size / before.per_device_train_batch_size
+            more = root.measurement.judged_bytes(before.arm) * (times - 1)
+        elif other.arm.torch_compile and not before.arm.torch_compile:
+            more *= _COMPILED_KEEPS
+        return more <= 0 or self._leaves_room(history, root, more)
+
+    def _more_bytes(self, memory: MemoryModel, candidate: Candidate, other: Candidate) -> float | None:
+        """Return how much more one candidate is predicted to allocate than another, both as they are not compiled."""
         before, after = (
-            memory.prediction(replace(c, arm=arm)) for c, arm in zip((candidate, other), plain, strict=True)
+            memory.prediction(replace(c, arm=changed(c.arm, torch_compile=False))) for c in (candidate, other)
         )
         return after.peak_allocated_bytes - before.peak_allocated_bytes if before and after else None
 

@@ -79,10 +79,15 @@ def forecast_of(
             ranks > 1 and arm.precision not in ("bf16", "fp16"),
         ),
     )
-    inquiries = questions(arms, pairs, batches.levels()[0] if is_free else None)
+    multiple = batches.levels()[0] if is_free else None
+    inquiries = questions(arms, pairs, multiple)
+    saving = prepared.space.saving
+    # Of several ranks the traced loss is the model's own.
+    spare = saving.arms if saving is not None and ranks == 1 and arms else ()
+    reserve = questions([arm for arm in spare if is_predictable(arm, prepared.request.workload)], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
-    target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers)
+    target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers, reserve)
     if patience_seconds is None:
         patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
     return Forecast(

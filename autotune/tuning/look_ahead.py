@@ -47,4 +47,7 @@ class LookAhead:
 
     def _upcoming_arm(self) -> Arm | None:
         upcoming = self._plan.upcoming()
+        if upcoming is None and not self._plan.pending and (step := self._plan.next()) is not None:
+            # A lever, whose memory is predicted before it is tried.
+            upcoming = step.candidate
         return upcoming.arm if upcoming is not None else None

@@ -120,7 +120,7 @@ class Plan:
         if self.pending.pop(trial.id, None) is not None:
             self.history.end(trial.candidate)
         self.records[trial.id] = trial
-        if self._anytime.uses_levers(trial.candidate):
+        if self._anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
         self._company.take(trial)
@@ -229,7 +229,7 @@ class Plan:
         if self.pending or not self.has_first_answer:
             return None
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
-        late = [t.seconds for t in self.records.values() if t.seconds and self._anytime.uses_levers(t.candidate)]
+        late = [t.seconds for t in self.records.values() if t.seconds and self._anytime.is_late(t.candidate)]
         usual = statistics.median(seconds) if seconds else 0.0
         return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=sum(late))
 

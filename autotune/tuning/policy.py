@@ -42,7 +42,7 @@ class ThroughputPolicy:
     Arms are taken by their predicted speed, those without a prediction in the space's order. A batch is not tried where
     another arm that is never slower was measured at it or at a larger one. A larger batch is tried only while it can
     still gain, a smaller one only next to the best of an arm that is not hopeless, and only if it is not predicted to
-    be slower.
+    be slower. Where nothing fits, the arms with what saves memory come next.
     """
 
     ending = NOTHING_LEFT
@@ -53,17 +53,18 @@ class ThroughputPolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. Smaller multiples are searched only where nothing above fits."""
-        speeds, judge = Speeds(self._space, history), Judge(self._space, history)
-        for multiple in self._space.batches.levels():
-            ladder = self._space.batches.at_level(multiple)
-            for arm in speeds.in_order(ladder):
-                view = speeds.view(arm)
-                batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
-                if batch is not None:
-                    return self._space.candidate(arm, batch)
-            if history.pending or judge.fits_at(multiple):
-                return None
-        return judge.last_resort()
+        for space in filter(None, (self._space, self._space.saving)):
+            speeds, judge = Speeds(space, history), Judge(space, history)
+            for multiple in space.batches.levels():
+                ladder = space.batches.at_level(multiple)
+                for arm in speeds.in_order(ladder):
+                    view = speeds.view(arm)
+                    batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
+                    if batch is not None:
+                        return space.candidate(arm, batch)
+                if history.pending or judge.fits_at(multiple):
+                    return None
+        return Judge(self._space, history).last_resort()
 
     def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]

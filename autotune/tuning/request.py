@@ -93,6 +93,7 @@ class SearchRequest:
     partial_checkpointing: str = _of("partial_checkpointing", sparse=True)
     """``auto``, ``off`` or a number of layers."""
     offload_activations: SwitchChoice = _of("offload_activations", sparse=True)
+    uncached_casts: LeverChoice = _of("uncached_casts", sparse=True)
     unpadded: LeverChoice = _of("unpadded", sparse=True)
     padding_free: SwitchChoice = _of("padding_free", sparse=True)
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)

@@ -168,6 +168,19 @@ class TestGraphs:
             trainer.train()
 
 
+def test_uncached_casts_change_no_number(tmp_path: Path) -> None:
+    data, settings = samples(), {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}
+    stock = train(trainer_of(language_model(), data, tmp_path, **settings))
+    uncached = apply(trainer_of(language_model(), data, tmp_path, **settings), uncached_casts=True)
+    caches: list[bool] = []
+    uncached.model.get_output_embeddings().register_forward_pre_hook(lambda *_: caches.append(torch.is_autocast_cache_enabled()))
+    losses, weights = train(uncached)
+    assert caches
+    assert not any(caches)
+    assert losses == stock[0]
+    assert torch.equal(weights, stock[1])
+
+
 class TestGraphsRefused:
     def test_without_a_gpu(self, tmp_path: Path) -> None:
         with pytest.raises(SettingUnavailableError, match="need a CUDA device; the training is on cpu"):
@@ -221,10 +234,18 @@ class TestFusedLoss:
             linear_cross_entropy(hidden, weight, None, torch.randint(0, VOCABULARY, (64,))).backward()
         assert max(made) <= max(VOCABULARY * 8, VOCABULARY * 4)
 
-    @pytest.mark.parametrize("piece", [loss_module._piece, pytest.param("compiled", marks=pytest.mark.whole)])
+    @pytest.mark.parametrize(
+        "piece",
+        [loss_module._piece, loss_module._whole_piece, "in parts", pytest.param("compiled", marks=pytest.mark.whole)],
+    )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gradients_with_labels_that_do_not_count_and_a_bias(self, dtype: torch.dtype, piece: Any) -> None:
-        piece = torch.compile(loss_module._piece) if piece == "compiled" else piece
+    def test_gradients_with_labels_that_do_not_count_and_a_bias(
+        self, dtype: torch.dtype, piece: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if piece == "in parts":
+            monkeypatch.setattr(loss_module, "_PARTED_FROM", 1)
+            piece = loss_module._piece
+        piece = torch.compile(loss_module._whole_piece) if piece == "compiled" else piece
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(30, 8, generator=generator)
         weight, bias = torch.randn(VOCABULARY, 8, generator=generator), torch.randn(VOCABULARY, generator=generator)

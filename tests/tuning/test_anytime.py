@@ -15,6 +15,7 @@ from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, int
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
@@ -34,7 +35,7 @@ from autotune.tuning.run import run_search
 
 CAUSAL = replace(BERT_LARGE, task="causal-lm")
 GRAPHED = frozenset({"cuda_graphs", "unpadded"})
-LATE = ("torch_compile", "cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss")
+LATE = ("torch_compile", "cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss", "uncached_casts")
 
 
 @dataclass
@@ -269,6 +270,22 @@ def test_on_any_gpu_levers_end_and_lose_nothing(seed: int, tmp_path: Path) -> No
     one, other = (gpu.seconds(each.best.candidate) for each in (quick, run))
     batches = [each.best.candidate.per_device_train_batch_size for each in (quick, run)]
     assert batches[1] / max(other) >= 0.98 * batches[0] / max(one)
+
+
+class TestNothingFits:
+    def test_a_fused_loss_gives_the_first_answer(self, tmp_path: Path) -> None:
+        """A sample takes more than the line, and less with a fused loss."""
+        run, runner = search_on_gpu(Gpu(sample_bytes=130 * GIB), tmp_path, search_effort="default")
+        assert run.best.candidate.arm.fused_loss
+        first = next(c for c, job in zip(runner.candidates, runner.jobs, strict=True) if c.arm.fused_loss)
+        plain = [c for c in runner.candidates[: runner.candidates.index(first)] if not c.arm.fused_loss]
+        assert min(c.per_device_train_batch_size for c in plain) == 1
+
+    def test_it_is_said_only_after_that(self, tmp_path: Path) -> None:
+        with pytest.raises(NothingFitsError):
+            search_on_gpu(Gpu(sample_bytes=500 * GIB), tmp_path / "auto")
+        with pytest.raises(NothingFitsError):
+            search_on_gpu(Gpu(sample_bytes=130 * GIB), tmp_path / "off", fused_loss="off", uncached_casts="off")
 
 
 class TestMemory:

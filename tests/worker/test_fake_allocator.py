@@ -194,6 +194,51 @@ def test_the_anatomy_adds_up_to_the_peak(scaled_peaks: list[tuple[int, int, int,
         assert {"weights", "optimizer", "activations"} <= parts.keys()
 
 
+_FUSED = """
+from autotune.core.candidate import Arm
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
+from autotune.training import loss
+from autotune.worker.fake import step
+from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.step import FakeTraining
+
+workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)
+words = workload.config["vocab_size"]
+loss._PARTED_FROM = 1
+loss._LOGITS_AT_ONCE = 512 * 8 * words
+chip = CHIPS["h200"]
+for precision in ("bf16", "tf32"):
+    training = FakeTraining(workload, Arm(precision, True, fused_loss=True), chip)
+    scaled = training.step()
+    as_one_piece = step._noting_pieces
+    for batch in (4, 32):
+        told = replay(scaled.at(batch, chip, accumulation=2)).peak_allocated_bytes
+        step._noting_pieces = step.contextlib.nullcontext
+        ran = replay(step.ScalableStep(training.trace(batch), batch).at(batch, chip, accumulation=2))
+        step._noting_pieces = as_one_piece
+        print(told, ran.peak_allocated_bytes)
+
+# So many weights that they are most of what is there at the end of the forward pass.
+config = {**workload.config, "intermediate_size": 2**16, "num_hidden_layers": 8}
+for uncached in (False, True):
+    training = FakeTraining(Workload("wide", config, "causal-lm", 8), Arm("bf16", True, uncached_casts=uncached), chip)
+    peak = replay(training.step().at(1, chip, accumulation=2)).peak_allocated_bytes
+    print(peak, 3 * config["num_hidden_layers"] * config["hidden_size"])
+"""
+
+
+def test_a_fused_loss_needs_what_its_pieces_need() -> None:
+    """Traced as one piece and scaled, or in the pieces that run: one of them at a batch of 4, four at one of 32."""
+    *peaks, cached, uncached = [tuple(map(int, line.split())) for line in warm.output_of("-c", _FUSED).splitlines()]
+    assert len(peaks) == 4
+    for told, ran in peaks:
+        assert told == pytest.approx(ran, rel=5e-3)
+    # Copies of 2 bytes of most layers' weights, before the backward pass of a layer needs more than they do.
+    assert 0.5 * 2 * 2**16 * cached[1] < cached[0] - uncached[0] < 2 * 2**16 * cached[1]
+
+
 _OFFLOADED = """
 from autotune.core.candidate import Arm
 from autotune.core.workload import Workload

@@ -23,6 +23,7 @@ def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operat
         "labels": [[number, kinds.index(label)] for number, label in trace.labels.items()],
         "column_sums": [[number, *sizes] for number, sizes in trace.column_sums.items()],
         "embeddings": [[number, *sizes] for number, sizes in trace.embeddings.items()],
+        "pieces": list(trace.pieces.items()),
         "parts": trace.parts,
         "operations": None if operations is None else encode(operations),
     }
@@ -38,6 +39,7 @@ def unpacked(text: str) -> tuple[ScalableStep, Operations | None]:
         labels={number: kinds[kind] for number, kind in document["labels"]},
         column_sums={number: (rows, columns) for number, rows, columns in document["column_sums"]},
         embeddings={number: (indices, rows, columns) for number, indices, rows, columns in document["embeddings"]},
+        pieces=dict(document["pieces"]),
         parts=document["parts"],
     )
     step = ScalableStep(trace, document["batch"], most_inputs=document["most_inputs"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from autotune.core.chip import Chip
+from autotune.training.loss import pieces_of
 from autotune.worker.fake.allocator import BLOCK_BYTES
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events, Trace
 
@@ -47,10 +48,14 @@ class Size:
     table: int | None = None
     """If set, this is the scratch memory of an embedding's gradient, for a table of so many rows; the numbers above
     count indices."""
+    logits: int | None = None
+    """If set, this is made for one piece of the logits at a time, of which a sample has so many numbers."""
 
     def at(self, batch: int, chip: Chip) -> int:
         """Return the bytes at a batch."""
         size = self.per_sample * batch + self.constant
+        if self.logits is not None:
+            return -(-size // pieces_of(self.logits * batch, 1))
         if self.columns is None:
             return size
         if self.table is not None:
@@ -165,7 +170,10 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
     table: int | None = None
     if number in trace.embeddings:
         value, table, columns = trace.embeddings[number]
-    return Size(value // batch, 0, columns, table) if value % batch == 0 else Size(0, value, columns, table)
+    if value % batch:
+        return Size(0, value, columns, table)
+    logits = trace.pieces.get(number)
+    return Size(value // batch, 0, columns, table, logits // batch if logits is not None else None)
 
 
 def _alive_after(events: Events) -> list[int]:

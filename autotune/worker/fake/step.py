@@ -17,6 +17,7 @@ from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
 from autotune.space.features import optim_package
 from autotune.space.precision_names import HALF
+from autotune.training import loss
 from autotune.worker.fake.build import materialise
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
@@ -115,11 +116,30 @@ def _no_surprise_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
+    """Have a fused loss make all logits as one piece, and note what it makes for it: pieces are as large as another."""
+    cut, add = loss.pieces_of, loss.add_piece
+
+    def noted(sums: Any, start: int, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
+        tracer.logits = len(hidden) * len(weight)
+        try:
+            add(sums, start, hidden, weight, *others)
+        finally:
+            tracer.logits = 0
+
+    loss.pieces_of, loss.add_piece = lambda *_: 1, noted  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        loss.pieces_of, loss.add_piece = cut, add
+
+
+@contextlib.contextmanager
 def tracing(model: torch.nn.Module, chip: Chip, operations: OperationTally, *, padded: bool) -> Iterator[StorageTracer]:
     """Record the allocations of whatever is done within, with the model's parameters replaced by fake tensors."""
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
-    with _fake(), _no_surprise_collection(), tracer:
+    with _fake(), _no_surprise_collection(), _noting_pieces(tracer), tracer:
         materialise(model, tracer)
         yield tracer
 
@@ -201,11 +221,12 @@ def _micro_step(training: Training, batch: Any) -> None:
     loss.backward()
 
 
-def with_autocast(forward: Any, precision: str) -> Any:
+def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
     """Wrap a model's ``forward`` as the Trainer and accelerate do for a precision."""
     if precision not in HALF:
         return forward
-    return with_float32_outputs(torch.autocast("cpu", getattr(torch, HALF[precision]))(forward))
+    autocast = torch.autocast("cpu", getattr(torch, HALF[precision]), cache_enabled=caches)
+    return with_float32_outputs(autocast(forward))
 
 
 def install_cuda_semantics(chip: Chip, *, padded: bool) -> Any:
@@ -227,7 +248,9 @@ class _BuiltIn:
         self.model = model
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Turn checkpointing on; make the optimizer."""
+        """Turn checkpointing on, fuse the loss; make the optimizer."""
+        if self._arm.fused_loss:
+            loss.fuse_loss_of(self.model)
         if self._arm.gradient_checkpointing:
             _enable_checkpointing(self.model, self._arm)
         return _optimizer(self._arm.optim, self.model)
@@ -238,7 +261,8 @@ class _BuiltIn:
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
         """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""
-        outputs = with_autocast(self.model.forward, self._arm.precision)(**batch)
+        forward = with_autocast(self.model.forward, self._arm.precision, caches=not self._arm.uncached_casts)
+        outputs = forward(**batch)
         return outputs["loss"]
 
 

@@ -59,6 +59,8 @@ class Trace:
     """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
     embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Allocations that are scratch memory of an embedding's gradient, with its indices, rows and columns."""
+    pieces: dict[int, int] = field(default_factory=dict)
+    """Allocations that a fused loss makes for each piece of its logits, with the numbers of all logits."""
     streams: dict[int, int] = field(default_factory=dict)
     """The CUDA stream that an allocation is made in, by a number; those of the default stream are not there."""
     parts: dict[str, int] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether allocations in different streams are told apart."""
         self.has_padding = False
         """Whether samples are padded, so that masks have false elements."""
+        self.logits = 0
+        """Numbers of the logits that a fused loss is about to make in pieces; 0 where it is not."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._shortcuts = Shortcuts()
         self._number = 0
@@ -194,6 +198,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.column_sums[copy] = self.trace.column_sums[number]
         if number in self.trace.embeddings:
             self.trace.embeddings[copy] = self.trace.embeddings[number]
+        if number in self.trace.pieces:
+            self.trace.pieces[copy] = self.trace.pieces[number]
         return copy
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
@@ -206,6 +212,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
+        if self.logits:
+            self.trace.pieces[self._number] = self.logits
         if self.knows_streams and (stream := self._stream()):
             self.trace.streams[self._number] = stream
             if label == "activations":
