@@ -63,8 +63,10 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
-        why = next((f" ({t.verdict})" for t in view.trials if t.record.stage == "baseline" and t.verdict), "")
-        lines.append(f"{view.baseline_name} did not complete{why}, so the speed-up is not known")
+        tried = [t for t in view.trials if t.record.stage == "baseline"]
+        why = next((f" ({t.verdict})" for t in tried if t.verdict), "")
+        how = f"did not complete{why}" if tried else "are predicted not to fit"
+        lines.append(f"{view.baseline_name} {how}, so the speed-up is not known")
     if best.runner_up is not None:
         lines.append(best.runner_up.describe())
     if best.utilization is not None:

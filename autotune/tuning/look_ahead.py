@@ -10,12 +10,23 @@ from autotune.tuning.plan import Plan
 class LookAhead:
     """Asks for predictions as the plan needs them. Without a ``forecast`` nothing is predicted."""
 
-    def __init__(self, forecast: Forecast | None, plan: Plan, *, beside_baseline: bool, everything: bool) -> None:
+    def __init__(
+        self,
+        forecast: Forecast | None,
+        plan: Plan,
+        *,
+        beside_baseline: bool,
+        everything: bool,
+        doubtful_baseline: Arm | None = None,
+    ) -> None:
         self._forecast = forecast
         self._plan = plan
         self._beside_baseline = beside_baseline
         """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed,
         or processes of the user's own code load data: preparing them takes the cores."""
+        self._doubtful_baseline = doubtful_baseline
+        """The baseline's arm where the model is so large that the baseline may not fit, which is then predicted first;
+        ``None`` where it is not."""
         self._everything = everything
         """Whether a proposal needs all predictions, as one of Optuna's samplers does: it may be any candidate."""
 
@@ -29,7 +40,10 @@ class LookAhead:
         if forecast is None or forecast.is_complete:
             return True
         if self._plan.owes_baseline:
-            if self._beside_baseline:
+            if self._doubtful_baseline is not None and not self._plan.pending:
+                forecast.settle(self._upcoming_arm)
+                forecast.settle(lambda: self._doubtful_baseline)
+            elif self._beside_baseline:
                 forecast.begin(None if self._everything else self._upcoming_arm())
             return True
         if self._everything:

@@ -239,10 +239,12 @@ class Plan:
 
     @property
     def owes_baseline(self) -> bool:
-        """Whether the baseline is wanted and has had no trial."""
-        request = self._request
+        """Whether the baseline is wanted, has had no trial, and may fit; a script's own settings are always run."""
+        request, baseline = self._request, self._prepared.baseline
         is_wanted = request.measure_baseline and request.objective == "throughput"
-        return is_wanted and not self.history.attempts(self._prepared.baseline)
+        if not is_wanted or self.history.attempts(baseline):
+            return False
+        return request.workload.source is not None or not self.history.is_ruled_out(baseline)
 
     def done(self) -> Stop | None:
         """Return why the policy has nothing more to propose; ``None`` if it may have."""

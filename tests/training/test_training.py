@@ -173,7 +173,8 @@ def test_uncached_casts_change_no_number(tmp_path: Path) -> None:
     stock = train(trainer_of(language_model(), data, tmp_path, **settings))
     uncached = apply(trainer_of(language_model(), data, tmp_path, **settings), uncached_casts=True)
     caches: list[bool] = []
-    uncached.model.get_output_embeddings().register_forward_pre_hook(lambda *_: caches.append(torch.is_autocast_cache_enabled()))
+    layer = uncached.model.get_output_embeddings()
+    layer.register_forward_pre_hook(lambda *_: caches.append(torch.is_autocast_cache_enabled()))
     losses, weights = train(uncached)
     assert caches
     assert not any(caches)
