@@ -105,7 +105,24 @@ def main(max_tokens):
 LOOP
 main()
 """
+REST = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--config")
+p.add_argument("opts", nargs=argparse.REMAINDER)
+args = p.parse_args()
+class Node(dict):
+    def merge_from_list(self, words):
+        self["SOLVER"]["IMS_PER_BATCH"] = int(words[words.index("SOLVER.IMS_PER_BATCH") + 1])
+cfg = Node(SOLVER={"IMS_PER_BATCH": 3}, SEED=1)
+if "SOLVER.IMS_PER_BATCH" in args.opts:
+    cfg.merge_from_list(args.opts)
+LOOP
+train(cfg["SOLVER"]["IMS_PER_BATCH"], 1)
+"""
+PAIRS = REST.replace("class Node(dict)", "class Node").replace("cfg = Node", "cfg = dict")
 PLAIN = "LOOP\ntrain(4, 1)\n"
+LOADER = "LOOP\nloader = torch.utils.data.DataLoader(range(8), batch_size=5)\ntrain(5, 1)\n"
 STEPS = """
 import autotune, torch
 def run(config):
@@ -149,7 +166,9 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
         ),
         (OTHER_NAMES, "5 --rows 2 --name b", "python run.py 5 --rows {batch} --name b"),
         (CLICK, "--bs 2", "python run.py --bs {batch} --mixed-precision '{precision:fp32=fp32,bf16=bf16}'"),
-        (PLAIN, "--lr 1", "python run.py --lr 1 --batch-size {batch}"),
+        (REST, "", "python run.py SOLVER.IMS_PER_BATCH {batch}"),
+        (REST, "SOLVER.IMS_PER_BATCH 2 SEED 2", "python run.py SOLVER.IMS_PER_BATCH {batch} SEED 2"),
+        (PAIRS, "data.batch_size 2", "python run.py data.batch_size {batch}"),
     ],
 )
 def test_the_placeholders_that_fit_are_offered(
@@ -159,6 +178,17 @@ def test_the_placeholders_that_fit_are_offered(
     hint = refused(trial_server, ["python", "run.py", *given.split()])
     command = hint.partition("-- ")[2].partition(" (see docs/how-to/own-script.md)")[0]
     assert shlex.split(command) == shlex.split(pasted)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [(PLAIN, "its batch, from"), (LOADER, "its batch at run.py:11, where it is 5")]
+)
+def test_no_option_is_made_up(trial_server: ServerClient, folder: Path, text: str, where: str) -> None:
+    (folder / "run.py").write_text(text.replace("LOOP", LOOP))
+    hint = refused(trial_server, ["python", "run.py", "--lr", "1"])
+    assert hint.startswith(f"have it take {where}")
+    assert "--batch" not in hint
+    assert "--loop run.py:train" in hint
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -22,7 +23,8 @@ from autotune.worker.user.script_options import watch_options
 _NAMES = {
     "batch": (
         "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size", "micro_batch_size",
-        "micro_train_batch_size", "train_micro_batch_size", "train_batch_size", "batch_size", "batchsize", "bs", "b",
+        "micro_train_batch_size", "train_micro_batch_size", "train_batch_size", "batch_size", "batchsize",
+        "ims_per_batch", "samples_per_gpu", "bs", "b",
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",
@@ -62,15 +64,24 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     names = [name for action in _actions(frames) for name in action.option_strings]
     if (why := why_no_budget(names)) is not None:
         return why
+    function = (
+        f"make a function train(config) of its loop that goes over autotune.steps(loader), and give "
+        f"--loop {_file(source)}:train (see {_LOOP_PAGE})"
+    )
     spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
     numbers = [max(each, key=len) for each in spellings][:_MOST_NAMED]
-    batch = _Option(numbers[0] if numbers else "--batch-size", "{batch}")
+    if not numbers:
+        made = next(iter(watch_options().loaders.items()), None)
+        where = f" at {made[0]}, where it is {made[1]}" if made else ""
+        return (
+            f"have it take its batch{where}, from its command line or from a file that this names, and put {{batch}} "
+            f"there (see {_PLACEHOLDERS_PAGE}); else {function}"
+        )
+    batch = _Option(numbers[0], "{batch}")
     command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
-    among = f" (one of {', '.join(numbers)}?)" if numbers else ""
     return (
-        f"where it takes its batch on its command line{among}, or from a file that this names, put {{batch}} there, "
-        f"such as -- {command} (see {_PLACEHOLDERS_PAGE}); else make a function train(config) of its loop that goes "
-        f"over autotune.steps(loader), and give --loop {_file(source)}:train (see {_LOOP_PAGE})"
+        f"where it takes its batch on its command line (one of {', '.join(numbers)}?), or from a file that this names, "
+        f"put {{batch}} there, such as -- {command} (see {_PLACEHOLDERS_PAGE}); else {function}"
     )
 
 
@@ -134,14 +145,19 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
     """Yield the options of the script that decide what is searched, spelled as ``argv`` or its parser has them."""
     actions = _actions(frames)
     given = {word.partition("=")[0] for word in argv}
-    settings = {} if actions else _settings(frames)
+    takes_rest = any(action.nargs == argparse.REMAINDER for action in actions)
+    settings, joined = ({}, True) if actions and not takes_rest else _settings(frames)
+    if takes_rest and not settings:
+        pairs = itertools.pairwise(argv)
+        settings = {key: int(value) for key, value in pairs if value.isdecimal() and not key.startswith("-")}
+        joined = False
     for what, names in _NAMES.items():
         for name in names:
             action = next((action for action in actions if _is_named(action.option_strings, name)), None)
             if action is not None:
                 option = _of_action(what, action, given)
             elif (key := next((key for key in settings if _plain(key) == name), None)) is not None:
-                option = _of_setting(what, key, settings[key])
+                option = _of_setting(what, key, settings[key], joined=joined)
             else:
                 continue
             if option is not None:
@@ -202,13 +218,13 @@ def _dtype_of_autocast() -> str:
     return f" {max(named.option_strings, key=len)} bfloat16" if named is not None and named.nargs != 0 else ""
 
 
-def _of_setting(what: str, key: str, value: Any) -> _Option | None:
-    """Return the option of a script that reads ``--key=value`` into a global, or ``key=value`` into a config."""
+def _of_setting(what: str, key: str, value: Any, *, joined: bool) -> _Option | None:
+    """Return the option of a script that reads it into a global, or into a config."""
     if what == "precision":
         pair = _precisions([str(value)])
-        return _Option(key, f"{{precision:fp32={pair[0]},bf16={pair[1]}}}", joined=True) if pair else None
+        return _Option(key, f"{{precision:fp32={pair[0]},bf16={pair[1]}}}", joined=joined) if pair else None
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return _Option(key, f"{{{what}}}", joined=True) if is_number else None
+    return _Option(key, f"{{{what}}}", joined=joined) if is_number else None
 
 
 def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
@@ -218,20 +234,32 @@ def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
     return both or next((pair for pair in (*_PRECISIONS, autocast) if set(pair) & set(known)), None)
 
 
-def _settings(frames: Sequence[FrameType]) -> Mapping[str, Any]:
-    """Return what a script without a parser reads from ``--key=value``, or from a config of OmegaConf."""
+def _settings(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
+    """Return what a script reads from its command line without a parser, and whether a key is joined to its value.
+
+    That is ``--key=value`` into globals, ``key=value`` into a config of OmegaConf, ``key value`` into one of yacs.
+    """
     module = sys.modules.get("omegaconf")
     for frame in frames:
+        values = list(frame.f_locals.values())
         if module is not None:
-            configs = [value for value in frame.f_locals.values() if isinstance(value, module.DictConfig)]
+            configs = [value for value in values if isinstance(value, module.DictConfig)]
             if configs:
-                return dict(_flat(module.OmegaConf.to_container(configs[0])))
+                return dict(_flat(module.OmegaConf.to_container(configs[0]))), True
+        config = next((value for value in values if isinstance(value, dict) and _takes_pairs(value)), None)
+        if config is not None:
+            return dict(_flat(config)), False
         if module_of(frame) == "__main__":
             text = _source_text(frame.f_code.co_filename)
             # nanoGPT's configurator, a file of its own or a copy.
             if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):
-                return {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
-    return {}
+                found = {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
+                return found, True
+    return {}, True
+
+
+def _takes_pairs(config: dict[Any, Any]) -> bool:
+    return callable(getattr(type(config), "merge_from_list", None))
 
 
 def _configurator(text: str) -> str:

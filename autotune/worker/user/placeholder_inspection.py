@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
@@ -30,7 +29,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
-from autotune.worker.stack import lines_above, users_line
+from autotune.worker.stack import lines_above
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
 from autotune.worker.user.advice import batch_words, why_no_budget
@@ -424,7 +423,6 @@ class _Watching(Listener):
         self._finish = finish
         self._fail = fail
         self._made: list[Any] = []
-        self._loaders: dict[str, int] = {}
         self._optimizers: list[Any] = []
         self._steps: list[_Between] = []
         self._now = _Between()
@@ -440,14 +438,8 @@ class _Watching(Listener):
         self._loading = Loading()
         self._loading.watch()
         after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
-        after(DataLoader, "__init__", self._on_loader)
         self._watch.listener = self
         self._watch.install()
-
-    def _on_loader(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
-        place = users_line(lines_above())
-        if place and loader.batch_size is not None:
-            self._loaders[place] = loader.batch_size
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
@@ -546,7 +538,7 @@ class _Watching(Listener):
             self._loss,
             self._watch.compiles,
             batch_words([frame for frame, _ in lines_above()], self._source.argv),
-            tuple(self._loaders.items()),
+            tuple(watch_options().loaders.items()),
             self._normalizes,
             self._watch.update is None or self._watch.update.is_honest,
         )

@@ -1,4 +1,4 @@
-"""Watch and set the options of the argparse parsers that the user's script makes."""
+"""Watch and set the options of the argparse parsers that the user's script makes; watch where it makes batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.worker.stack import lines_above, users_line
 from autotune.worker.wrapping import after
 
 
@@ -22,18 +23,28 @@ def set_options(values: dict[str, int]) -> None:
 
 
 class SeenOptions:
-    """The options that the script's own parsers have, and what was given for them."""
+    """The options that the script's own parsers have, what was given for them, and where data loaders are made."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.actions: list[argparse.Action] = []
         self.values: dict[str, Any] = {}
+        self.loaders: dict[str, int] = {}
+        """``FILE:LINE`` of the script where it made a data loader, and its batch."""
 
     def watch(self) -> None:
         """Record them from now on."""
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
         after(kind, "add_argument", self._on_added)
         after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
+        from torch.utils.data import DataLoader
+
+        after(DataLoader, "__init__", self._on_loader)
+
+    def _on_loader(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
+        place = users_line(lines_above())
+        if place and loader.batch_size is not None:
+            self.loaders[place] = loader.batch_size
 
     def _on_added(self, made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
         self.names |= {name for name in names if isinstance(name, str) and name.startswith("--")}
@@ -51,7 +62,7 @@ class SeenOptions:
 
 @functools.cache
 def watch_options() -> SeenOptions:
-    """Take down, from now on, which options the parsers of this process have."""
+    """Take down, from now on, which options the parsers of this process have, and where it makes data loaders."""
     seen = SeenOptions()
     seen.watch()
     return seen
