@@ -7,9 +7,11 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
@@ -42,12 +44,21 @@ atexit.register(shutil.rmtree, os.environ["AUTOTUNE_LOCKS"], ignore_errors=True)
 # Runners start their servers warm, but within warm.cold(): most of a cold search is imports.
 warm.take_over()
 
-# Compiled kernels of tests stay among themselves, too.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autotune-test-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# Compiled kernels of tests stay among themselves, too; processes of pytest-xdist have this from the first one.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autotune-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Fork the processes of pytest-xdist from a warm one: else each imports everything twice."""
+    from execnet.gateway_base import ThreadExecModel
+
+    ThreadExecModel.subprocess = SimpleNamespace(Popen=warm.start_xdist, PIPE=subprocess.PIPE)
 
 
 def pytest_collectstart() -> None:

@@ -33,7 +33,8 @@ _REPORT_VARIABLE = "WARM_REPORT"
 
 # Read where they are used, not when something is imported; others must be as they were when the imports were made.
 _FREE_VARIABLES = {
-    "COLUMNS", "FORCE_COLOR", "HF_DATASETS_CACHE", "LINES", "NO_COLOR", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST",
+    "COLUMNS", "FORCE_COLOR", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "LINES", "NO_COLOR", "OLDPWD", "PWD",
+    "PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT",
     "PYTHONPATH", "RAY_AUTH_MODE",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "SHLVL", "TERM", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR",
     "_", _REPORT_VARIABLE,
@@ -109,6 +110,13 @@ def run(
     if check:
         ended.check_returncode()
     return ended
+
+
+def start_xdist(words: list[str], **options: Any) -> Popen:
+    """Start a process of pytest-xdist; ``-u`` says nothing to it, which has its streams made anew."""
+    python, unbuffered, *rest = words
+    assert unbuffered == "-u", words
+    return Popen([python, *rest], env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
 
 
 def output_of(*words: str, **options: Any) -> str:

@@ -260,6 +260,7 @@ def _become(request: dict[str, Any], fds: list[int], base: list[str], variables:
     try:
         if request["new_session"]:
             os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if request["words"][:1] != ["-P"]:
             # A command starts processes in turn, from a copy of this one as it is now.
             _have_zygote(fds, base, variables)
@@ -290,9 +291,13 @@ def _show_command(words: list[str]) -> None:
 
 def _take_variables() -> None:
     """Give modules what they read from the environment when they were imported; see ``warm`` for which may differ."""
+    settings = importlib.import_module("datasets").config
     cache = os.environ.get("HF_DATASETS_CACHE")
     if cache is not None:
-        importlib.import_module("datasets").config.HF_DATASETS_CACHE = Path(cache)
+        settings.HF_DATASETS_CACHE = Path(cache)
+    is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+    importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE = is_offline
+    settings.HF_HUB_OFFLINE = settings.HF_DATASETS_OFFLINE = is_offline
 
 
 def _have_zygote(fds: list[int], base: list[str], variables: dict[str, str]) -> None:
