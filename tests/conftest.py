@@ -69,7 +69,6 @@ def pytest_collectstart() -> None:
 def pytest_collection_finish() -> None:
     """Keep garbage collections from going through all modules and tests again and again; tests may set variables."""
     warm.keep_environment()
-    gc.collect()
     gc.freeze()
     gc.enable()
 

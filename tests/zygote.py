@@ -144,11 +144,9 @@ def main(fd: int) -> None:
     # A fork would run the finalizers of what was imported at its end: 8,000 pages copied for nothing.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    gc.collect()
+    # Their garbage stays: its room would be there for a trial's tensors, beside the limit on its memory.
     gc.freeze()
     gc.enable()
-    # What imports needed and freed would else be there for a trial's tensors, beside the limit on its memory.
-    ctypes.CDLL(None).malloc_trim(0)
     _use_huge_pages()
     # A fork copies one thread only. Arrow's allocator has one of its own, and knows of forks.
     others = [int(number) for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
@@ -274,6 +272,8 @@ def _become(request: dict[str, Any], fds: list[int], base: list[str], variables:
         importlib.invalidate_caches()
         importlib.import_module("numpy").random.seed()
         _show_command([sys.executable, *request["words"]])
+        # What looks for a line of the user's own in a stack passes over the package.
+        globals()["__name__"] = "autotune.zygote"
         code = _run(request["words"])
     except BaseException:
         traceback.print_exc()

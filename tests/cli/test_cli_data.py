@@ -24,22 +24,28 @@ SEARCH = ("search", "--model", TINY_MODEL, "--seq-len", str(SEQ_LEN), "--device"
 LIMIT_BYTES = 130 * MIB
 
 
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+def cold(request: pytest.FixtureRequest) -> bool:
+    """Whether the search starts cold."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data of many short samples and one long, and a tokenizer."""
+def place(cold: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this start's own, with data of many short samples and one long, and a tokenizer."""
     folder = tmp_path_factory.mktemp("data")
     write_jsonl(folder / "train.jsonl", samples([*SHORT * 50, LONG_WORDS, *SHORT * 50], (0, 1)))
     write_tokenizer(folder / "tokenizer")
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
-def searched(place: Path, request: pytest.FixtureRequest) -> Ran:
+@pytest.fixture(scope="module")
+def searched(place: Path, cold: bool) -> Ran:
     """A search that has to leave room for the one long sample."""
     ran = run_process(
         *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
         "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
-        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=request.param,
+        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=cold,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     return ran

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
 from data_reading import Read
 from fake_meter import FakeClock
 from own_data import write_tokenizer
@@ -24,10 +22,7 @@ from autotune.worker.trial import measure
 @pytest.fixture(scope="session")
 def trial_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerClient]:
     """A server that imported everything already; whoever kills it must have one of their own."""
-    # Cold: a process that has imported more has memory left over, and some of these tests limit it to a few MiB.
-    with contextlib.ExitStack() as stack:
-        with warm.cold():
-            server = stack.enter_context(ServerClient(cpu, tmp_path_factory.mktemp("server")))
+    with ServerClient(cpu, tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
