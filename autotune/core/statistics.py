@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 CONFIDENCE = 0.95
 """The coverage of every interval that is shown."""
@@ -198,13 +199,17 @@ def quantile(degrees: float, confidence: float = CONFIDENCE) -> float:
     ``quantile(2)`` is 4.30, ``quantile(math.inf)`` 1.96.
     """
     tail = (1 - confidence) / 2
-    low, high = 0.0, 2.0
-    while upper_tail(high, degrees) > tail:
-        low, high = high, high * 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if upper_tail(middle, degrees) > tail else (low, middle)
-    return (low + high) / 2
+    t: float = NormalDist().inv_cdf(1 - tail)
+    if math.isinf(degrees):
+        return t
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    # Newton's method: from a normal's quantile on, which is less, the tail is convex, so that no step goes too far.
+    while True:
+        density = scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2)
+        step: float = (upper_tail(t, degrees) - tail) / density
+        t += step
+        if step < 1e-12 * t:
+            return t
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:

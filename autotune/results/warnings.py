@@ -16,6 +16,8 @@ from autotune.store.records import TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
 _WIDE_PROMISE = 0.1
+# Below it, what watches a step of the user's own code is more than about 8 % of it (docs/explanation/measuring.md).
+_SHORT_STEP_SECONDS = 0.005
 # The baseline is measured in few steps; above this relative half-width a note says so. A choice.
 _VERY_WIDE_SPREAD = 0.2
 
@@ -53,6 +55,11 @@ def notes(report: Report) -> list[str]:
         lines += _host_notes(report, best, measured)
     lines += sharding_notes(best.candidate) if best is not None else []
     lines += _own_batch_notes(report)
+    if measured and report.workload["task"] == "own" and measured.step_seconds < _SHORT_STEP_SECONDS:
+        lines.append(
+            f"watching a step of your own code takes 0.2 to 0.6 ms of the host, and the winner's takes "
+            f"{format_seconds(measured.step_seconds)}: your own run may be faster than is promised"
+        )
     lines += _objective_notes(report)
     if measured and measured.saving_seconds:
         lines.append(

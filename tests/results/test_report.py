@@ -384,6 +384,16 @@ def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("rate", "task", "is_said"), [(60_000.0, "own", True), (60_000.0, "mlm", False), (312.0, "own", False)]
+)
+def test_a_promise_for_very_short_steps_of_ones_own_is_said_to_be_low(rate: float, task: str, is_said: bool) -> None:
+    made = report(BASELINE, trial(1, BF16, 32, completed(rate)))
+    made = dataclasses.replace(made, workload={**WORKLOAD, **({"task": task} if task == "own" else {})})
+    said = "\n".join(summary_lines(study_view(made)))
+    assert ("the winner's takes 1 ms: your own run may be faster than is promised" in said) is is_said
+
+
 def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None:
     twice = report(
         BASELINE, trial(1, BF16, 32, completed(300.0, 2.0)), trial(2, BF16, 32, completed(320.0, 2.0), "final"), best=2
