@@ -115,6 +115,18 @@ def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> No
     assert "ran tensor(1.)" in answer.problem.message
 
 
+def test_processes_in_which_torch_compiles_may_run(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(
+        "from torch._inductor.compile_worker.subproc_pool import SubprocPool\n"
+        "pool = SubprocPool(1)\n"
+        "said = pool.submit(int, '7').result()\n"
+        "pool.shutdown()\n"
+        "raise SystemExit(f'compiled {said}')\n"
+    )
+    answer = trial_server.inspection(Workload.of_source(find_script(["run.py"])))
+    assert "compiled 7" in answer.problem.message
+
+
 def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: ServerClient, folder: Path) -> None:
     """As peft's LoRA-GA makes some before the Trainer is built."""
     package = folder / "peft"

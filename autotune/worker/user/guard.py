@@ -25,6 +25,7 @@ from autotune.worker.wrapping import before
 Stop = Callable[[str, str], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""
 
+_COMPILER = str(Path("torch", "_inductor", "compile_worker", "__main__.py"))
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
 _LAUNCHER_MODULES = (
     "torch.distributed.run",
@@ -89,7 +90,8 @@ class Guard:
             return
         words, environment = _STARTS[event](arguments)
         becomes = event == "os.exec" and os.getpid() == self._process
-        if becomes or _is_launcher(words) or (_is_python(words) and _is_unguarded(environment)):
+        is_unknown = _is_python(words) and _is_unguarded(environment) and not _is_compiler(words)
+        if becomes or _is_launcher(words) or is_unknown:
             verb = "becomes" if becomes else "starts"
             self._end(
                 f"{self._source.name} {verb} another process, in which nothing can be measured: "
@@ -222,6 +224,12 @@ _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
 
 def _text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
+
+
+def _is_compiler(words: Sequence[str]) -> bool:
+    """Return whether a command is that of a process in which torch.compile compiles, which has an environment of its
+    own."""
+    return any(word.endswith(_COMPILER) for word in words[1:2])
 
 
 def _is_launcher(words: Sequence[str]) -> bool:
