@@ -198,14 +198,14 @@ class MemoryModel:
         needs without.
         """
         arm = candidate.arm
-        plain, *keeping = predicted_from(arm)
+        plain, keeping = predicted_from(arm)
         whole = self.prediction(replace(candidate, arm=plain)) if plain != arm else None
-        if whole is None or not keeping:
+        if whole is None or arm.checkpointed_layers is None:
             return whole
-        kept = self.prediction(replace(candidate, arm=keeping[0]))
+        kept = self.prediction(replace(candidate, arm=keeping))
         if kept is None or not self._layers:
             return None
-        share = min(1.0, (arm.checkpointed_layers or 0) / self._layers)
+        share = min(1.0, arm.checkpointed_layers / self._layers)
         allocated_bytes, reserved_bytes = (
             round(share * recomputed + (1 - share) * stored)
             for recomputed, stored in (

@@ -420,11 +420,11 @@ def prediction_class(arm: Arm) -> Arm:
 _DERIVED = ("cuda_graphs", "unpadded", "padding_free", "checkpointed_layers")
 
 
-def predicted_from(arm: Arm) -> tuple[Arm, ...]:
-    """Return the arms whose traced steps say what an arm needs: it without what is not traced, and its layers that
-    recompute beside those that do not."""
+def predicted_from(arm: Arm) -> tuple[Arm, Arm]:
+    """Return the arms whose traced steps say what an arm needs: without what is not traced, and without checkpointing,
+    as its layers are that recompute nothing."""
     plain = without(arm, _DERIVED)
-    return (plain,) if arm.checkpointed_layers is None else (plain, changed(plain, gradient_checkpointing=False))
+    return plain, changed(plain, gradient_checkpointing=False)
 
 
 def as_asked(arm: Arm) -> Arm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,10 +167,23 @@ class Space:
 
         ``None`` where there is nothing of the kind.
         """
-        names = {row.name for row in LEVERS if row.is_resort} & self.late
-        arms = tuple(changed(arm, **dict.fromkeys(names, True)) for arm in self.arms)
-        allowed = tuple(arm for arm in arms if excluding(arm) is None)
-        return replace(self, arms=allowed, late=self.late - names) if names and allowed else None
+        arms = self._with(self.resorts)
+        return replace(self, arms=arms, late=self.late - self.resorts) if self.resorts and arms else None
+
+    @property
+    def resorts(self) -> frozenset[str]:
+        """The late settings that save memory."""
+        return frozenset(row.name for row in LEVERS if row.is_resort) & self.late
+
+    @property
+    def saving_arms(self) -> tuple[Arm, ...]:
+        """Every arm that saves memory by late settings: by all of them, or by one."""
+        arms = [*self._with(self.resorts), *(arm for name in sorted(self.resorts) for arm in self._with({name}))]
+        return tuple(arm for arm in dict.fromkeys(arms) if arm not in self.arms)
+
+    def _with(self, names: Collection[str]) -> tuple[Arm, ...]:
+        arms = (changed(arm, **dict.fromkeys(names, True)) for arm in self.arms)
+        return tuple(arm for arm in arms if excluding(arm) is None)
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """Return the candidate of an arm at a per-device batch."""

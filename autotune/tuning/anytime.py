@@ -21,7 +21,7 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of
+from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, without
 from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
@@ -96,6 +96,9 @@ class Anytime:
         self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
         self._given: dict[str, list[float]] = {}
         """By lever, what it gave over what was expected of it."""
+        self._added: dict[str, float] = {}
+        """By lever with which a trial ran out of memory, how many bytes it took at least beyond what was expected.
+        Ways to compile are one lever here."""
 
     @property
     def has_levers(self) -> bool:
@@ -135,17 +138,34 @@ class Anytime:
     def ideas(
         self, history: History, among: Collection[Candidate], best: Tried, usual_seconds: float
     ) -> Iterator[Idea]:
-        """Yield every lever on every measured candidate, with what is expected of it."""
-        fastest = _speed(best)
-        for root in history.believed(set(among)):
-            for way, candidate, gain in self._changes(history, root):
+        """Yield every lever on every measured candidate, with what is expected of it.
+
+        Where a lever left too little memory, the next smaller batch with it is one, too.
+        """
+        roots = [(root, self._changes(history, root)) for root in history.believed(set(among))]
+        roots += [
+            (over, self._smaller(history, over)) for over in history.tried if self._leaves_too_little(over, history)
+        ]
+        for root, changes in roots:
+            for way, candidate, gain in changes:
                 if candidate == root.candidate or excluding(candidate.arm) or not self._space.contains(candidate):
                     continue
-                if not self._may_fit(history, root, candidate):
+                if not self._may_fit(history, root, candidate, way):
                     continue
-                expected = gain * self._learned(way) * _speed(root) / fastest
+                expected = gain * self._learned(way) * _speed(root) / _speed(best)
                 seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
+
+    def _leaves_too_little(self, tried: Tried, history: History) -> bool:
+        """Return whether a candidate with levers ran, with a peak over the line."""
+        return tried.measurement is not None and history.is_over(tried) and self.uses_levers(tried.candidate)
+
+    def _smaller(self, history: History, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
+        smaller = self._beside(over.candidate, larger=False) or self._beside(
+            over.candidate, larger=False, any_level=True
+        )
+        for candidate in smaller[:1]:
+            yield _BATCH, candidate, self._gain_of_batch(history, over.candidate, candidate)
 
     def _changes(self, history: History, root: Tried) -> Iterator[tuple[str, Candidate, float]]:
         """Yield ways to change a measured candidate, what becomes of it, and the most that this may gain."""
@@ -219,15 +239,15 @@ class Anytime:
                 yield "checkpointed_layers", fewer, gain_of_fewer_layers(root.measurement, count, layers)
                 return
 
-    def _beside(self, candidate: Candidate, *, larger: bool) -> list[Candidate]:
-        """Return the candidates at larger or smaller batches of no lower multiple, the nearest first."""
+    def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
+        """Return the candidates at larger or smaller batches of no lower multiple, or of any; the nearest first."""
         batches, batch = self._space.batches, candidate.per_device_train_batch_size
-        levels = [level for level in batches.levels() if level >= batches.level(batch)]
+        levels = [level for level in batches.levels() if any_level or level >= batches.level(batch)]
         ladder = sorted(each for level in levels for each in batches.at_level(level))
         beside = [each for each in ladder if each > batch] if larger else [e for e in reversed(ladder) if e < batch]
         return [self._space.candidate(candidate.arm, each) for each in beside]
 
-    def _may_fit(self, history: History, root: Tried, other: Candidate) -> bool:
+    def _may_fit(self, history: History, root: Tried, other: Candidate, way: str) -> bool:
         """Return whether a candidate is expected to fit, from its prediction or from what a similar one was measured.
 
         Where nothing is predicted, another batch is expected to need its peak in proportion, and a lever nothing more.
@@ -238,20 +258,23 @@ class Anytime:
             return fits
         more = self._more_bytes(memory, before, other) if memory is not None else None
         if more is None:
-            if other.arm != before.arm:
-                return True
             times = other.per_device_train_batch_size / before.per_device_train_batch_size
-            more = root.measurement.judged_bytes(before.arm) * (times - 1)
+            more = root.measurement.judged_bytes(before.arm) * (times - 1) if other.arm == before.arm else 0.0
         elif other.arm.torch_compile and not before.arm.torch_compile:
             more *= _COMPILED_KEEPS
+        more += self._added.get(_owner(way), 0.0)
         return more <= 0 or self._leaves_room(history, root, more)
 
     def _more_bytes(self, memory: MemoryModel, candidate: Candidate, other: Candidate) -> float | None:
-        """Return how much more one candidate is predicted to allocate than another, both as they are not compiled."""
-        before, after = (
-            memory.prediction(replace(c, arm=changed(c.arm, torch_compile=False))) for c in (candidate, other)
-        )
-        return after.peak_allocated_bytes - before.peak_allocated_bytes if before and after else None
+        """Return how much more one candidate is predicted to allocate than another, both as they are not compiled.
+
+        Where other levers are not predicted either, both are compared without them.
+        """
+        for names in ({"torch_compile"}, self._late - {"checkpointed_layers"}):
+            before, after = (memory.prediction(replace(c, arm=without(c.arm, names))) for c in (candidate, other))
+            if before and after:
+                return after.peak_allocated_bytes - before.peak_allocated_bytes
+        return None
 
     def _leaves_room(self, history: History, root: Tried, more_bytes: float) -> bool:
         assert root.measurement is not None
@@ -295,10 +318,16 @@ class Anytime:
 
     def learn(self, idea: Idea, history: History) -> float | None:
         """Take in the end of an idea's trial; return its speed over that of its root, ``None`` if it has none."""
-        one, root = history.speed(idea.candidate), history.speed(idea.root)
-        if one is None or root is None:
+        one, root = (_latest(history, candidate) for candidate in (idea.candidate, idea.root))
+        if root is None or root.measurement is None:
             return None
-        gain = one.samples_per_second / root.samples_per_second
+        if one is None or one.measurement is None:
+            if one is not None and history.is_over(one):
+                more = self._more_bytes(history.memory, idea.root, idea.candidate) if history.memory else None
+                room = history.ceiling.cap_bytes - root.measurement.judged_bytes(idea.root.arm) - (more or 0.0)
+                self._added[_owner(idea.lever)] = max(room, self._added.get(_owner(idea.lever), 0.0))
+            return None
+        gain = _samples_per_second(history, one) / _samples_per_second(history, root)
         self._given.setdefault(idea.lever, []).append(gain / idea.root_gain)
         return gain
 
@@ -323,6 +352,12 @@ class Anytime:
         return _WAYS[_most_telling(has)].seconds if has else 0.0
 
 
+def _owner(way: str) -> str:
+    """Return the lever that a way is part of, where that is one."""
+    owner = BY_NAME[way].part_of if way in BY_NAME else None
+    return owner if owner in _WAYS else way
+
+
 def _ways_of(owner: str) -> frozenset[str]:
     """Return a lever and its parts."""
     return frozenset((owner, *(row.name for row in LEVERS if row.part_of == owner)))
@@ -332,6 +367,16 @@ def _most_telling(names: Collection[str]) -> str:
     """Return of several levers the one that costs the most; a part stands for its whole."""
     wholes = {BY_NAME[name].part_of for name in names}
     return max((name for name in names if name not in wholes), key=lambda name: _WAYS[name].seconds)
+
+
+def _latest(history: History, candidate: Candidate) -> Tried | None:
+    return next((tried for tried in reversed(history.tried) if tried.candidate == candidate), None)
+
+
+def _samples_per_second(history: History, tried: Tried) -> float:
+    """Return the pooled speed of a candidate, or that of one trial that left too little memory."""
+    pooled = history.speed(tried.candidate)
+    return pooled.samples_per_second if pooled is not None else _speed(tried)
 
 
 def _speed(tried: Tried) -> float:

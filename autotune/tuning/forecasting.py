@@ -81,9 +81,8 @@ def forecast_of(
     )
     multiple = batches.levels()[0] if is_free else None
     inquiries = questions(arms, pairs, multiple)
-    saving = prepared.space.saving
     # Of several ranks the traced loss is the model's own.
-    spare = saving.arms if saving is not None and ranks == 1 and arms else ()
+    spare = prepared.space.saving_arms if ranks == 1 and arms else ()
     reserve = questions([arm for arm in spare if is_predictable(arm, prepared.request.workload)], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)

@@ -142,7 +142,8 @@ class Plan:
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
-        return f"{idea.name} gave {gain:.2f} ×"
+        is_over = any(t.candidate == idea.candidate and self.history.is_over(t) for t in self.history.tried)
+        return f"{idea.name} gave {gain:.2f} ×{', and leaves too little memory' if is_over else ''}"
 
     def best(self) -> Tried | None:
         """Return the trial to recommend so far; only candidates of the space count."""

@@ -21,6 +21,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
+from autotune.space.levers import changed
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions
 from autotune.tuning.forecasting import forecast_of
@@ -46,12 +47,14 @@ class Answers:
 
     def __init__(self, failing: int = 0) -> None:
         self.submitted: list[str] = []
+        self.works: list[PredictionWork] = []
         self.most_at_once = 0
         self._running: dict[str, PredictionWork] = {}
         self._failing = failing
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         self.submitted.append(job_id)
+        self.works.append(work)
         self._running[job_id] = work
         self.most_at_once = max(self.most_at_once, len(self._running))
 
@@ -137,6 +140,45 @@ def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
     assert answers.most_at_once == 2
     assert len(answers.submitted) == len(asked) == 4
     assert len(forecast.unanswered) == 1
+
+
+class TestReserve:
+    """Questions about what saves memory, in a search for causal language models."""
+
+    def forecast(self, *, limit_gib: int) -> tuple[Forecast, Answers, Prepared]:
+        workload = dataclasses.replace(request().workload, task="causal-lm")
+        ready = prepared(workload=workload, memory_limit_bytes=limit_gib * GIB, search_effort="default")
+        answers = Answers()
+        forecast = forecast_of(ready, answers)
+        assert forecast is not None
+        return forecast, answers, ready
+
+    def asked(self, answers: Answers) -> list[bool]:
+        return [work.arm.fused_loss or work.arm.uncached_casts for work in answers.works]
+
+    def test_they_wait_while_something_is_predicted_to_fit(self) -> None:
+        forecast, answers, ready = self.forecast(limit_gib=24)
+        forecast.settle(lambda: ready.space.arms[0])
+        forecast.complete()
+        assert answers.works
+        assert not any(self.asked(answers))
+        assert not forecast.is_complete
+
+    def test_they_are_asked_where_nothing_is(self) -> None:
+        forecast, answers, ready = self.forecast(limit_gib=6)
+        forecast.settle(lambda: ready.space.arms[0])
+        assert forecast.is_complete
+        asked = self.asked(answers)
+        # What is without comes first.
+        assert asked == sorted(asked)
+        assert any(asked)
+
+    def test_they_are_asked_before_a_trial_that_is_about_them(self) -> None:
+        forecast, answers, ready = self.forecast(limit_gib=24)
+        arm = changed(ready.space.arms[0], fused_loss=True, unpadded=True, gradient_checkpointing=True)
+        forecast.settle(lambda: changed(arm, checkpointed_layers=3))
+        fused = [work.arm.gradient_checkpointing for work in answers.works if work.arm.fused_loss]
+        assert sorted(fused) == [False, True]
 
 
 def test_what_gpus_share_is_asked_once_and_filed_for_each() -> None:

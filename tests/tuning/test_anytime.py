@@ -48,6 +48,8 @@ class Gpu:
     """A micro-step takes the host."""
     sample_bytes: float = 0.3 * GIB
     compile_seconds: float = 50.0
+    compiled_bytes: float = 0.0
+    """A compiled model takes besides."""
     fails: Callable[[Arm], bool] = field(default=lambda arm: False)
     speeds: dict[str, float] = field(default_factory=dict)
     """By lever, the factor by which it makes the GPU slower; 1.0 where it is not named."""
@@ -72,7 +74,8 @@ class Gpu:
         arm = candidate.arm
         share = (arm.checkpointed_layers or 24) / 24 if arm.gradient_checkpointing else 0.0
         a_sample = self.sample_bytes * (1 - 0.8 * share) * (0.6 if arm.fused_loss else 1.0)
-        return 3 * GIB + a_sample * candidate.per_device_train_batch_size
+        compiled = self.compiled_bytes if arm.torch_compile else 0.0
+        return 3 * GIB + compiled + a_sample * candidate.per_device_train_batch_size
 
     def runner(self) -> ComputedRunner:
         def step(candidate: Candidate) -> float:
@@ -270,6 +273,26 @@ def test_on_any_gpu_levers_end_and_lose_nothing(seed: int, tmp_path: Path) -> No
     one, other = (gpu.seconds(each.best.candidate) for each in (quick, run))
     batches = [each.best.candidate.per_device_train_batch_size for each in (quick, run)]
     assert batches[1] / max(other) >= 0.98 * batches[0] / max(one)
+
+
+class TestMemoryOfLevers:
+    def compiled(self, gib: float, folder: Path) -> tuple[Run, list[int]]:
+        """A search where a batch of 64 leaves 0.4 GiB, and the batches that were compiled."""
+        gpu = Gpu(host_seconds=0.001, compile_seconds=5, compiled_bytes=gib * GIB)
+        run, runner = search_on_gpu(gpu, folder, precisions=("bf16",), workload=BERT_LARGE, cuda_graphs="off")
+        return run, [c.per_device_train_batch_size for c in runner.candidates if c.arm.torch_compile]
+
+    def test_what_leaves_too_little_is_tried_at_the_next_smaller_batch(self, tmp_path: Path) -> None:
+        run, batches = self.compiled(0.6, tmp_path)
+        assert batches[:2] == [64, 32]
+        assert run.best.candidate.arm.torch_compile
+        assert run.best.candidate.per_device_train_batch_size == 32
+        assert any(note.endswith("and leaves too little memory") for note in run.observer.notes)
+
+    def test_what_ran_out_of_memory_is_tried_only_where_that_is_left(self, tmp_path: Path) -> None:
+        """No other way to compile has a trial at a batch where one ran out of memory."""
+        _, batches = self.compiled(30, tmp_path)
+        assert batches == sorted({*batches}, reverse=True)
 
 
 class TestNothingFits:
