@@ -157,9 +157,10 @@ class Forecast:
         """
         self._settle(upcoming)
         while self._patience_seconds > 0 and (self._waiting or self._reserve) and not self.model.expects_a_fit():
-            if not self._waiting:
-                self._waiting, self._reserve = self._reserve, []
-            self.complete()
+            if self._waiting:
+                self.complete()
+            else:
+                self.call_on_reserve()
             self._settle(upcoming)
 
     def _settle(self, upcoming: Callable[[], Arm | None]) -> None:
@@ -181,6 +182,11 @@ class Forecast:
             # Storing takes time, a second where there is no database yet. The next questions are sent before.
             self._fill()
             self._keep()
+
+    def call_on_reserve(self) -> None:
+        """Send the questions in reserve, and wait for the answers."""
+        self._waiting, self._reserve = [*self._waiting, *self._reserve], []
+        self.complete()
 
     def is_settled(self, arm: Arm) -> bool:
         """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""

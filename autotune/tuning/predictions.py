@@ -92,7 +92,12 @@ def predictions(
         on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
         every = [prepare(request, on_gpu) for request in requests]
         asked = [
-            Target(chip, prepared.ceiling, _questions(prepared.space, ranks))
+            Target(
+                chip,
+                prepared.ceiling,
+                _questions(prepared.space, prepared.space.arms, ranks),
+                reserve=_questions(prepared.space, saving_arms(prepared), (1,)),
+            )
             for (chip, _), prepared in zip(targets, every, strict=True)
         ]
         forecast = Forecast(
@@ -101,6 +106,8 @@ def predictions(
         if not forecast.is_complete:
             _begin(runner)
         forecast.complete()
+        if not all(model.expects_a_fit() for model in forecast.models):
+            forecast.call_on_reserve()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.
             answers.keep(key, facts)
@@ -118,7 +125,8 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
-    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    # What a search tries by default is predicted.
+    fields = {**request_fields(options), "memory_limit_bytes": limit_bytes, "search_effort": "default"}
     if ranks > 1 and options["world_size"] == 1:
         fields["world_size"] = ranks
     return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **fields)
@@ -133,11 +141,16 @@ def _ranks(gpus: str | None) -> int:
     return int(gpus)
 
 
-def _questions(space: Space, ranks: Sequence[int]) -> list[Question]:
+def saving_arms(prepared: Prepared) -> tuple[Arm, ...]:
+    """Return the arms that are predicted where nothing else fits; none of several ranks, whose loss is the model's."""
+    return prepared.space.saving_arms if prepared.request.ranks == 1 else ()
+
+
+def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[Question]:
     shared = [of_ranks(space, count) for count in ranks] if ranks != (1,) else [space]
     pairs = [(batch, each.batches.accumulation(batch)) for each in shared for batch in batches_of(each)]
     multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
-    return questions(space.arms, pairs, multiple)
+    return questions(arms, pairs, multiple)
 
 
 def of_ranks(space: Space, count: int) -> Space:
@@ -201,6 +214,8 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredicti
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
+    if not any(arm.largest_batch for arm in arms):
+        arms += [_arm_document(arm, prepared, model, speeds) for arm in saving_arms(prepared)]
     return GpuPredictionDocument(
         gpu=chip.name,
         workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},
