@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from autotune.core.candidate import Document
+from autotune.core.candidate import Arm, Document
+from autotune.core.chip import Chip
+from autotune.core.prediction import Operations
 from autotune.core.schema import encode
 from autotune.devices.gpus import ALIASES, find_chip
 from autotune.devices.prices import read_prices
 from autotune.estimate.grades import Grades
+from autotune.estimate.memory import MemoryModel
 from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
 from autotune.space.space import Batches
 from autotune.tuning.answer_cache import AnswersBeside
 from autotune.tuning.measured import measured_pools
 from autotune.tuning.offers import Job, best_offer, model_of, models_of
-from autotune.tuning.predictions import known_chips
+from autotune.tuning.predictions import known_chips, saving_arms
 
 
 def advised(
@@ -37,16 +41,23 @@ def advised(
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
     with AnswersBeside(storage) as answers:
-        prepared, models = models_of(chips, options, answers, gpu_counts)
-    workload = prepared.request.workload
-    grades = Grades(
-        measured_pools(storage, workload),
-        lambda arm, chip: model.operations(arm) if (model := model_of(arm, chip, models)) else None,
-    )
-    job = Job(prepared, models, grades, samples)
-    offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
+        for saves_memory in (False, True):
+            prepared, models = models_of(chips, options, answers, gpu_counts, saves_memory=saves_memory)
+            workload = prepared.request.workload
+            grades = Grades(measured_pools(storage, workload), functools.partial(_operations, models))
+            job = Job(prepared, models, grades, samples)
+            offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
+            if all(offer.graded is not None for offer in offers) or not saving_arms(prepared):
+                # What saves memory is for GPUs on which nothing fits without.
+                break
     return {
         "advice": encode(advice_document(offers, workload, samples, paid)),
         "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid),
         "notes": grade_lines(offers),
     }
+
+
+def _operations(models: dict[bool, MemoryModel], arm: Arm, chip: Chip) -> Operations | None:
+    """Return what a step consists of on a GPU; ``None`` where that is not predicted."""
+    model = model_of(arm, chip, models)
+    return model.operations(arm) if model is not None else None

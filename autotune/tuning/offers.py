@@ -31,12 +31,12 @@ class Job:
 
 
 def models_of(
-    chips: list[Chip], options: dict[str, Any], answers: Any, counts: tuple[int, ...]
+    chips: list[Chip], options: dict[str, Any], answers: Any, counts: tuple[int, ...], *, saves_memory: bool = False
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
     """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
 
     Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
-    H200.
+    H200. With ``saves_memory`` also for the arms with what saves memory.
     """
     kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
     stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
@@ -50,7 +50,7 @@ def models_of(
         only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
     requests = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
-    models = predictions(targets, requests, answers, counts)
+    models = predictions(targets, requests, answers, counts, saves_memory=saves_memory)
     return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
 
 

@@ -58,10 +58,13 @@ def predictions(
     options: Sequence[dict[str, Any]],
     answers: AnswersBeside,
     ranks: Sequence[int] = (1,),
+    *,
+    saves_memory: bool = False,
 ) -> list[tuple[Prepared, MemoryModel]]:
     """Return the predictions for each chip with so much memory; one process makes those that are not stored.
 
-    They are for every batch that so many ranks could have.
+    They are for every batch that so many ranks could have. What saves memory is predicted where nothing fits without,
+    and with ``saves_memory``.
     """
     precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
     workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
@@ -106,7 +109,7 @@ def predictions(
         if not forecast.is_complete:
             _begin(runner)
         forecast.complete()
-        if not all(model.expects_a_fit() for model in forecast.models):
+        if saves_memory or not all(model.expects_a_fit() for model in forecast.models):
             forecast.call_on_reserve()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.

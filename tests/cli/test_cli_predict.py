@@ -108,6 +108,28 @@ def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_
     assert {tuple(row[:4]) for row in rows} == {(*row[:2], *row[3:5]) for row in every_row}
 
 
+def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Path) -> None:
+    trained = ("--model", "gpt2-tiny", "--seq-len", "128", "--effective-batch", "512", "--batch-multiple", "512")
+    spec = tmp_path / "spec.json"
+    # 880 MiB without, 667 MiB with; the context takes 715 MiB.
+    gpu = {"memory": "1.75GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165, "tf32_tflops": 83,
+           "fp32_tflops": 83, "gigabytes_per_second": 1008, "watts": 450}  # fmt: skip
+    spec.write_text(json.dumps({"small": gpu, "large": {**gpu, "memory": "24GiB"}}))
+    on = (*trained, "--gpu-spec", str(spec), "--gpu", "small,large", "--precision", "bf16", "--json")
+    predicted = run_process("predict", *on, folder=tmp_path)
+    assert predicted.code == 0, predicted.stderr
+    small, large = json.loads(predicted.stdout)["gpus"]
+    fitting = [(arm["fused_loss"], arm["gradient_checkpointing"]) for arm in small["arms"] if arm["largest_batch"]]
+    # With casts that are kept, and without.
+    assert fitting == [(True, True)] * 2
+    assert small["best"]["fused_loss"]
+    assert not any(arm["fused_loss"] for arm in large["arms"])
+    advised = run_process("advise", *on, folder=tmp_path)
+    assert advised.code == 0, advised.stderr
+    offers = {offer["gpu"]: offer for offer in json.loads(advised.stdout)["offers"]}
+    assert offers["small"]["fits"]
+
+
 def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> None:
     asked = (*_SMALL, "--gpus", "2", "--gpu", "rtx-4090", "--effective-batch", "16", "--precision", "bf16")
     asked = (*asked, "--gradient-checkpointing", "off")
