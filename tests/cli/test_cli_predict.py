@@ -126,7 +126,7 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     assert not any(arm["fused_loss"] for arm in large["arms"])
     advised = run_process("advise", *on, folder=tmp_path)
     assert advised.code == 0, advised.stderr
-    offers = {offer["gpu"]: offer for offer in json.loads(advised.stdout)["offers"]}
+    offers = {offer["gpu"]: offer for offer in json.loads(advised.stdout)["gpus"]}
     assert offers["small"]["fits"]
 
 
