@@ -9,11 +9,13 @@ others got a mask of ones, too, while they were captured (a ViT-large took twice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, masking_utils
+from transformers import Trainer, masking_utils
 
 from autotune.training.errors import SettingUnavailableError
 
@@ -46,20 +48,17 @@ class WithoutFullMasks:
         return {name: value for name, value in batch.items() if name not in masks}
 
 
-class _WhileItTrains(TrainerCallback):  # type: ignore[misc]
-    """Keeps transformers from looking for packed samples where there is no mask, while a ``Trainer`` trains."""
-
-    def __init__(self) -> None:
-        self._asked = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        is_tracing, _ = self._asked
-        # As transformers does by itself since 5.23 where there is no mask.
-        masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = self._asked
+@contextlib.contextmanager
+def _looking_for_no_packed_samples() -> Iterator[None]:
+    """Keep transformers from looking for packed samples where there is no mask."""
+    asked = is_tracing, _ = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    # As transformers does by itself since 5.23 where there is no mask.
+    masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = asked
 
 
 def leave_out_full_masks(trainer: Trainer) -> None:
@@ -72,4 +71,12 @@ def leave_out_full_masks(trainer: Trainer) -> None:
             f"{type(trainer).__name__}.get_train_dataloader is your own; whether its batches need a mask is not known"
         )
     trainer.data_collator = WithoutFullMasks(trainer.data_collator)
-    trainer.add_callback(_WhileItTrains())
+    trains = trainer._inner_training_loop
+
+    @functools.wraps(trains)
+    def trains_without_masks(*args: Any, **kwargs: Any) -> Any:
+        # However it ends: a training after it may have packed samples.
+        with _looking_for_no_packed_samples():
+            return trains(*args, **kwargs)
+
+    trainer._inner_training_loop = trains_without_masks

@@ -360,10 +360,13 @@ class TestUnpadded:
             apply(trainer, unpadded=True)
 
     def test_packed_samples_are_refused(self, tmp_path: Path) -> None:
+        asked = masking_utils.find_packed_sequence_indices
         data = [row | {"position_ids": torch.arange(16)} for row in samples()]
         trainer = apply(trainer_of(language_model(), data, tmp_path), unpadded=True)
         with pytest.raises(SettingUnavailableError, match="position_ids, so that its samples may"):
             trainer.train()
+        # A training in this process that packs samples depends on it.
+        assert masking_utils.find_packed_sequence_indices is asked
 
 
 class TestPartialCheckpointing:
