@@ -310,30 +310,34 @@ class MemoryModel:
         of the reserved bytes exceeds the line. DeepSpeed's reserved bytes are an estimate.
 
         Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
-        waits, as long as a candidate that is predicted to fit is left to try.
+        waits, as long as a candidate that may fit is left to try.
         """
+        if self._may_fit(candidate) is not False:
+            return False
+        return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())
+
+    def _may_fit(self, candidate: Candidate) -> bool | None:
+        """Return whether the least that a candidate is predicted to need fits; ``None`` where nothing is predicted."""
         predicted, arm = self.prediction(candidate), candidate.arm
         if predicted is None:
-            return False
+            return None
         least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
         may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
-        if arm.zero_stage is None:
-            may_fit &= self._ceiling.bounds.fits(reserved_interval(predicted, arm)[0])
-        if may_fit:
-            return False
-        return self.trusted(candidate.arm) or (not self._agreements() and self.can_be_checked())
+        return may_fit and (
+            arm.zero_stage is not None or self._ceiling.bounds.fits(reserved_interval(predicted, arm)[0])
+        )
 
     def expects_a_fit(self) -> bool:
-        """Return whether anything that was predicted may fit, or a prediction was checked by a trial."""
-        return bool(self._agreements()) or self.can_be_checked()
+        """Return whether anything is predicted to fit, or a prediction was checked by a trial."""
+        return bool(self._agreements()) or any(self.likely_fits(candidate) for candidate in self._asked)
 
-    def can_be_checked(self) -> bool:
-        """Return whether a candidate that is predicted to fit, and that no trial contradicts, is left to try."""
+    def _can_be_checked(self) -> bool:
+        """Return whether a candidate that may fit by its prediction, and that no trial contradicts, is left to try."""
         if self._checkable is None:
             self._checkable = any(
                 prediction_class(candidate.arm) not in self._failed
                 and not any(_needs_no_less(candidate, over) for over in self._ran_out)
-                and self.likely_fits(candidate)
+                and self._may_fit(candidate)
                 for candidate in self._asked
             )
         return self._checkable

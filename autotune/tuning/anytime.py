@@ -113,6 +113,16 @@ class Anytime:
         """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
         return self.uses_levers(candidate) and candidate.arm not in self._saving
 
+    def arms_that_save(self, history: History, among: Collection[Candidate]) -> list[Arm]:
+        """Return the best candidate's arm with each lever that saves memory, where memory limits that candidate."""
+        best = history.winner(among)
+        if best is None or not self._space.resorts:
+            return []
+        arm, larger = best.candidate.arm, self._beside(best.candidate, larger=True)
+        if not arm.gradient_checkpointing and not any(history.is_ruled_out(each) for each in larger[:1]):
+            return []
+        return [changed(arm, **{name: True}) for name in sorted(self._space.resorts)]
+
     def next(
         self, history: History, among: Collection[Candidate], *, usual_seconds: float, spent_seconds: float
     ) -> Idea | None:

@@ -20,9 +20,10 @@ _PREDICTION_BYTES = GIB
 # Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
 # predictions there, in total no longer than this.
 _PATIENCE_SECONDS = 20.0
-# The same for several ranks, whose strategies make more and slower predictions. With 20 s a search of Llama-3.2-1B on
-# two H200 tried candidates before they were predicted: 12 of 17 ran out of memory, and it took 96 s.
-_RANKS_PATIENCE_SECONDS = 60.0
+# The same for several ranks, whose strategies make more and slower predictions, and for models that are large for the
+# memory, of which most candidates do not fit. With 20 s a search of Llama-3.2-1B on two H200 tried candidates before
+# they were predicted: 12 of 17 ran out of memory, and it took 96 s.
+_LONG_PATIENCE_SECONDS = 60.0
 # Free batches double from 8; no GPU has memory for more doublings than this.
 _MOST_RUNGS = 12
 
@@ -88,7 +89,7 @@ def forecast_of(
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
     target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers, reserve)
     if patience_seconds is None:
-        patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
+        patience_seconds = _LONG_PATIENCE_SECONDS if ranks > 1 or prepared.is_large else _PATIENCE_SECONDS
     return Forecast(
         submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds, asks_ahead=ranks > 1
     )

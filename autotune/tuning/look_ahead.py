@@ -61,7 +61,9 @@ class LookAhead:
 
     def _upcoming_arm(self) -> Arm | None:
         upcoming = self._plan.upcoming()
-        if upcoming is None and not self._plan.pending and (step := self._plan.next()) is not None:
-            # A lever, whose memory is predicted before it is tried.
-            upcoming = step.candidate
+        if upcoming is None and not self._plan.pending:
+            # Levers, whose memory is predicted before one is chosen.
+            assert self._forecast is not None
+            unknown = (arm for arm in self._plan.arms_that_save() if not self._forecast.is_settled(arm))
+            return next(unknown, None)
         return upcoming.arm if upcoming is not None else None

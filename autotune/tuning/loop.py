@@ -42,9 +42,6 @@ from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
 
-# A weight, its gradient and AdamW's two moments, in float32.
-_BYTES_A_PARAMETER = 16
-
 
 @runtime_checkable
 class Observer(Protocol):
@@ -166,14 +163,12 @@ class Search:
         feeds_little = request.workload.is_text or (
             request.workload.source is not None and not self._prepared.model.dataloader_num_workers
         )
-        baseline, ceiling = self._prepared.baseline, self._prepared.ceiling
-        is_large = self._prepared.model.parameters * _BYTES_A_PARAMETER > ceiling.line_bytes / 2
         self._look_ahead = LookAhead(
             self._forecast,
             self._plan,
             beside_baseline=feeds_little,
             everything=is_optunas,
-            doubtful_baseline=baseline.arm if is_large else None,
+            doubtful_baseline=self._prepared.baseline.arm if self._prepared.is_large else None,
         )
         self._optuna.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.core.units import format_seconds, plural
@@ -224,6 +224,10 @@ class Plan:
             best = self.best()
             self._has_answer = best is not None and not finals(self.history, self.in_space)
         return self._has_answer
+
+    def arms_that_save(self) -> list[Arm]:
+        """Return the arms of the next levers whose memory decides which of them are worth a trial."""
+        return self._anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
 
     def _next_idea(self) -> Idea | None:
         """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""

@@ -53,7 +53,7 @@ class ThroughputPolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. Smaller multiples are searched only where nothing above fits."""
-        for space in filter(None, (self._space, self._space.saving)):
+        for space in self._spaces(history):
             speeds, judge = Speeds(space, history), Judge(space, history)
             for multiple in space.batches.levels():
                 ladder = space.batches.at_level(multiple)
@@ -65,6 +65,23 @@ class ThroughputPolicy:
                 if history.pending or judge.fits_at(multiple):
                     return None
         return Judge(self._space, history).last_resort()
+
+    def _spaces(self, history: History) -> list[Space]:
+        """Return the spaces in the order in which they are searched: what saves memory comes second.
+
+        It comes first where it is predicted to fit and nothing without is, nor was measured to.
+        """
+        plain, saving, memory = self._space, self._space.saving, history.memory
+        if saving is None:
+            return [plain]
+
+        def fits(space: Space) -> bool:
+            batches = [batch for level in space.batches.levels() for batch in space.batches.at_level(level)]
+            candidates = (space.candidate(arm, batch) for arm in space.arms for batch in batches)
+            return memory is not None and any((told := memory.prediction(c)) and told.fits for c in candidates)
+
+        has_fit = any(tried.candidate.arm in plain.arms for tried in history.believed())
+        return [saving, plain] if fits(saving) and not has_fit and not fits(plain) else [plain, saving]
 
     def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]

@@ -19,6 +19,9 @@ from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_co
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits
 
+# A weight, its gradient and AdamW's two moments, in float32.
+_BYTES_A_PARAMETER = 16
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -37,6 +40,11 @@ class Prepared:
 
     calibration: Calibration | None = None
     """What the machine was measured to do; ``None`` on a CPU, and where that failed."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the model is so large for this memory that the defaults, or anything, may not fit."""
+        return self.model.parameters * _BYTES_A_PARAMETER > self.ceiling.line_bytes / 2
 
     @property
     def usable_cores(self) -> int:
