@@ -1,7 +1,8 @@
 """Find out what a script trains with, and which of the placeholders on its command line it obeys.
 
-It is run up to its second step with its own defaults, then with two sets of values. A placeholder counts as obeyed
-where both did what they said; the dimension of the model's inputs that changed with the batch is the one of samples.
+It is run up to its second step with two sets of values and with its own defaults, all at once where the machine has
+room for that. A placeholder counts as obeyed where both sets did what they said; the dimension of the model's inputs
+that changed with the batch is the one of samples.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
+from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
-from autotune.worker.process import Beside, in_fork
 from autotune.worker.stack import lines_above
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
@@ -45,6 +46,7 @@ from autotune.worker.user.placeholder_trial import (
 )
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.script_options import watch_options
+from autotune.worker.user.script_runs import Run, ScriptRuns, have_room, may_be_crowded_out, met_full_gpu
 from autotune.worker.wrapping import after
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
@@ -94,6 +96,8 @@ class Seen:
     trains: bool = True
     """Whether the updates that were looked at changed weights as gradients say."""
     problem: Problem | None = None
+    is_doubtful: bool = False
+    """Whether that may be so because of other runs beside it."""
 
     @property
     def passes(self) -> int:
@@ -126,11 +130,14 @@ class Seen:
         return f"{casts}, {self.weights_dtype} weights"
 
 
-def inspect(code: Code, finish: Finish) -> NoReturn:
-    """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys."""
+def inspect(code: Code, finish: Finish, *, beside: bool | None = None) -> NoReturn:
+    """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys.
+
+    ``beside`` says whether the runs are to be at once; ``None`` where that depends on the machine.
+    """
     environment = inspect_environment()
     try:
-        model = _Inspecting(code).model()
+        model = _Inspecting(code, beside=have_room() if beside is None else beside).model()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
     except UserCodeError as error:
         finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
@@ -139,8 +146,9 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
 class _Inspecting:
     """The runs of one script, and what follows from all of them."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: Code, *, beside: bool) -> None:
         self._source, self._scratch = code.source, code.scratch
+        self._beside = beside
         self._predicts = code.is_traced
         """Whether memory is to be predicted, as far as that is possible."""
         self._template: Template = code.source.template
@@ -151,19 +159,28 @@ class _Inspecting:
 
         Raises ``UserCodeError`` where it does not do what its placeholders say.
         """
-        names = self._template.names
-        own = self._run_own() if "batch" not in names else None
+        # Without {batch}, the two are filled with the batch that it has by itself.
+        has_batch = "batch" in self._template.names
+        run_own = self._own_run()
+        own = self._own_of(self._runs(run_own), 0) if run_own is not None and not has_batch else None
         first, second = self._two(own)
         if self._template.asks_sample_tokens:
             self._sample_tokens = self._tokens_of_sample(first)
+        last = [run_own] if run_own is not None and has_batch else []
+        runs = self._runs(self._filled_run(first), self._filled_run(second), *last)
         began = time.monotonic()
-        one = self._run(first)
-        seconds = time.monotonic() - began
-        two = self._run(second)
-        # Before its own defaults are waited for, which may be large.
-        site = self._check((first, one), (second, two))
-        if own is None:
-            own = self._run_own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
+        try:
+            if self._beside:
+                runs.begin_all()
+            one = _trained(runs, 0)
+            seconds = time.monotonic() - began
+            two = _trained(runs, 1)
+            # Before its own defaults are waited for, which may be large.
+            site = self._check((first, one), (second, two))
+            if last:
+                own = self._own_of(runs, 2, max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
+        finally:
+            runs.end()
         return self._facts(own, site, (first, one), (second, two))
 
     def _two(self, own: Seen | None) -> tuple[Values, Values]:
@@ -183,7 +200,7 @@ class _Inspecting:
 
     def _tokens_of_sample(self, values: Values) -> int:
         """Find out how many tokens a sample has, of which a total is to be given."""
-        seen = self._run(values, to_first_call=True)
+        seen = _trained(self._runs(self._filled_run(values, to_first_call=True)), 0)
         for _, shapes in seen.calls:
             for shape in shapes.values():
                 if len(shape) == 2 and shape[0] == values.batch:
@@ -193,32 +210,39 @@ class _Inspecting:
             "say it in the placeholder: {effective_tokens:1024}",
         )
 
-    def _run_own(self, patience_seconds: float = _LEAST_PATIENCE_SECONDS) -> Seen | None:
-        """Run the script with its own defaults; ``None`` where it does not train with them, or not soon."""
+    def _runs(self, *runs: Run[Seen]) -> ScriptRuns[Seen]:
+        return ScriptRuns(Seen, runs, self._scratch, lambda seen: seen.is_doubtful)
+
+    def _own_run(self) -> Run[Seen] | None:
+        """Return a run of the script with its own defaults; ``None`` where it cannot be known how to have them."""
         words = self._template.own_words()
         if words is None:
             return None
-        seen = Beside(Seen, lambda send: self._run_here(words, {}, send, words)).result(patience_seconds)
+        return lambda scratch, send: self._run_here(words, {}, scratch, send, words)
+
+    def _own_of(
+        self, runs: ScriptRuns[Seen], at: int, patience_seconds: float = _LEAST_PATIENCE_SECONDS
+    ) -> Seen | None:
+        """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
+        seen = runs.take(at, patience_seconds, must_answer=False)
         return seen if seen is not None and seen.problem is None and seen.trains else None
 
-    def _run(self, values: Values, *, to_first_call: bool = False) -> Seen:
-        """Run the script with some values; raises ``UserCodeError`` where it does not train with them."""
+    def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run[Seen]:
+        """Return a run of the script with some values."""
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
         # The copies of configuration files are gone when this is read.
         said = fill_words(self._template.words, values)
-        seen = in_fork(
-            Seen, lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
+        return lambda scratch, send: self._run_here(
+            words, dict(variables), scratch, send, said, to_first_call=to_first_call
         )
-        if seen.problem is not None:
-            raise UserCodeError(seen.problem.message, seen.problem.hint)
-        return seen
 
     def _run_here(
         self,
         words: tuple[str, ...],
         variables: dict[str, str],
+        scratch: Scratch,
         send: Callable[[Seen], NoReturn],
         said: tuple[str, ...],
         *,
@@ -234,12 +258,13 @@ class _Inspecting:
         log_start = log_size()
 
         def fail(error: BaseException) -> NoReturn:
+            is_doubtful = may_be_crowded_out(error) or met_full_gpu()
             if isinstance(error, SystemExit):
                 error = left(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
-            send(Seen(problem=problem))
+            send(Seen(problem=problem, is_doubtful=is_doubtful))
 
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
@@ -247,16 +272,16 @@ class _Inspecting:
         try:
             enter(source)
             set_variables(source.variables, variables)
-            Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
+            Guard(source, refuse, is_known=lambda: True).install(scratch.stop_file)
 
             def finish(seen: Seen) -> NoReturn:
-                keep_run()
-                send(seen)
+                keep_run(scratch.kept_file)
+                send(dataclasses.replace(seen, is_doubtful=met_full_gpu()))
 
             watch_options()
             watching = _Watching(source, finish, fail, to_first_call=to_first_call)
             try:
-                run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
+                run_script(dataclasses.replace(source, argv=words), scratch.output_dir)
             except SystemExit as error:
                 if error.code not in (None, 0):
                     raise
@@ -571,6 +596,15 @@ class _Between:
                 "have it call loss.backward(): backward passes are what micro-steps are counted by",
             )
         return None
+
+
+def _trained(runs: ScriptRuns[Seen], at: int) -> Seen:
+    """Return what a run showed; raises ``UserCodeError`` where the script does not train with its values."""
+    seen = runs.take(at)
+    assert seen is not None
+    if seen.problem is not None:
+        raise UserCodeError(seen.problem.message, seen.problem.hint)
+    return seen
 
 
 def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:
