@@ -83,10 +83,13 @@ class Judge:
     def fits_at(self, multiple: int) -> bool:
         """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.
 
-        Only candidates of the space count. The baseline may have a batch outside of it.
+        Only candidates of the space count. The baseline may have a batch outside of it. What fits only because it saves
+        memory belongs to ``Space.saving``.
         """
         return any(
-            self._space.contains(tried.candidate) and tried.candidate.per_device_train_batch_size % multiple == 0
+            self._space.contains(tried.candidate)
+            and self._space.has_arm(tried.candidate.arm)
+            and tried.candidate.per_device_train_batch_size % multiple == 0
             for tried in self._history.believed()
         )
 

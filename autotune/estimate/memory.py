@@ -323,9 +323,14 @@ class MemoryModel:
             return None
         least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
         may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
-        return may_fit and (
-            arm.zero_stage is not None or self._ceiling.bounds.fits(reserved_interval(predicted, arm)[0])
-        )
+        if arm.zero_stage is not None:
+            return may_fit
+        least_reserved_bytes = reserved_interval(predicted, arm)[0]
+        if arm.ranks == 1:
+            # What is allocated may be less than predicted, and so what is reserved for it.
+            doubted = math.ceil(predicted.peak_reserved_bytes * (1 - _ALLOCATED_DOUBT))
+            least_reserved_bytes = min(least_reserved_bytes, doubted)
+        return may_fit and self._ceiling.bounds.fits(least_reserved_bytes)
 
     def expects_a_fit(self) -> bool:
         """Return whether anything is predicted to fit, or a prediction was checked by a trial."""

@@ -136,7 +136,12 @@ class Forecast:
     @property
     def is_complete(self) -> bool:
         """Whether every question was answered or given up, also of those in reserve."""
-        return not self._waiting and not self._asked and not self._reserve
+        return self.is_answered and not self._reserve
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every question was answered or given up, but for those in reserve."""
+        return not self._waiting and not self._asked
 
     def begin(self, arm: Arm | None) -> None:
         """Send the questions about an arm, and others as far as they may run at once, without waiting for the answers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.core.candidate import Arm
 from autotune.core.outcome import Completed
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell
@@ -63,7 +64,8 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
-        tried = [t for t in view.trials if t.record.stage == "baseline"]
+        plain = Arm().describe()
+        tried = [t for t in view.trials if t.record.stage == "baseline" or t.record.candidate.arm.describe() == plain]
         why = next((f" ({t.verdict})" for t in tried if t.verdict), "")
         how = f"did not complete{why}" if tried else "are predicted not to fit"
         lines.append(f"{view.baseline_name} {how}, so the speed-up is not known")

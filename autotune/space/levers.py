@@ -532,6 +532,9 @@ def is_predictable(arm: Arm, workload: Workload) -> bool:
     Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
     where models put images among tokens.
     """
+    if arm.fused_loss and (arm.is_sharded or arm.zero_stage is not None):
+        # Sharded steps are traced with the model's own loss.
+        return False
     dequantizes = workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False)
     return is_traced(arm) and not dequantizes and workload.task != "image-text-to-text"
 

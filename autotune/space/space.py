@@ -198,6 +198,10 @@ class Space:
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
 
+    def has_arm(self, arm: Arm) -> bool:
+        """Return whether an arm is one of this space, with late settings or without, but for those that save memory."""
+        return without(plain_loader(arm), self.late - self.resorts) in self.arms
+
     def without_sync(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate that reduces gradients once a step rather than in each micro-step.
 

@@ -48,7 +48,8 @@ def _of_logits(
     total = gradient.sum(1, keepdim=True)
     loss = ((total.log() - of_labels).squeeze(1) * is_counted).sum()
     # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
-    share = is_counted.unsqueeze(1) / divisor
+    # Zero also where no label counts at all: the loss is 0 / 0 then, and torch's cross entropy has gradients of zero.
+    share = torch.where(is_counted.unsqueeze(1), 1 / divisor, 0.0)
     gradient.mul_(share / total).scatter_add_(1, labels, -share)
     return loss, gradient.to(logits.dtype) if into is None else into.copy_(gradient)
 
@@ -208,7 +209,7 @@ class _FusedLoss:
         self._layer = layer
         self._piece = piece
         self._scaler = scaler
-        self._logits = layer.forward
+        self.logits_of_layer = layer.forward
         self.is_evaluated_for_loss = False
         """Whether an evaluation runs that asks for no logits."""
 
@@ -218,7 +219,7 @@ class _FusedLoss:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits; the hidden states where only the loss is asked for, which is then computed of them."""
-        return hidden if self._is_for_loss else self._logits(hidden)
+        return hidden if self._is_for_loss else self.logits_of_layer(hidden)
 
     def loss(
         self,
@@ -256,6 +257,10 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__
     layer = model.get_output_embeddings()
+    earlier = getattr(model.loss_function, "__self__", None)
+    if isinstance(earlier, _FusedLoss):
+        # Of another Trainer, whose scaler it has.
+        layer.forward, model.loss_function = earlier.logits_of_layer, ForCausalLMLoss
     if type(layer) is not torch.nn.Linear:
         raise SettingUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
     if model.loss_function is not ForCausalLMLoss:

@@ -47,7 +47,8 @@ def advised(
             grades = Grades(measured_pools(storage, workload), functools.partial(_operations, models))
             job = Job(prepared, models, grades, samples)
             offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
-            if all(offer.graded is not None for offer in offers) or not saving_arms(prepared):
+            refused = [offer for offer in offers if offer.graded is None and offer.gpus == 1 and offer.chip.rates]
+            if not refused or not saving_arms(prepared):
                 # What saves memory is for GPUs on which nothing fits without.
                 break
     return {

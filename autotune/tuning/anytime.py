@@ -69,8 +69,14 @@ class Idea:
 
     @property
     def name(self) -> str:
-        """What the lever is called."""
-        return _name(self.lever)
+        """What the lever is called, and what else changes with it."""
+        name, one = _name(self.lever), self.candidate
+        if self.root.arm.gradient_checkpointing and not one.arm.gradient_checkpointing:
+            return f"{name} without checkpointing"
+        is_other_batch = one.per_device_train_batch_size != self.root.per_device_train_batch_size
+        if is_other_batch and self.lever != _BATCH:
+            return f"{name} at {one.per_device_train_batch_size} × {one.gradient_accumulation_steps}"
+        return name
 
     def describe(self) -> str:
         """Return ``CUDA graphs may give up to 1.60 ×, about 4 s``."""
@@ -194,7 +200,8 @@ class Anytime:
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
             if row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
-                yield from ((row.name, each, _ROOM) for each in self._with_more_room(history, with_it))
+                roomy = self._with_more_room(history, with_it)
+                yield from ((row.name, each, _ROOM) for each in roomy if levers_of(each.arm, [row.name]))
         if self.uses_levers(candidate):
             for is_larger in (True, False):
                 for other in self._beside(candidate, larger=is_larger)[:1]:
@@ -332,9 +339,11 @@ class Anytime:
         if root is None or root.measurement is None:
             return None
         if one is None or one.measurement is None:
-            if one is not None and history.is_over(one):
-                more = self._more_bytes(history.memory, idea.root, idea.candidate) if history.memory else None
-                room = history.ceiling.cap_bytes - root.measurement.judged_bytes(idea.root.arm) - (more or 0.0)
+            is_alike = replace(idea.candidate, arm=idea.root.arm) == idea.root and (
+                idea.candidate.arm.gradient_checkpointing == idea.root.arm.gradient_checkpointing
+            )
+            if one is not None and history.is_over(one) and is_alike:
+                room = history.ceiling.cap_bytes - root.measurement.judged_bytes(idea.root.arm)
                 self._added[_owner(idea.lever)] = max(room, self._added.get(_owner(idea.lever), 0.0))
             return None
         gain = _samples_per_second(history, one) / _samples_per_second(history, root)

@@ -82,7 +82,7 @@ def forecast_of(
     )
     multiple = batches.levels()[0] if is_free else None
     inquiries = questions(arms, pairs, multiple)
-    # Of several ranks the traced loss is the model's own.
+    # Of several ranks, most strategies are traced with the model's own loss.
     spare = prepared.space.saving_arms if ranks == 1 and arms else ()
     reserve = questions([arm for arm in spare if is_predictable(arm, prepared.request.workload)], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.

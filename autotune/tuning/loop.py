@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,14 @@ from autotune.tuning.recorder import StudyRecorder
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
+
+# So many settings beside the user's own that fail with the same words end a search. A choice.
+_FAIL_ALIKE = 2
+
+
+def _without_numbers(failed: Failed) -> str:
+    """Return a message without what differs from batch to batch and from process to process."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", failed.message)
 
 
 @runtime_checkable
@@ -367,9 +376,10 @@ class Search:
         self._raise_if_others_fail_too(ended)
 
     def _raise_if_others_fail_too(self, ended: TrialRecord) -> None:
-        """Raise ``NoResultError`` where the user's own settings failed, and the first others with the same words.
+        """Raise ``NoResultError`` where the user's own settings failed, and two others with the same words.
 
-        What is wrong with the own settings alone, as too few steps of a large batch, leaves out the reference only.
+        Numbers in them may differ. What is wrong with the own settings alone, as too few steps of a large batch, leaves
+        out the reference only.
         """
         source, outcome = self._request.workload.source, ended.outcome
         if source is None or not isinstance(outcome, Failed) or outcome.reason != "error" or self._plan.best():
@@ -377,10 +387,10 @@ class Search:
         alike = [
             trial
             for trial in self._plan.records.values()
-            if isinstance(trial.outcome, Failed) and trial.outcome.message == outcome.message
+            if isinstance(trial.outcome, Failed) and _without_numbers(trial.outcome) == _without_numbers(outcome)
         ]
         own = next((trial for trial in alike if trial.stage == "baseline"), None)
-        if own is not None and len({trial.candidate for trial in alike}) > 1:
+        if own is not None and len({trial.candidate for trial in alike}) > _FAIL_ALIKE:
             raise NoResultError(
                 f"{source.name} failed with the settings of its baseline ({own.candidate.describe()}) and with "
                 f"{ended.candidate.describe()}, so nothing else was tried: {outcome.message}",

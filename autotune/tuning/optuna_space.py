@@ -25,7 +25,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
     user attribute.
     """
     late = [BY_NAME[name] for name in space.late if BY_NAME[name].option]
-    variants = (changed(space.arms[0], **{row.name: value}) for row in late for value in row.values)
+    variants = (changed(arm, **{row.name: value}) for arm in space.arms for row in late for value in row.values)
     arms = (*space.arms, baseline.arm, *variants)
     batches = space.batches
     batch: BaseDistribution

@@ -106,10 +106,12 @@ def predictions(
         forecast = Forecast(
             runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
         )
-        if not forecast.is_complete:
+        if not forecast.is_answered:
             _begin(runner)
         forecast.complete()
         if saves_memory or not all(model.expects_a_fit() for model in forecast.models):
+            if not forecast.is_complete:
+                _begin(runner)
             forecast.call_on_reserve()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.

@@ -12,6 +12,7 @@ from autotune.devices import Ceiling
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
+from autotune.space.levers import LEVERS
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
@@ -102,6 +103,13 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits only", "allow --precision bf16 or fp16, or --attn sdpa"
         )
+    for row in LEVERS:
+        if row.is_idle and row.name in request.settings() and not any(getattr(arm, row.name) for arm in arms):
+            option = f"--{row.name.replace('_', '-')}"
+            raise InvalidRequestError(
+                f"{option} on: nothing that is searched has it: it is for checkpointing in bf16 or fp16",
+                f"allow one of these precisions with checkpointing, or leave {option} out",
+            )
     arms = arms_with_strategies(arms, request, model)
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     batches, own = batches_of(request, model), model.own_candidate

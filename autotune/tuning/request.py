@@ -249,6 +249,19 @@ class SearchRequest:
             late.discard("torch_compile")
         return frozenset(late)
 
+    def untried_resorts(self) -> list[str]:
+        """Return the levers that save memory, that this training may have, and that no search tries unasked here."""
+        training, tried = Training.of(self.workload, self.device.kind, self.ranks), self.late_settings(None)
+        return [
+            row.name
+            for row in LEVERS
+            if row.is_resort
+            and row.name not in tried
+            and getattr(self, row.option or "") != "on"
+            and not (row.obstacle and row.obstacle(training))
+            and not (row.part_of == "gradient_checkpointing" and self.gradient_checkpointing == "off")
+        ]
+
     @property
     def may_offload(self) -> bool:
         """Whether layers recompute whose inputs may be kept in the host's memory, and stay on the GPU so far."""

@@ -423,6 +423,20 @@ def test_a_checked_prediction_rules_out() -> None:
     assert model.surely_over(over)
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_on_one_gpu_what_is_reserved_rules_out_with_the_doubt_of_what_is_allocated(checkpointing: bool) -> None:
+    """A peak may be 5 % below its prediction, and so may what is reserved for it."""
+    arm = Arm("bf16", checkpointing)
+    model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
+    model.learn(Candidate(arm, 4, 8), peak(round(14000 * 0.951)))
+    known = model.prediction(Candidate(arm, 8, 4))
+    assert known is not None
+    for times, rules_out in ((1.04, False), (1.08, True)):
+        told = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * times) * MIB, runs_out=True, fits=False)
+        model.add(Question(arm, ((8, 4),), None), PredictionAnswer((told,), None))
+        assert model.surely_over(Candidate(arm, 8, 4)) is rules_out
+
+
 @pytest.mark.parametrize(("strategy", "rules_out"), [("fsdp", True), ("ddp", True), ("zero3", False), (None, False)])
 def test_of_several_ranks_what_is_reserved_rules_out_too(strategy: Strategy | None, rules_out: bool) -> None:
     """Llama-3.2-1B on two H200, sharded: 8 × 4 reserved 22.1 GiB and ran out of memory with 20.8 allocated."""

@@ -280,6 +280,22 @@ class TestFusedLoss:
         for one, other in zip(ours, plain, strict=True):
             assert torch.linalg.vector_norm(one.grad - other.grad) <= 1e-2 * torch.linalg.vector_norm(other.grad)
 
+    @pytest.mark.parametrize("count", [None, 0])
+    def test_where_no_label_counts_gradients_are_zero_as_torchs_are(self, count: int | None) -> None:
+        hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(VOCABULARY, 8, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, None, torch.full((6,), -100), count)
+        loss.backward()
+        assert torch.isnan(loss)
+        assert not hidden.grad.any()
+        assert not weight.grad.any()
+
+    def test_a_model_that_is_trained_again_is_fused_again(self, tmp_path: Path) -> None:
+        model = language_model()
+        for _ in range(2):
+            trainer = apply(trainer_of(model, samples(), tmp_path, max_steps=1), fused_loss=True)
+            losses, _ = train(trainer)
+            assert losses[0] > 0
+
     def test_a_frozen_output_layer_gets_no_gradient(self) -> None:
         hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(VOCABULARY, 8)
         linear_cross_entropy(hidden, weight, None, torch.arange(6)).backward()

@@ -304,6 +304,12 @@ class TestNothingFits:
         plain = [c for c in runner.candidates[: runner.candidates.index(first)] if not c.arm.fused_loss]
         assert min(c.per_device_train_batch_size for c in plain) == 1
 
+    def test_every_precision_is_searched_with_it(self, tmp_path: Path) -> None:
+        gpu = Gpu(sample_bytes=130 * GIB, host_seconds=0.0001, speeds={"uncached_casts": 9.0})
+        run, _ = search_on_gpu(gpu, tmp_path, precisions=("bf16", "tf32"), gradient_checkpointing="on")
+        # bf16 is the slower one here, and the first to be tried.
+        assert run.best.candidate.arm.precision == "tf32"
+
     def test_it_is_said_only_after_that(self, tmp_path: Path) -> None:
         with pytest.raises(NothingFitsError):
             search_on_gpu(Gpu(sample_bytes=500 * GIB), tmp_path / "auto")

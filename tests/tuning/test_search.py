@@ -206,7 +206,9 @@ class TestNothing:
         with pytest.raises(NothingFitsError) as caught:
             search(store, runner)
         assert "nothing fits under 22.7 GiB" in caught.value.message
-        assert caught.value.hint == "raise --memory-limit, or shorten --seq-len, or add --offload-activations on"
+        assert caught.value.hint == (
+            "raise --memory-limit, or shorten --seq-len, or add --uncached-casts on, or add --offload-activations on"
+        )
         study = store.study("bert")
         assert (study.state, study.best_trial_id) == ("finished", None)
         trials = store.trials(study.id)
@@ -360,13 +362,16 @@ class TestOwnSettingsThatFail:
 
     def test_the_search_ends_when_other_settings_fail_in_the_same_way(self, store: Store) -> None:
         runner, observer = fits_up_to(64), RecordingObserver()
-        error = fault("AttributeError: no such thing (run.py:7)")
-        runner.answer = lambda job: (error, 1.0)  # type: ignore[method-assign]
+        # The batch is in the message.
+        runner.answer = lambda job: (  # type: ignore[method-assign]
+            fault(f"AttributeError: no such thing (run.py:7) of {job.candidate.per_device_train_batch_size}"),
+            1.0,
+        )
         with pytest.raises(NoResultError, match=r"run\.py failed .*8 × 8  fp32.*no such thing \(run\.py:7\)") as caught:
             self.search(store, runner, observer)
-        assert "trial-0001.log" in (caught.value.hint or "")
+        assert "trial-0002.log" in (caught.value.hint or "")
         assert observer.ended[0].candidate == self.OWN
-        assert len(observer.ended) == 2
+        assert len(observer.ended) == 3
         study = store.study("bert")
         assert (study.state, study.stop_reason) == ("interrupted", StopReason.ERROR)
 
