@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
@@ -161,7 +162,7 @@ class Space:
         """Return an arm without what the best candidates alone may have: late settings, data loader workers."""
         return without(plain_loader(arm), self.late)
 
-    @property
+    @cached_property
     def saving(self) -> Space | None:
         """The same space with what saves memory in every arm, for where nothing fits without.
 
@@ -170,12 +171,12 @@ class Space:
         arms = self._with(self.resorts)
         return replace(self, arms=arms, late=self.late - self.resorts) if self.resorts and arms else None
 
-    @property
+    @cached_property
     def resorts(self) -> frozenset[str]:
         """The late settings that save memory."""
         return frozenset(row.name for row in LEVERS if row.is_resort) & self.late
 
-    @property
+    @cached_property
     def saving_arms(self) -> tuple[Arm, ...]:
         """Every arm that saves memory by late settings: by all of them, or by one."""
         arms = [*self._with(self.resorts), *(arm for name in sorted(self.resorts) for arm in self._with({name}))]

@@ -19,7 +19,7 @@ from autotune.space.space import Batches
 from autotune.tuning.answer_cache import AnswersBeside
 from autotune.tuning.measured import measured_pools
 from autotune.tuning.offers import Job, best_offer, model_of, models_of
-from autotune.tuning.predictions import known_chips, saving_arms
+from autotune.tuning.predictions import known_chips
 
 
 def advised(
@@ -48,7 +48,7 @@ def advised(
             job = Job(prepared, models, grades, samples)
             offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
             refused = [offer for offer in offers if offer.graded is None and offer.gpus == 1 and offer.chip.rates]
-            if not refused or not saving_arms(prepared):
+            if not refused or not prepared.saving_arms:
                 # What saves memory is for GPUs on which nothing fits without.
                 break
     return {

@@ -335,7 +335,7 @@ class Anytime:
 
     def learn(self, idea: Idea, history: History) -> float | None:
         """Take in the end of an idea's trial; return its speed over that of its root, ``None`` if it has none."""
-        one, root = (_latest(history, candidate) for candidate in (idea.candidate, idea.root))
+        one, root = (next(reversed(history.outcomes_of(c)), None) for c in (idea.candidate, idea.root))
         if root is None or root.measurement is None:
             return None
         if one is None or one.measurement is None:
@@ -386,10 +386,6 @@ def _most_telling(names: Collection[str]) -> str:
     """Return of several levers the one that costs the most; a part stands for its whole."""
     wholes = {BY_NAME[name].part_of for name in names}
     return max((name for name in names if name not in wholes), key=lambda name: _WAYS[name].seconds)
-
-
-def _latest(history: History, candidate: Candidate) -> Tried | None:
-    return next((tried for tried in reversed(history.tried) if tried.candidate == candidate), None)
 
 
 def _samples_per_second(history: History, tried: Tried) -> float:

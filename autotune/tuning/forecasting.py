@@ -82,9 +82,8 @@ def forecast_of(
     )
     multiple = batches.levels()[0] if is_free else None
     inquiries = questions(arms, pairs, multiple)
-    # Of several ranks, most strategies are traced with the model's own loss.
-    spare = prepared.space.saving_arms if ranks == 1 and arms else ()
-    reserve = questions([arm for arm in spare if is_predictable(arm, prepared.request.workload)], pairs, multiple)
+    spare = [arm for arm in prepared.saving_arms if is_predictable(arm, prepared.request.workload)]
+    reserve = questions(spare if arms else [], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
     target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers, reserve)

@@ -13,7 +13,7 @@ from autotune.estimate.advice import Offer
 from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
-from autotune.tuning.predictions import batches_of, of_ranks, predictions, saving_arms
+from autotune.tuning.predictions import batches_of, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
 
 _PLENTY_BYTES = 2**42
@@ -88,7 +88,7 @@ def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     steps: list[StepTime] = []
     least: int | None = None
-    for arm in (*space.arms, *(saving_arms(job.prepared) if count == 1 else ())):
+    for arm in (*space.arms, *(job.prepared.saving_arms if count == 1 else ())):
         if arm not in space.arms and steps:
             # What saves memory is for where nothing fits without.
             break

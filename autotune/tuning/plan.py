@@ -142,7 +142,7 @@ class Plan:
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
-        is_over = any(t.candidate == idea.candidate and self.history.is_over(t) for t in self.history.tried)
+        is_over = any(map(self.history.is_over, self.history.outcomes_of(idea.candidate)))
         return f"{idea.name} gave {gain:.2f} ×{', and leaves too little memory' if is_over else ''}"
 
     def best(self) -> Tried | None:

@@ -74,14 +74,15 @@ class ThroughputPolicy:
         plain, saving, memory = self._space, self._space.saving, history.memory
         if saving is None:
             return [plain]
+        if any(tried.candidate.arm in plain.arms for tried in history.believed()):
+            return [plain, saving]
 
         def fits(space: Space) -> bool:
             batches = [batch for level in space.batches.levels() for batch in space.batches.at_level(level)]
             candidates = (space.candidate(arm, batch) for arm in space.arms for batch in batches)
             return memory is not None and any((told := memory.prediction(c)) and told.fits for c in candidates)
 
-        has_fit = any(tried.candidate.arm in plain.arms for tried in history.believed())
-        return [saving, plain] if fits(saving) and not has_fit and not fits(plain) else [plain, saving]
+        return [saving, plain] if fits(saving) and not fits(plain) else [plain, saving]
 
     def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]

@@ -94,15 +94,7 @@ def predictions(
         facts = remembered or runner.inspect()
         on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
         every = [prepare(request, on_gpu) for request in requests]
-        asked = [
-            Target(
-                chip,
-                prepared.ceiling,
-                _questions(prepared.space, prepared.space.arms, ranks),
-                reserve=_questions(prepared.space, saving_arms(prepared), (1,)),
-            )
-            for (chip, _), prepared in zip(targets, every, strict=True)
-        ]
+        asked = [_target(chip, prepared, ranks) for (chip, _), prepared in zip(targets, every, strict=True)]
         forecast = Forecast(
             runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
         )
@@ -146,9 +138,11 @@ def _ranks(gpus: str | None) -> int:
     return int(gpus)
 
 
-def saving_arms(prepared: Prepared) -> tuple[Arm, ...]:
-    """Return the arms that are predicted where nothing else fits; none of several ranks, whose loss is the model's."""
-    return prepared.space.saving_arms if prepared.request.ranks == 1 else ()
+def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
+    """Return the questions about a chip, those about what saves memory in reserve."""
+    space = prepared.space
+    reserve = _questions(space, prepared.saving_arms, (1,))
+    return Target(chip, prepared.ceiling, _questions(space, space.arms, ranks), reserve=reserve)
 
 
 def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[Question]:
@@ -220,7 +214,7 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredicti
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
     if not any(arm.largest_batch for arm in arms):
-        arms += [_arm_document(arm, prepared, model, speeds) for arm in saving_arms(prepared)]
+        arms += [_arm_document(arm, prepared, model, speeds) for arm in prepared.saving_arms]
     return GpuPredictionDocument(
         gpu=chip.name,
         workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},

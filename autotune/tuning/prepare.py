@@ -48,6 +48,11 @@ class Prepared:
         return self.model.parameters * _BYTES_A_PARAMETER > self.ceiling.line_bytes / 2
 
     @property
+    def saving_arms(self) -> tuple[Arm, ...]:
+        """The arms that are predicted where nothing else fits; none of several ranks, whose loss is the model's."""
+        return self.space.saving_arms if self.request.ranks == 1 else ()
+
+    @property
     def usable_cores(self) -> int:
         """The number of cores that a trial may run on, where it runs."""
         cores: int | None = self.environment.get("host", {}).get("usable_cores")
