@@ -15,119 +15,34 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.scratch import Scratch
-from autotune.core.training_source import TrainingSource
-from autotune.space.precision_names import HALF
 from autotune.worker.facts import inspect_environment
-from autotune.worker.stack import lines_above
-from autotune.worker.trial.listener import Listener, ShapesByPlace
-from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
-from autotune.worker.user.advice import batch_words, why_no_budget
-from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
+from autotune.worker.trial.listener import ShapesByPlace
+from autotune.worker.user.advice import why_no_budget
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
-from autotune.worker.user.placeholder_trial import (
-    Loading,
-    ModelNames,
-    set_variables,
-    unwrapped,
-)
+from autotune.worker.user.inspection import Code, Finish, problem_of
+from autotune.worker.user.placeholder_trial import set_variables
+from autotune.worker.user.placeholder_watch import Seen, Watching
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.script_options import watch_options
 from autotune.worker.user.script_runs import Run, ScriptRuns, have_room, may_be_crowded_out, met_full_gpu
-from autotune.worker.wrapping import after
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
-_MOST_CALLS = 256
-# Optimizers that a script makes and never steps are waited for until others have stepped so often: WGAN's critic
-# steps five times before its generator does.
-_MOST_STEPS = 12
-# So many backward passes before the first step of an optimizer are no accumulation. A choice.
-_MOST_PASSES = 4096
 # The script's own defaults may be far larger than what is searched. They are waited for so many times as long as a run
 # with a small batch took, and no less than this.
 _PATIENCE = 4.0
 _LEAST_PATIENCE_SECONDS = 30.0
-
-
 # With half the micro-steps, the share of a sample in a sum is twice as large, and in a mean the same. A choice.
 _LEAST_OF_SUM = 1.6
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one run of a script showed up to its second step."""
-
-    facts: ModelFacts | None = None
-    calls: tuple[tuple[str, ShapesByPlace], ...] = ()
-    """The calls of outermost models that compute gradients, in the last whole step."""
-    calls_without_gradients: int = 0
-    cycle: tuple[tuple[int, int], ...] = ()
-    """The steps of optimizers in a whole step: which one, after how many backward passes."""
-    anchor: int = 0
-    autocast: tuple[str, ...] = ()
-    checkpoints: bool = False
-    computes_in_tf32: bool = False
-    loader_workers: int = 0
-    loader_prefetch: int | None = None
-    loss: LossOfSamples | None = None
-    """``None`` where it is not known."""
-    compiles: bool = False
-    """Whether it calls ``torch.compile``, which does nothing in these runs."""
-    batch_words: tuple[str, ...] = ()
-    """The option by which the script takes its batch, with a placeholder, where it is called as in other scripts."""
-    loaders: tuple[tuple[str, int], ...] = ()
-    """Where the script makes data loaders, ``FILE:LINE``, and their batches."""
-    normalizes: bool = False
-    """Whether a batch norm was at work."""
-    trains: bool = True
-    """Whether the updates that were looked at changed weights as gradients say."""
-    problem: Problem | None = None
-    is_doubtful: bool = False
-    """Whether that may be so because of other runs beside it."""
-
-    @property
-    def passes(self) -> int:
-        """Backward passes of a whole step."""
-        return sum(passes for _, passes in self.cycle)
-
-    @property
-    def weights_dtype(self) -> str:
-        """The dtype of most weights."""
-        return self.facts.dtype if self.facts is not None else "float32"
-
-    @property
-    def precision(self) -> Precision:
-        """The precision that the run computed in; weights of 16 bits are computed in without an autocast."""
-        for name, dtype in HALF.items():
-            if dtype in self.autocast:
-                return "bf16" if name == "bf16" else "fp16"
-        return "tf32" if self.computes_in_tf32 else "fp32"
-
-    def computes_in(self, precision: Precision) -> bool:
-        """Return whether it did what a precision says."""
-        wanted = HALF.get(precision)
-        if wanted is not None:
-            return wanted in self.autocast or self.weights_dtype == wanted
-        return not self.autocast and self.weights_dtype == "float32"
-
-    def describe_numerics(self) -> str:
-        """Return what it computed in, in words."""
-        casts = f"autocast to {' and '.join(self.autocast)}" if self.autocast else "no autocast"
-        return f"{casts}, {self.weights_dtype} weights"
 
 
 def inspect(code: Code, finish: Finish, *, beside: bool | None = None) -> NoReturn:
@@ -279,7 +194,7 @@ class _Inspecting:
                 send(dataclasses.replace(seen, is_doubtful=met_full_gpu()))
 
             watch_options()
-            watching = _Watching(source, finish, fail, to_first_call=to_first_call)
+            watching = Watching(source, finish, fail, to_first_call=to_first_call)
             try:
                 run_script(dataclasses.replace(source, argv=words), scratch.output_dir)
             except SystemExit as error:
@@ -430,172 +345,6 @@ class _Inspecting:
         rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
         batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
         return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
-
-
-class _Watching(Listener):
-    """What a run of a script shows; ends the process with its second whole step."""
-
-    def __init__(
-        self,
-        source: TrainingSource,
-        finish: Callable[[Seen], NoReturn],
-        fail: Callable[[BaseException], NoReturn],
-        *,
-        to_first_call: bool,
-    ) -> None:
-        self._to_first_call = to_first_call
-        self._source = source
-        self._finish = finish
-        self._fail = fail
-        self._made: list[Any] = []
-        self._optimizers: list[Any] = []
-        self._steps: list[_Between] = []
-        self._now = _Between()
-        self._is_stepping = False
-        self._outputs: list[torch.Tensor] = []
-        self._loss: LossOfSamples | None = None
-        self._normalizes = False
-        self._models = ModelNames()
-        self._first: Any = None
-        self._watch = TrainingWatch()
-        self._watch.watch_checkpoints()
-        self._watch.watch_updates_by_hand()
-        self._loading = Loading()
-        self._loading.watch()
-        after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
-        self._watch.listener = self
-        self._watch.install()
-
-    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
-        """Take down what went in."""
-        name = self._models.name(called)
-        if not trains:
-            self._now.without_gradients += 1
-            return
-        self._first = called if self._first is None else self._first
-        self._normalizes = self._normalizes or any(
-            isinstance(part, _BatchNorm) and part.training for part in called.modules()
-        )
-        self._outputs += [each for each in first_tensors(result) if each.requires_grad and each.ndim and len(each) > 1]
-        if len(self._now.calls) < _MOST_CALLS:
-            self._now.calls.append((name, shapes))
-        if self._to_first_call and shapes:
-            self._finish(Seen(calls=((name, shapes),)))
-
-    def backward_begins(self, tensors: Any) -> None:
-        """Look at the first loss that tells something, before its graph is gone."""
-        if self._loss is None:
-            self._loss = loss_of_samples(tensors, self._outputs)
-        self._outputs.clear()
-
-    def backward_ends(self) -> None:
-        """Count the pass."""
-        self._now.passes += 1
-        self._now.passes_within += self._is_stepping
-        if self.passes_without_step > _MOST_PASSES:
-            self._fail(self.not_stepped())
-
-    @property
-    def passes_without_step(self) -> int:
-        """Backward passes before the first step of an optimizer; 0 after it."""
-        return 0 if self._steps else self._now.passes
-
-    def not_stepped(self) -> UserCodeError:
-        """Return what is wrong where there are only such passes."""
-        return UserCodeError(
-            f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
-            "have it update by a torch.optim.Optimizer, or call model.zero_grad() after each update: that ends a step",
-        )
-
-    def ended_early(self) -> UserCodeError:
-        """Return what is wrong where the script has ended."""
-        if not self._made:
-            return UserCodeError(
-                f"{self._source.name} ended without having made an optimizer of torch",
-                "name the script that trains with torch, with the options with which it does",
-            )
-        return UserCodeError(
-            f"{self._source.name} ended before the second step of its optimizer",
-            "give it the options with which it trains, and for more steps",
-        )
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Note that what follows is within the step."""
-        self._is_stepping = True
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the step, and end the run after two of every optimizer."""
-        if not any(each is optimizer for each in self._optimizers):
-            self._optimizers.append(optimizer)
-        self._is_stepping = False
-        if (problem := self._now.problem(optimizer, self._source.name)) is not None:
-            self._fail(problem)
-        self._now.optimizer = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
-        self._steps.append(self._now)
-        self._now = _Between()
-        counts = Counter(step.optimizer for step in self._steps)
-        waits = len(self._made) > len(self._optimizers) and max(counts.values()) < _MOST_STEPS
-        if min(counts.values()) >= 2 and not waits:
-            try:
-                check_gradients(self._watch, self._source)
-                seen = self._seen(counts)
-            except BaseException as error:
-                self._fail(error)
-            self._finish(seen)
-
-    def _seen(self, counts: Counter[int]) -> Seen:
-        least = min(counts.values())
-        rare = {optimizer for optimizer, count in counts.items() if count == least}
-        anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
-        ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
-        whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
-        return Seen(
-            facts_of(unwrapped(self._first), None),
-            tuple(call for step in whole for call in step.calls),
-            sum(step.without_gradients for step in whole),
-            tuple((step.optimizer, step.passes) for step in whole),
-            anchor,
-            tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
-            self._watch.checkpoints,
-            torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
-            self._loading.workers,
-            self._loading.prefetch,
-            self._loss,
-            self._watch.compiles,
-            batch_words([frame for frame, _ in lines_above()], self._source.argv),
-            tuple(watch_options().loaders.items()),
-            self._normalizes,
-            self._watch.update is None or self._watch.update.is_honest,
-        )
-
-
-@dataclass
-class _Between:
-    """What was seen between two steps of optimizers."""
-
-    optimizer: int = 0
-    """The one that stepped at the end."""
-    passes: int = 0
-    passes_within: int = 0
-    """Those of them that the optimizer's own step made."""
-    without_gradients: int = 0
-    calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
-
-    def problem(self, optimizer: Any, name: str) -> UserCodeError | None:
-        """Say why its samples cannot be told; ``None`` where they can."""
-        if self.passes_within > 1:
-            return UserCodeError(
-                f"{type(optimizer).__name__} of {name} makes {self.passes_within} backward passes in each of its "
-                "steps, so that batch and speed say little of its training",
-                "search with an optimizer that makes one step of each backward pass",
-            )
-        has_gradients = any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"])
-        if self.passes == 0 and self.calls and has_gradients:
-            return UserCodeError(
-                f"{name} computes its gradients without a backward pass, as torch.autograd.grad does",
-                "have it call loss.backward(): backward passes are what micro-steps are counted by",
-            )
-        return None
 
 
 def _trained(runs: ScriptRuns[Seen], at: int) -> Seen:
