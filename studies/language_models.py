@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,9 @@ from typing import Any
 from autotune.core.candidate import Document
 
 _LAST_WORDS = 1500
+# After this long a process is interrupted, as by Ctrl-C: a search then prints what it has found.
 _LONGEST_SECONDS = 300.0
+_SECONDS_TO_END = 40.0
 _LORA = ["--peft", "lora"]
 _QLORA = [*_LORA, "--quantize", "4bit"]
 CASES: dict[str, list[str]] = {
@@ -50,11 +53,13 @@ def autotune(*words: str) -> Document:
     """Run a command that prints JSON; return what it printed, how it ended and how long it took."""
     started = time.monotonic()
     command = [sys.executable, "-m", "autotune", *words, "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_SECONDS)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, out, err = -1, "", f"stopped after {error.timeout} s"
+        out, err = process.communicate(timeout=_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=_SECONDS_TO_END)
+    code = process.returncode
     try:
         document = json.loads(out)
     except ValueError:
@@ -120,18 +125,23 @@ def summary(parts: dict[str, Document]) -> Document:
     }
 
 
-def run_case(name: str, words: list[str], asked: list[str], place: list[str], limit: str, folder: Path) -> Document:
+def run_case(
+    name: str, words: list[str], asked: list[str], place: list[str], given: argparse.Namespace, folder: Path
+) -> Document:
     """Predict, search and verify one case: the parts of it that are asked for."""
     storage = ["--storage", str(folder / f"{name}.db")]
     batch = ["--effective-batch", "16"]
-    tried = [*words, *batch, "--memory-limit", limit, *place, *storage]
+    tried = [*words, *batch, "--memory-limit", given.memory_limit, *place, *storage]
     commands = {
-        "predict": ["predict", *words, *batch, "--gpu", "h200", "--memory-limit", limit, *storage],
+        "predict": ["predict", *words, *batch, "--gpu", "h200", "--memory-limit", given.memory_limit, *storage],
         "search": ["search", *tried, "--study", name],
-        "verify": ["verify", name, *storage, "--steps", "50"],
+        "verify": ["verify", name, *storage, "--steps", str(given.steps)],
         "usual": ["search", *tried, *_USUAL, "--study", f"{name}-usual"],
     }
-    parts = {part: autotune(*command) for part, command in commands.items() if part in asked}
+    parts = {}
+    for part in (part for part in commands if part in asked):
+        parts[part] = autotune(*commands[part])
+        print(f"{name}: {part} took {parts[part]['seconds']} s", file=sys.stderr, flush=True)
     return {"name": name, "summary": summary(parts), "parts": parts}
 
 
@@ -142,15 +152,16 @@ def main() -> int:
     parser.add_argument("--only", help="names of cases, with commas")
     parser.add_argument("--parts", default="predict,search,verify,usual", help="with commas")
     parser.add_argument("--memory-limit", default="24GiB")
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps that verify trains (default: 50)")
     parser.add_argument("--try", action="store_true", dest="tries", help="tiny models on the CPU")
     given = parser.parse_args()
     cases = TINY if given.tries else CASES
     names = given.only.split(",") if given.only else list(cases)
     place = ["--device", "cpu", "--trials", "4"] if given.tries else []
-    limit = "1GiB" if given.tries else given.memory_limit
+    given.memory_limit = "1GiB" if given.tries else given.memory_limit
     for name in names:
         with tempfile.TemporaryDirectory(prefix="language-models-") as folder:
-            found = run_case(name, cases[name], given.parts.split(","), place, limit, Path(folder))
+            found = run_case(name, cases[name], given.parts.split(","), place, given, Path(folder))
         with given.json.open("a") as file:
             file.write(json.dumps(found) + "\n")
         told = {part: (each["exit_code"], each["seconds"]) for part, each in found["parts"].items()}
