@@ -275,9 +275,9 @@ def writes_in_a_thread(home: Path) -> None:
 
 @deed
 def leaves_a_process_that_writes(home: Path) -> None:
-    """Goes on when the process that started it is gone."""
+    """Goes on when the process that started it is gone, with the folder in its command line."""
     command = f"while kill -0 {os.getpid()}; do sleep 0.05; done; echo new > a; rm -rf kept"
-    subprocess.Popen(["setsid", "sh", "-c", command], cwd=home, stderr=subprocess.DEVNULL)
+    subprocess.Popen(["setsid", "sh", "-c", command, str(home)], cwd=home, stderr=subprocess.DEVNULL)
 
 
 class _Writes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -83,16 +84,14 @@ def run(server: ServerClient, kind: ProtectionKind, workload: Workload) -> tuple
         server.protection = None
 
 
-def wait_for_those_left_behind() -> None:
-    """Wait until the processes are gone that write once their trial has ended."""
-    while any(b"while kill -0" in command for command in _commands()):
-        time.sleep(0.05)
-
-
-def _commands() -> Iterator[bytes]:
+def left_behind(folder: Path) -> list[int]:
+    """The processes that write to the folder once the one that started them has ended."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            yield path.read_bytes()
+            if b"while kill -0" in (command := path.read_bytes()) and os.fsencode(folder) in command:
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.parametrize("share", ["some", pytest.param("all", marks=pytest.mark.whole)])
@@ -107,7 +106,8 @@ def test_nothing_that_code_does_touches_the_files(
             shutil.rmtree(deeds.place(folder, moment, name), ignore_errors=True)
     before = state(folder)
     inspected, tried = run(trial_server, kind, loop("train", DEEDS=share))
-    wait_for_those_left_behind()
+    while left_behind(folder):
+        time.sleep(0.05)
     assert state(folder) == before
     assert inspected.inspected.inspection is not None, inspected.problem
     assert tried.completed.measurement.samples_per_second > 0
@@ -132,6 +132,8 @@ def test_the_deeds_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             os.chdir(folder)
             if home.exists() and state(home) == before:
                 unseen.append(name)
+    for pid in left_behind(folder):
+        os.kill(pid, signal.SIGKILL)
     assert sorted(unseen) == ["changes an owner", "leaves a process that writes"]
     assert len(deeds.DEEDS) > 50
 
