@@ -154,6 +154,11 @@ class TestOrder:
         assert not any(levers_of(c.arm, LATE) for c in first[:-1])
         assert quick.best.candidate in first
 
+    def test_nothing_is_measured_again_before_a_lever_is_tried(self, tmp_path: Path) -> None:
+        _, runner = search_on_gpu(Gpu(), tmp_path)
+        first = next(i for i, c in enumerate(runner.candidates) if levers_of(c.arm, LATE))
+        assert len({*runner.candidates[:first]}) == first
+
     def test_another_precision_wins_with_graphs(self, tmp_path: Path) -> None:
         """The host takes longer in bf16, the GPU in tf32: without graphs tf32 is the fastest."""
         gpu = Gpu(gpu_seconds=0.0006, host_seconds=0.1)
