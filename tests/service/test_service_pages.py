@@ -101,6 +101,9 @@ def test_a_gpu_that_no_machine_has_is_said_at_once(visitor: TestClient, on_gpu: 
     form = {"model": "bert-large-uncased", "device": "b200"}
     told = "no machine has a GPU named b200; there are NVIDIA H200 (cuda)"
     assert visitor.get("/command", params=form).json()["note"] == told
+    several = visitor.get("/command", params={**form, "gpus": "2"}).json()
+    assert several["command"].endswith(" --gpus 2")
+    assert "names GPUs of one machine" in visitor.get("/command", params={**form, "gpus": "0,1"}).json()["problem"]
     assert told in visitor.get(visitor.post("/searches", data=form).headers["location"]).text
     assert '<option value="NVIDIA H200">' in visitor.get("/").text
 
@@ -205,15 +208,6 @@ def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: S
     visitor.post(f"/searches/{longer.id}/cancel")
     again = searches.job(visitor.post(f"/searches/{longer.id}/again").headers["location"].rpartition("/")[2])
     assert (again.id != longer.id, again.request["steps"], again.priority) == (True, 500, 2)
-
-
-def test_several_gpus_can_be_asked_for(visitor: TestClient, on_gpu: StandInEngine) -> None:
-    form = {"model": "bert-large-uncased", "effective_batch": "64", "gpus": "2"}
-    shown = visitor.get("/command", params=form).json()
-    assert shown["command"].endswith("--effective-batch 64 --gpus 2")
-    assert shown["note"] == "no machine has 2 GPUs; there are NVIDIA H200 (cuda)"
-    wrong = visitor.get("/command", params={**form, "gpus": "0,1"}).json()
-    assert "names GPUs of one machine" in wrong["problem"]
 
 
 def test_a_database_that_does_not_answer_is_said(visitor: TestClient, store: Store) -> None:

@@ -12,7 +12,7 @@ import pytest
 from serving import StandInEngine, waits_for_state, with_token
 from starlette.testclient import TestClient
 
-from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.core.errors import InvalidRequestError
 from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
 from autotune.service.searches import Searches
@@ -206,12 +206,6 @@ def test_a_service_has_an_address_here_and_one_for_others(
 ) -> None:
     settings = Settings("a.db", host=host, names=names)
     assert (settings.url, settings.shown_url) == expected
-
-
-def test_too_many_searches_are_refused(writer: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.service.searches.MOST_QUEUED", 1)
-    assert writer.post("/v1/searches", json=TINY).status_code == 202
-    assert writer.post("/v1/searches", json={**TINY, "seed": 1}).status_code == ServiceError("", status=429).status
 
 
 def test_a_token_that_submits_in_a_loop_is_stopped(

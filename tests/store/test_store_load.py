@@ -23,7 +23,7 @@ from sqlalchemy import insert
 
 from autotune.core.errors import StorageError
 from autotune.store.opening import open_store
-from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer, Queue
+from autotune.store.queue import AttemptOverError, JobRecord, Offer, Queue
 from autotune.store.records import now
 from autotune.store.repository import Store
 from autotune.store.tables import JobRow
@@ -226,18 +226,3 @@ def test_a_search_over_a_server_that_is_killed_is_resumed_to_the_same_answer(
         assert len({trial.number for trial in trials}) == len(trials)
         numbers = [trial.number for trial in optuna.load_study(study_name="disturbed", storage=store.optuna).trials]
         assert numbers == list(range(len(numbers)))
-
-
-def test_the_same_key_sent_many_times_at_once_is_one_job(postgres_url: str) -> None:
-    with open_store(postgres_url) as store:
-        ids: list[str] = []
-        threads = [
-            threading.Thread(target=lambda: ids.append(store.queue.submit("a", {}, Needs(), idempotency_key="k")[0].id))
-            for _ in range(20)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(ids) == 20
-        assert len(set(ids)) == 1

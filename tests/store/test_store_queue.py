@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from autotune.store.queue import MOST_LOSSES, AttemptOverError, JobRecord, Needs, Offer, Queue
+from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer, Queue
 from autotune.store.repository import Store
 from autotune.store.tables import PLACES_PER_PRIORITY
 
@@ -77,19 +77,6 @@ def test_devices_are_offered_what_fits_alone(queue: Queue, needs: Needs, offer: 
     assert offer.meets(needs) is fits
 
 
-def test_a_job_that_nothing_can_run_does_not_hold_up_the_others(queue: Queue) -> None:
-    submit(queue, "large", Needs("cuda", "h200"))
-    assert submit(queue, "small").id == start_next(queue).id
-
-
-def test_a_request_that_is_repeated_with_its_key_is_one_job(queue: Queue) -> None:
-    first, is_new = queue.submit("a", {}, Needs(), idempotency_key="key")
-    again, is_new_again = queue.submit("b", {}, Needs(), idempotency_key="key")
-    assert (first.id, is_new, is_new_again) == (again.id, True, False)
-    assert queue.job_with_key("key") == first
-    assert len(queue.jobs()) == 1
-
-
 def test_what_happens_to_a_job_is_numbered(queue: Queue) -> None:
     job = submit(queue)
     attempt = start_next(queue).attempts
@@ -125,25 +112,6 @@ def test_what_a_former_attempt_writes_changes_nothing(queue: Queue) -> None:
     assert [state for _, _, state in events_of(queue, job)] == ["queued", "running", "queued", "running", "finished"]
 
 
-def test_a_job_that_is_lost_again_and_again_has_failed(queue: Queue) -> None:
-    job = submit(queue)
-    states = [
-        queue.put_back(job.id, start_next(queue).attempts, "its process was ended", is_lost=True)
-        for _ in range(MOST_LOSSES)
-    ]
-    assert states == ["queued", "queued", "failed"]
-    ended = queue.job(job.id)
-    assert "3 attempts at this search were lost, the last one: its process" in ended.problem["message"]
-
-
-def test_a_job_put_back_without_a_loss_may_be_tried_as_often_as_before(queue: Queue) -> None:
-    job = submit(queue)
-    for _ in range(MOST_LOSSES + 1):
-        queue.put_back(job.id, start_next(queue).attempts, "the service ends", is_lost=False)
-    last = start_next(queue)
-    assert (last.losses, last.attempts) == (0, MOST_LOSSES + 2)
-
-
 def test_cancelling(queue: Queue) -> None:
     queued, running, lost = submit(queue, "a"), submit(queue, "b"), submit(queue, "c")
     assert queue.cancel(queued.id).state == "cancelled"  # type: ignore[union-attr]
@@ -166,15 +134,6 @@ def test_a_job_is_found_by_its_study_the_latest_first(queue: Queue) -> None:
     assert [job.number for job in queue.jobs(study="bert")] == [2, 1]
     assert [job.number for job in queue.jobs(before=2)] == [1]
     assert queue.jobs(states=["running"]) == []
-
-
-def test_tokens(queue: Queue) -> None:
-    queue.add_token("ann", "digest", "read")
-    found = queue.token("digest")
-    assert (found.name, found.role) == ("ann", "read")
-    assert queue.token("other") is None
-    assert queue.remove_token("ann")
-    assert queue.tokens() == []
 
 
 def test_several_that_start_jobs_at_once_never_start_one_twice(store: Store) -> None:
