@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
 
 import pytest
-from searching import H200, RecordingObserver, facts
+from searching import RecordingObserver
 
-from autotune.core.code_interface import CodeInterface
-from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.results.export import make_export, render, render_launch
 from autotune.results.warnings import notes
-from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
 
@@ -80,13 +76,3 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
     assert started == ([*own, *shlex.split(render(export, "cli"))] if kind == "script" else ["train.py"])
     arguments = json.loads(render(export, "json"))
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 16
-
-
-def test_a_loop_of_its_own_is_measured_on_one_gpu(folder: Path) -> None:
-    source = dataclasses.replace(find_script(["train.py"], 2), interface=CodeInterface("accelerate"))
-    second = dataclasses.replace(H200, uuid="GPU-1", index=1)
-    request = SearchRequest(
-        Workload.of_source(source), H200, others=(second,), world_size=2, effective_batch=32, optims=()
-    )
-    with pytest.raises(InvalidRequestError, match="trains in a loop of its own, which is measured on one GPU only"):
-        prepare(request, facts(interface=CodeInterface("accelerate")))

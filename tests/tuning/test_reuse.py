@@ -118,8 +118,10 @@ class TestAnswers:
         for other in (Candidate(BF16, 16), Candidate(BF16, 32, 2), Candidate(Arm("tf32"), 32)):
             assert known.answer(other, Effort()) is None
 
-    @pytest.mark.parametrize("outcome", [Failed("error", "broken"), Failed("timeout", "slow")])
-    def test_faults_say_nothing(self, outcome: Outcome) -> None:
+    @pytest.mark.parametrize(
+        "outcome", [Failed("error", "broken"), Failed("timeout", "slow"), OutOfMemory("killed", where="host")]
+    )
+    def test_faults_and_the_hosts_memory_say_nothing(self, outcome: Outcome) -> None:
         candidate = Candidate(BF16, 32)
         assert library(past(candidate, outcome)).answer(candidate, Effort()) is None
 
@@ -130,10 +132,6 @@ class TestAnswers:
         once_more = outcome_from_document(outcome_document(dataclasses.replace(disturbed, run_again=False)))
         assert library(past(candidate, once_more)).answer(candidate, Effort()) is None
 
-    def test_host_memory_says_nothing(self) -> None:
-        candidate = Candidate(BF16, 32)
-        assert library(past(candidate, OutOfMemory("killed", where="host"))).answer(candidate, Effort()) is None
-
     def test_the_latest_of_several_and_one_in_full_before_all(self) -> None:
         candidate = Candidate(BF16, 8, 8)
         partly = [past(candidate, completed(candidate, micro_steps_run=3), number=number) for number in (1, 3)]
@@ -143,12 +141,6 @@ class TestAnswers:
         assert library(*partly).answer(candidate, Effort(), in_full=True) is None
         source = source_of(library(partly[0], in_full, partly[1]).answer(candidate, Effort(), in_full=True))
         assert source.number == 2
-
-    def test_once_over_the_line_is_over(self) -> None:
-        candidate = Candidate(BF16, 8, 8)
-        trials = [past(candidate, completed(candidate, gib)) for gib in (19.9, 10.0)]
-        found = library(*trials).answer(candidate, Effort())
-        assert found.measurement.peak_reserved_bytes > 19 * GIB
 
     def test_no_room_for_a_copy_of_ddps_buckets_is_over_too(self) -> None:
         candidate = Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 4)
@@ -209,7 +201,9 @@ class TestSecondMeasurements:
     def test_nothing_is_derived(self) -> None:
         known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4))))
         wanted = Candidate(BF16, 16, 8)
-        assert known.answer(wanted, Effort()) is not None
+        derived = known.answer(wanted, Effort())
+        assert derived is not None
+        assert distinct_processes([("a", derived)]) == 0
         assert known.answer(wanted, Effort(), not_from={"own"}) is None
 
     def test_running_out_answers_once(self) -> None:
@@ -220,8 +214,9 @@ class TestSecondMeasurements:
 
     def test_one_over_the_line_answers_once(self) -> None:
         candidate = Candidate(BF16, 8, 8)
-        over = past(candidate, completed(candidate, 19.9))
-        assert library(over).answer(candidate, Effort()) is not None
+        over, under = (past(candidate, completed(candidate, gib)) for gib in (19.9, 10.0))
+        found = library(over, under).answer(candidate, Effort())
+        assert found.measurement.peak_reserved_bytes > 19 * GIB
         assert library(over).answer(candidate, Effort(), not_from={over.trial.id}) is None
 
 
@@ -236,12 +231,6 @@ class TestProcesses:
         assert reused is not None
         assert distinct_processes([("a", reused), ("b", reused)]) == 1
         assert distinct_processes([("a", reused), ("b", own), ("c", own)]) == 3
-
-    def test_a_derived_one_does_not_count(self) -> None:
-        known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4))))
-        derived = known.answer(Candidate(BF16, 16, 8), Effort())
-        assert derived is not None
-        assert distinct_processes([("a", derived)]) == 0
 
 
 class TestDerived:
@@ -299,6 +288,14 @@ class TestSearches:
         document = report_document(study_view(report))
         assert {trial["reused_from"]["study"] for trial in document["trials"]} == {"first"}
         assert document["baseline"]["number"] == 0
+        # The dashboard has them all, and a third search has them from the first as well.
+        theirs = optuna.load_study(study_name="second", storage=store.optuna)
+        assert {trial.user_attrs["stage"] for trial in theirs.trials} == {"reused"}
+        assert all(trial.user_attrs["reused_from"].endswith(" of first") for trial in theirs.trials)
+        fastest = max(trial.value for trial in theirs.trials if trial.value is not None)
+        assert fastest == pytest.approx(first.best.outcome.measurement.samples_per_second, rel=0.02)
+        third = search(store, RecordedRunner(EFFECTIVE_64), study="third")
+        assert {source.study for t in third.trials if (source := source_of(t.outcome))} == {"first"}
 
     def test_all_processes_of_a_candidate_answer(self, store: Store) -> None:
         """Not the latest alone: the second search promises what the first one did."""
@@ -316,22 +313,6 @@ class TestSearches:
         assert promised[1]["processes_measured"] == count
         assert second.best.candidate == first.best.candidate
 
-    def test_the_dashboard_has_them_all(self, store: Store) -> None:
-        first = search(store, RecordedRunner(EFFECTIVE_64), study="first")
-        search(store, RecordedRunner(EFFECTIVE_64), study="second")
-        theirs = optuna.load_study(study_name="second", storage=store.optuna)
-        assert {trial.user_attrs["stage"] for trial in theirs.trials} == {"reused"}
-        assert all(trial.user_attrs["reused_from"].endswith(" of first") for trial in theirs.trials)
-        values = [trial.value for trial in theirs.trials if trial.value is not None]
-        best = first.best.outcome
-        assert max(values) == pytest.approx(best.measurement.samples_per_second, rel=0.02)
-
-    def test_fresh_measures_everything_anew(self, store: Store) -> None:
-        first, second = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
-        search(store, first, study="first")
-        search(store, second, study="second", fresh=True)
-        assert second.candidates == first.candidates
-
     @pytest.mark.parametrize(
         "changed", [{"driver": "600"}, {"measurement_revision": 99}, {"packages": {"torch": "2.14.0"}}]
     )
@@ -339,6 +320,12 @@ class TestSearches:
         first, second = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
         search(store, first, study="first")
         search(store, second, given=with_environment(prepared(study="second"), **changed))
+        assert second.candidates == first.candidates
+
+    def test_fresh_measures_everything_anew(self, store: Store) -> None:
+        first, second = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
+        search(store, first, study="first")
+        search(store, second, study="second", fresh=True)
         assert second.candidates == first.candidates
 
     def test_another_machine_of_the_kind_proves_nothing(self, store: Store) -> None:
@@ -367,12 +354,6 @@ class TestSearches:
         assert found.study.left_out == alone.study.left_out
         assert {trial.candidate.arm for trial in found.trials} == {trial.candidate.arm for trial in alone.trials}
         assert found.best.candidate.arm == alone.best.candidate.arm
-
-    def test_reused_trials_are_no_source_themselves(self, store: Store) -> None:
-        search(store, RecordedRunner(EFFECTIVE_64), study="first")
-        search(store, RecordedRunner(EFFECTIVE_64), study="second")
-        third = search(store, RecordedRunner(EFFECTIVE_64), study="third")
-        assert {source.study for t in third.trials if (source := source_of(t.outcome))} == {"first"}
 
     def test_a_budget_counts_what_is_run(self, store: Store) -> None:
         search(store, RecordedRunner(EFFECTIVE_64), study="first", trials=3)

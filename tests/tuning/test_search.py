@@ -50,6 +50,11 @@ class TestFromEndToEnd:
         assert len(run.trials) <= 11
         assert sum(isinstance(trial.outcome, OutOfMemory) for trial in run.trials) <= 2
         assert len(set(runner.candidates)) == len(runner.candidates)
+        # The baseline comes first, what was measured in full is not run again, and there is nothing to explain.
+        assert run.observer.started[0][1:] == (BASELINE, "baseline")
+        assert (run.observer.stages().count("baseline"), run.observer.stages().count("final")) == (1, 0)
+        assert run.study.baseline_trial_id == run.trials[0].id
+        assert run.observer.notes == []
 
     def test_everything_is_recorded_as_it_happened(self, store: Store) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
@@ -93,12 +98,6 @@ class TestFromEndToEnd:
 
 
 class TestBaseline:
-    def test_comes_first(self, store: Store) -> None:
-        run = search(store, RecordedRunner(EFFECTIVE_64))
-        assert run.observer.started[0][1:] == (BASELINE, "baseline")
-        assert run.observer.stages().count("baseline") == 1
-        assert run.study.baseline_trial_id == run.trials[0].id
-
     def test_outside_the_space_is_measured_and_never_wins(self, store: Store) -> None:
         """The defaults are fp32; --precision bf16 does not search that."""
         # fp32 is by far the fastest here.
@@ -315,10 +314,6 @@ class TestFinal:
         assert run_seconds <= 32
         assert final.timeout_seconds > 180 + 4 * run_seconds
 
-    def test_one_measured_in_full_already_is_not_run_again(self, store: Store) -> None:
-        run = search(store, RecordedRunner(EFFECTIVE_64))
-        assert "final" not in run.observer.stages()
-
     def test_takes_the_last_trial_of_the_budget(self, store: Store) -> None:
         run = search(store, RecordedRunner(EFFECTIVE_64), memory_limit_bytes=self.LIMIT, trials=6)
         assert run.observer.stages()[-1] == "final"
@@ -423,6 +418,3 @@ class TestLevels:
         assert [note for note in run.observer.notes if "multiple" in note] == [
             "no multiple of 8 divides what a device gets of effective batch 12; going down to multiples of 4"
         ]
-
-    def test_nothing_is_said_where_8_will_do(self, store: Store) -> None:
-        assert search(store, RecordedRunner(EFFECTIVE_64)).observer.notes == []
