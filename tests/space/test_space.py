@@ -168,11 +168,6 @@ class TestContains:
     def test_of_a_candidate(self, arm: Arm, batch: int, accumulation: int, expected: bool) -> None:
         assert self.SPACE.contains(Candidate(arm, batch, accumulation)) is expected
 
-    def test_the_baseline_of_a_space_without_fp32_is_outside(self) -> None:
-        baseline = self.SPACE.baseline("sdpa")
-        assert baseline == Candidate(Arm("fp32"), 8, 8)
-        assert not self.SPACE.contains(baseline)
-
 
 class TestPrecisions:
     @pytest.mark.parametrize(

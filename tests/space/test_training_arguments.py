@@ -47,13 +47,6 @@ def test_a_compiled_fp32_stays_without_tf32() -> None:
     assert training_arguments(Candidate(Arm("bf16", torch_compile=True), 8), NEW, "cuda")["tf32"] is None
 
 
-def test_batches_and_optimizer_are_taken_over() -> None:
-    arguments = training_arguments(Candidate(Arm(optim="adafactor"), 24, 3), NEW, "cuda")
-    assert arguments["per_device_train_batch_size"] == 24
-    assert arguments["gradient_accumulation_steps"] == 3
-    assert arguments["optim"] == "adafactor"
-
-
 def test_levers_are_said_also_where_they_are_off() -> None:
     arguments = training_arguments(Candidate(Arm(torch_compile=True), 8), NEW, "cuda")
     assert arguments["torch_compile"] is True

@@ -82,12 +82,6 @@ def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> N
     assert outcome.during == "train"
 
 
-def test_a_trial_without_a_scaler_skips_nothing(trial_server: ServerClient) -> None:
-    outcome = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(), 4)).outcome
-    assert outcome.measurement.skipped_steps == 0
-    assert outcome.measurement.joules_per_sample is None
-
-
 @pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "vit-tiny", "llama-tiny"])
 def test_dropout_is_off_whatever_its_name(model: str) -> None:
     """No module of the model that is built then drops anything."""

@@ -115,6 +115,7 @@ def test_micro_steps_that_were_left_out_are_added(clock: FakeClock) -> None:
     assert drive.measured.step_seconds == pytest.approx(3.1 + 5 * (0.8 + 0.1))
     assert drive.measured.step_seconds_each == pytest.approx([7.6, 7.6])
     assert drive.measured.samples_per_second == pytest.approx(64 / 7.6)
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 7.6 / 64)
     assert drive.measured.data_seconds == pytest.approx(0.8)
     assert drive.measured.optimizer_seconds == pytest.approx(0.2)
     assert drive.measured.micro_steps_run == 3
@@ -141,6 +142,7 @@ def test_warm_up_steps_are_kept_apart(clock: FakeClock) -> None:
     drive.run(extra=(10.0, 5.0))
     assert drive.measured.warmup_step_seconds == pytest.approx([11.0, 6.0])
     assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0])
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 1.0 / 8)
 
 
 def test_the_mean_stands_for_the_steps_less_one_that_was_delayed(clock: FakeClock) -> None:
@@ -168,12 +170,8 @@ def test_when_it_stops(clock: FakeClock, effort: Effort, extra: tuple[float, ...
     drive.run(extra=extra)
     assert drive.steps == list(range(1, steps + 1))
     assert len(drive.measured.step_seconds_each) == steps - effort.warmup_steps
-
-
-def test_a_single_step_has_no_spread_to_tell(clock: FakeClock) -> None:
-    drive = Drive(candidate(8), Effort(warmup_steps=0, min_steps=1, max_steps=1), clock)
-    drive.run()
-    assert drive.measured.relative_spread == 0.0
+    # A single step has no spread to tell.
+    assert (drive.measured.relative_spread == 0.0) is (effort.max_steps == 1)
 
 
 def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
@@ -187,18 +185,6 @@ def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
     assert drive.measured.peak_reserved_first_step_bytes == 110 * MIB
     assert drive.measured.device_used_bytes == 400 * MIB
     assert drive.measured.allocation_retries == 3
-
-
-def test_energy_is_that_of_the_measured_steps(clock: FakeClock) -> None:
-    drive = Drive(candidate(8), Effort(warmup_steps=2, min_steps=2, target_spread=0.1, max_seconds=1000.0), clock)
-    drive.run(extra=(10.0, 5.0))
-    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 1.0 / 8)
-
-
-def test_energy_of_micro_steps_that_were_left_out_is_added(clock: FakeClock) -> None:
-    drive = Drive(candidate(8, 8), STEADY, clock)
-    drive.run(data=0.3, micro=(1.0, 0.8), optimizer=0.2)
-    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 7.6 / 64)
 
 
 def test_too_short_a_time_tells_no_energy(clock: FakeClock) -> None:

@@ -98,12 +98,6 @@ def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None
     assert timer._scaler.step_was_skipped()
 
 
-def test_without_a_scaler_nothing_is_skipped() -> None:
-    assert ScalerWatch().step_was_skipped() is False
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    assert ScalerWatch(disabled).step_was_skipped() is False
-
-
 def test_another_scale_to_begin_with_is_counted_too() -> None:
     scaling = Scaling()
     scaling.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

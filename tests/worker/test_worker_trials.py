@@ -35,6 +35,7 @@ def check_sane(outcome: Completed, candidate: Candidate) -> None:
     assert 0 < measured.data_seconds < measured.step_seconds
     assert measured.train_loss is not None
     assert math.isfinite(measured.train_loss)
+    assert (measured.skipped_steps, measured.joules_per_sample) == (0, None)
     assert list(outcome.phase_seconds) == ["device", "model", "trainer", "train"]
     assert all(seconds >= 0 for seconds in outcome.phase_seconds.values())
     assert outcome.phase_seconds["train"] > sum(measured.warmup_step_seconds)
@@ -62,15 +63,6 @@ def test_a_decoder_classifies(trial_server: ServerClient, model: str) -> None:
     workload = tiny_workload(model, task="sequence-classification", padding=0.3)
     candidate = Candidate(Arm(), 4)
     check_sane(trial_server.trial(workload, candidate).completed, candidate)
-
-
-def test_checkpointing_saves_memory(trial_server: ServerClient) -> None:
-    workload = tiny_workload("llama-tiny", seq_len=128, config={"num_hidden_layers": 8})
-    peaks = [
-        trial_server.trial(workload, Candidate(Arm(gradient_checkpointing=on), 16)).completed.measurement
-        for on in (False, True)
-    ]
-    assert peaks[1].peak_reserved_bytes < 0.7 * peaks[0].peak_reserved_bytes
 
 
 def test_bf16_computes_otherwise_and_the_seed_decides_the_rest(trial_server: ServerClient) -> None:
@@ -101,11 +93,6 @@ def test_inputs_of_micro_steps_that_are_left_out_are_in_the_peak(trial_server: S
     assert many.peak_allocated_bytes - three.peak_allocated_bytes > 0.9 * left_out_bytes
 
 
-def test_bf16_with_checkpointing_and_eager_attention_completes(trial_server: ServerClient) -> None:
-    candidate = Candidate(Arm("bf16", gradient_checkpointing=True, attn_implementation="eager"), 4, 2)
-    check_sane(trial_server.trial(tiny_workload("bert-tiny"), candidate).completed, candidate)
-
-
 def test_weights_in_bfloat16_take_half(trial_server: ServerClient) -> None:
     # 32 MiB of embeddings in float32; gradients and Adam's two moments come on top.
     config = {"vocab_size": 131072}
@@ -133,14 +120,6 @@ def test_a_part_of_an_accumulation_stands_for_the_whole(trial_server: ServerClie
         assert part.samples_per_second == pytest.approx(64 / part.step_seconds)
         assert part.peak_reserved_bytes == pytest.approx(whole.peak_reserved_bytes, rel=0.25)
     assert 0.5 < ratios[-1] < 2, ratios
-
-
-def test_a_single_step_is_enough_where_that_is_all_that_is_asked(trial_server: ServerClient) -> None:
-    effort = Effort(min_steps=1, max_steps=1)
-    measured = trial_server.trial(tiny_workload("vit-tiny"), Candidate(Arm(), 8), effort).completed.measurement
-    assert len(measured.step_seconds_each) == 1
-    assert len(measured.warmup_step_seconds) == 2, "memory is believed only after two whole steps"
-    assert measured.relative_spread == 0.0
 
 
 # Memory that imports used and freed may hold the model, too.
