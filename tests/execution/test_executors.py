@@ -14,7 +14,6 @@ from recorded import ComputedRunner
 from tiny import tiny_workload
 
 from autotune.core.errors import DeviceError
-from autotune.core.outcome import Completed
 from autotune.core.placement import Placement, RankDevices
 from autotune.core.units import GIB
 from autotune.devices import Device
@@ -70,16 +69,6 @@ def test_all_servers_start_with_the_first_trial(
         executor.submit(job("complete"))
         assert started == ["one", "two"]
         executor.close()
-
-
-def test_two_real_trials_train_at_the_same_time(cpu: Device, tmp_path: Path, job: Callable[[str], TrialJob]) -> None:
-    workload = tiny_workload("bert-tiny")
-    with TrialServer(cpu, workload, tmp_path / "one") as one, TrialServer(cpu, workload, tmp_path / "two") as two:
-        executor = LocalExecutor([one, two])
-        for name in ("first", "second"):
-            executor.submit(job(name))
-        found = ExecutorContract().outcomes(executor, 2)
-    assert all(isinstance(outcome, Completed) for outcome in found.values()), found
 
 
 class TestPlacement:

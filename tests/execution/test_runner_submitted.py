@@ -14,8 +14,8 @@ from run_trial import run_trial
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.jobs import Job
-from autotune.core.messages import Answer, Progress
-from autotune.core.outcome import Completed, Failed
+from autotune.core.messages import Answer
+from autotune.core.outcome import Completed
 from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode
 from autotune.execution import TrialServer
@@ -82,16 +82,3 @@ def test_its_time_limit_is_its_own(stand_in_runner: TrialServer) -> None:
     stand_in_runner.submit("hang", WORK, 0.3)
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
     assert answers_of_next(stand_in_runner, 1)["hang"].timed_out is True
-
-
-def test_a_killed_server_ends_it_without_a_result(stand_in_runner: TrialServer) -> None:
-    stand_in_runner.submit("hang", WORK, 300)
-
-    def kill_server(record: Progress) -> None:
-        (server,) = processes_named("stand_in_server", children(os.getpid()))
-        os.kill(server, signal.SIGKILL)
-
-    outcome = run_trial(stand_in_runner, "complete, hang", progress=kill_server)
-    assert isinstance(outcome, Completed | Failed)
-    assert stand_in_runner.ended()["hang"].lost is True
-    assert isinstance(run_trial(stand_in_runner, "complete"), Completed)

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import warm
-from processes import all_gone, children, is_alive, processes_named, wait_until
+from processes import all_gone, children, is_alive, processes_named
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.messages import Progress
-from autotune.core.outcome import Completed, OutOfMemory
-from autotune.core.units import MIB
+from autotune.core.outcome import Completed
 from autotune.devices import Device
 from autotune.execution import TrialServer
 
@@ -79,6 +78,7 @@ def test_a_trial_completes_alone_although_launched_among_others(runner: TrialSer
     assert [record.phase for record in records if record.phase] == ["device", "model", "trainer", "train"]
     assert 1 in [record.step for record in records]
     assert "train_runtime" in log.read_text()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (log, runner.server_log)] == [0o600, 0o600]
 
 
 def test_the_server_imports_no_more_than_its_workload_needs(runner: TrialServer, servers: Servers) -> None:
@@ -89,22 +89,6 @@ def test_the_server_imports_no_more_than_its_workload_needs(runner: TrialServer,
     assert "libarrow" not in loaded
 
 
-def test_out_of_memory_is_an_outcome(runner: TrialServer) -> None:
-    outcome = run_trial(runner, cap_bytes=4 * MIB)
-    assert isinstance(outcome, OutOfMemory)
-    assert isinstance(run_trial(runner), Completed)
-
-
-def test_an_error_keeps_traceback_and_log(runner: TrialServer, tmp_path: Path) -> None:
-    log = tmp_path / "trial.log"
-    outcome = run_trial(runner, candidate=Candidate(Arm(optim="adamw_no_such"), 4), log_path=log)
-    assert outcome.reason == "error"
-    assert "adamw_no_such" in outcome.message
-    assert outcome.traceback in log.read_text()
-    server_log = runner.server_log
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (log, server_log)] == [0o600, 0o600]
-
-
 def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporary: Path) -> None:
     records: list[Progress] = []
     outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
@@ -113,45 +97,6 @@ def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporar
     assert outcome.message.startswith("stopped after the time limit of 3 s")
     # torch makes a cache for all processes of a user where nothing has told it of another.
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
-    assert isinstance(run_trial(runner), Completed)
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_a_trial_that_is_killed_from_outside_says_by_what(runner: TrialServer, servers: Servers, name: str) -> None:
-    (server,) = servers()
-
-    def kill(record: Progress) -> None:
-        if record.step == 2:
-            os.kill(trial_of(server), signal.Signals[name])
-
-    outcome = run_trial(runner, effort=ENDLESS, progress=kill)
-    assert outcome.reason == "killed"
-    assert name in outcome.message
-    assert outcome.during == "train"
-    assert servers() == [server]
-    assert isinstance(run_trial(runner), Completed)
-
-
-@pytest.mark.whole
-def test_a_second_runner_disturbs_neither(
-    runner: TrialServer, servers: Servers, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # With two threads this time: a forked trial must be able to start its own.
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    with TrialServer(cpu, tiny_workload("gpt2-tiny"), tmp_path) as other:
-        # A process that was just made may not bear its command line yet.
-        assert wait_until(lambda: len(servers()) == 2, 10)
-        first, second = servers()
-
-        def in_between(record: Progress) -> None:
-            if record.step == 1:
-                outcomes.append(run_trial(other, candidate=Candidate(Arm(), 2)))
-
-        outcomes: list[object] = []
-        outcomes.append(run_trial(runner, progress=in_between))
-        assert [type(outcome) for outcome in outcomes] == [Completed, Completed]
-        assert {first, second} == set(servers())
-    assert servers() == [first]
     assert isinstance(run_trial(runner), Completed)
 
 

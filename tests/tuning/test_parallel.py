@@ -65,11 +65,6 @@ def test_the_ceiling_and_the_devices_are_those_of_all() -> None:
     assert request.document() == SearchRequest(BERT_LARGE, H200, effective_batch=64).document()
 
 
-def test_unequal_gpus_are_refused() -> None:
-    with pytest.raises(DeviceError, match="NVIDIA H200 and NVIDIA L4 are not equal"):
-        SearchRequest(BERT_LARGE, H200, beside=(dataclasses.replace(SECOND, name="NVIDIA L4"),), effective_batch=64)
-
-
 def test_the_option_makes_slots_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from autotune.core.options import BY_NAME
 
