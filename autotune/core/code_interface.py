@@ -19,12 +19,12 @@ SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where samples go into a model: a dimension of what an outermost model is called with."""
+    """Where the samples of a model are counted: a dimension of what an outermost model is called with, or returns."""
 
     model: str
     """``GPT#0``: its class, and its place in the order of the models' first calls."""
     path: str
-    """Where the tensor stands among what the model is called with: ``0``, ``1.input_ids``."""
+    """Where the tensor stands in what the model is called with, ``0``, ``1.input_ids``; or returns, ``out.logits``."""
     dimension: int
     factor: int = 1
     """Rows for each sample: tokens, where a model takes them all in one dimension."""

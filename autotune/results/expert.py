@@ -41,11 +41,17 @@ class Expert:
     """The winner's speed over this one."""
 
     def describe(self) -> str:
-        """Return ``1.42 × bf16 at the largest batch that fits (64 × 1  bf16, measured)``."""
-        arm = self.candidate.arm
-        what = f"{arm.precision} at the largest batch {'tried' if self.may_be_larger else 'that fits'}"
+        """Return ``1.42 × bf16 at the largest batch that fits (64 × 1  bf16: measured)``."""
         how = "measured" if self.is_measured else "predicted"
+        what = f"{self.candidate.arm.precision} at {self.batch}"
         return f"{self.speedup:.2f} × {what} ({self.candidate.describe()}: {how})"
+
+    @property
+    def batch(self) -> str:
+        """What is said of its batch: a larger one may fit where it is not the largest that fits."""
+        if not self.may_be_larger:
+            return "the largest batch that fits"
+        return "the largest batch tried" if self.is_measured else "a larger batch"
 
 
 def expert_of(report: Report) -> Expert | None:

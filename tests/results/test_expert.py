@@ -72,6 +72,7 @@ def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
         assert found is not None
         assert (found.candidate.per_device_train_batch_size, found.is_measured) == (batch, True)
         assert f"at the largest batch tried {words}" in found.describe()
+        assert f"at a larger batch {words}" in dataclasses.replace(found, is_measured=False).describe()
 
 
 def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None:

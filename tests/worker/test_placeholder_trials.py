@@ -29,12 +29,13 @@ p.add_argument("--dtype", default="float32")
 p.add_argument("--ckpt", action="store_true")
 p.add_argument("--steps", type=int, default=60)
 p.add_argument("--config")
-p.add_argument("--shape", default="plain", choices="plain named flat rows gan wgan two parts teacher".split())
+p.add_argument("--shape", default="plain", choices="plain named flat rows graphs gan wgan two parts teacher".split())
 p.add_argument("--evaluate-every", type=int, default=0)
 p.add_argument("--save-every", type=int, default=0)
 p.add_argument("--compile", action="store_true")
 p.add_argument("--double", action="store_true", help="take twice the batch that was asked for, with accumulation")
 p.add_argument("--freeze", action="store_true")
+p.add_argument("--casts", action="store_true", help="each layer casts by itself")
 args = p.parse_args()
 if args.config:
     vars(args).update(json.load(open(args.config))["training"])
@@ -51,9 +52,14 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
-    def forward(self, ids, scale=1.0):
+    def forward(self, ids, scale=1.0, owner=None):
         ids = torch.stack([row["ids"] for row in ids]) if isinstance(ids, list) else ids
         x = self.a(ids) * scale
+        if args.casts:
+            dtype = getattr(torch, args.dtype)
+            return torch.nn.functional.linear(x.to(dtype), self.b.weight.to(dtype)).float()
+        if owner is not None:
+            return torch.zeros(int(owner.max()) + 1, 16).index_add(0, owner, self.b(x))
         return checkpoint(self.b, x, use_reentrant=False) if args.ckpt else self.b(x)
 
 def loss_of(net, ids):
@@ -61,10 +67,14 @@ def loss_of(net, ids):
         return net(ids=ids).float().logsumexp(-1).mean()
     if args.shape == "rows":
         return net([{"ids": row} for row in ids]).float().logsumexp(-1).mean()
+    if args.shape == "graphs":
+        sizes = torch.randint(3, 9, (len(ids),))
+        owner = torch.arange(len(ids)).repeat_interleave(sizes)
+        return net(torch.cat([row[:size] for row, size in zip(ids, sizes)]), owner=owner).logsumexp(-1).mean()
     return net(ids.reshape(-1) if args.shape == "flat" else ids).float().logsumexp(-1).mean()
 
 # With float32 as well: on a GPU such an autocast stays on. On a CPU, torch turns one off that is made with it.
-cast = torch.autocast("cpu")
+cast = torch.autocast("cpu", enabled=not args.casts)
 cast.fast_dtype = getattr(torch, args.dtype)
 net, other = Net(), Net()
 if args.freeze:
@@ -75,6 +85,9 @@ second = torch.optim.AdamW(other.parameters(), 0.01)
 if args.compile:
     net = torch.compile(net, backend="eager")
 new = lambda: torch.randint(16, (batch, 8))
+if args.shape == "teacher":
+    with torch.no_grad():
+        (net if batch in (2, 4) else other)(new())  # which is first is chance
 for step in range(args.steps):
     if args.evaluate_every and step % args.evaluate_every == 0:
         net.eval()
@@ -161,6 +174,8 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
         (OPTIONS + " --shape gan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape rows", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        # Samples of many sizes in one tensor, that come out one by one.
+        (OPTIONS + " --shape graphs", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape teacher", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape parts --compile", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         # Accumulation from a total: one that it is told, one in tokens, and one of its own.
@@ -172,6 +187,10 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
         ("-b 6 --accum {accumulation}", ["accumulation"], {"batch": 6}, (6, 1, "fp32")),
         ("'{checkpointing:on=--ckpt}' -b 6 --dtype bfloat16", ["checkpointing"], {"accumulation": 1, "batch": 6},
          (6, 1, "bf16")),
+        # By casts of the layers' own.
+        ("-b {batch} --casts --dtype '{precision:bf16=bfloat16,fp32=float32}'", ["batch", "precision"],
+         {"accumulation": 1}, (3, 1, "fp32")),
+        ("-b {batch} --casts --dtype bfloat16", ["batch"], {"accumulation": 1}, (3, 1, "bf16")),
         # In the environment.
         ("BATCH={batch} loop.py", ["batch"], {"accumulation": 1}, (3, 1, "fp32")),
     ],
@@ -264,6 +283,12 @@ batch, kind = int(sys.argv[1]), sys.argv[2]
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 weights = list(net.parameters())
 opt = torch.optim.LBFGS(weights, max_iter=4) if kind == "lbfgs" else torch.optim.SGD(weights, 0.01)
+owned = {weight: torch.optim.SGD([weight], 0.01) for weight in weights if kind == "within"}
+def update(weight):
+    owned[weight].step()
+    owned[weight].zero_grad()
+for weight in owned:
+    weight.register_post_accumulate_grad_hook(update)
 for step in range(60):
     x = torch.randn(batch, 8)
     def closure():
@@ -273,6 +298,8 @@ for step in range(60):
         return loss
     if kind in ("lbfgs", "closure"):
         opt.step(closure)
+    elif kind == "within":
+        net(x).square().mean().backward()
     elif kind in ("by hand", "cleared"):
         net.zero_grad() if kind == "cleared" else None
         closure() if kind == "by hand" else net(x).square().mean().backward()
@@ -285,8 +312,8 @@ for step in range(60):
 """
 
 
-@pytest.mark.parametrize("kind", ["closure", "cleared"])
-def test_updates_are_made_with_the_backward_pass_within_and_by_hand(
+@pytest.mark.parametrize("kind", ["closure", "within", "cleared"])
+def test_updates_are_made_around_and_within_the_backward_pass_and_by_hand(
     trial_server: ServerClient, folder: Path, kind: str
 ) -> None:
     (folder / "loop.py").write_text(UPDATES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 ShapesByPlace = dict[str, tuple[int, ...]]
-"""The shapes of the tensors that a model is called with, then lengths of rows, by where they stand: ``1.input_ids``."""
+"""The shapes of the tensors that a model is called with, then lengths of rows, by where they stand: ``1.input_ids``;
+then the shapes of those that it returns: ``out.logits``."""
 
 
 class Listener:
@@ -15,7 +16,7 @@ class Listener:
         """Handle a call of an outermost module with parameters; one that ``trains`` computes gradients."""
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
-        """Handle the end of such a call, given the shapes of its inputs and its result."""
+        """Handle the end of such a call, given the shapes of its inputs and outputs, and its result."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Handle the start of a backward pass from these tensors."""

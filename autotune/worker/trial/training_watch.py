@@ -128,6 +128,8 @@ class TrainingWatch:
         self._undo: list[Callable[[], None]] = []
         self.is_removed = False
         self._has_optimizer = self._has_passed = False
+        self._stepped_within: Any = None
+        """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
         self._thread = threading.get_ident()
         self._forget()
@@ -280,6 +282,13 @@ class TrainingWatch:
         self.autocasts.update(on)
         self._casts.update(on or [None])
 
+    def look_within_anew(self) -> None:
+        """Look at what the next calls keep, in place of what others kept before."""
+        self._looked_within = 0
+        self.inner_sizes.clear()
+        self.inner_dtypes.clear()
+        self.keeps_weights = False
+
     def _look_within(self, called: torch.nn.Module) -> None:
         """Take down the sizes of what is kept for the backward pass of this call."""
         own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
@@ -325,6 +334,8 @@ class TrainingWatch:
             shapes = {place: tuple(each.shape) for place, each in arrays_by_place(passed)}
             # A detector gets its samples in a row.
             shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
+            # Graphs and other samples of many sizes are put into one tensor; what comes out has a row for each.
+            shapes |= {place: tuple(each.shape) for place, each in arrays_by_place(result, "out", depth=3)}
             self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
@@ -383,8 +394,12 @@ class TrainingWatch:
             self._backward_passes += 1
             self._has_passed = True
             self._is_elsewhere = self._is_elsewhere or threading.get_ident() != self._thread
+            stepped, self._stepped_within = self._stepped_within, None
             if self.listener is not None:
                 self.listener.backward_ends()
+                if stepped is not None:
+                    self.listener.optimizer_begins(stepped)
+                    self.listener.optimizer_ends(stepped)
             return result
 
         self._replace(torch.autograd, "backward", watched)
@@ -460,7 +475,7 @@ class TrainingWatch:
         self._has_optimizer = True
         if self._is_close:
             self._keep_weights(optimizer)
-        if self.listener is not None:
+        if self.listener is not None and not is_in_autograd():
             self.listener.optimizer_begins(optimizer)
 
     def _after_update(self, optimizer: Any) -> None:
@@ -481,7 +496,10 @@ class TrainingWatch:
                 self._updated[id(optimizer)] = list(parameters_of(optimizer))
         elif id(optimizer) in self._updated and all(each.grad is None for each in parameters_of(optimizer)):
             self._lost_gradients = True
-        if self.listener is not None:
+        if is_in_autograd():
+            # One for each parameter, as soon as its gradient is there: together they are one update.
+            self._stepped_within = optimizer
+        elif self.listener is not None:
             self.listener.optimizer_ends(optimizer)
 
 

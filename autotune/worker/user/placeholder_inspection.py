@@ -117,8 +117,8 @@ class _Inspecting:
         """Find out how many tokens a sample has, of which a total is to be given."""
         seen = _trained(self._runs(self._filled_run(values, to_first_call=True)), 0)
         for _, shapes in seen.calls:
-            for shape in shapes.values():
-                if len(shape) == 2 and shape[0] == values.batch:
+            for place, shape in shapes.items():
+                if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
                     return shape[1]
         raise UserCodeError(
             f"{self._source.name}: its model was given {_describe(seen)}, and it is not known what a sample of that is",

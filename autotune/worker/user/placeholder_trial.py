@@ -155,11 +155,10 @@ class HookedSteps(MarkedSteps):
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Count the samples that went in."""
-        name = self._models.name(called)
         if not trains:
             self._calls_without_gradients += 1
         elif self._how.site is not None:
-            self._rows += self._how.site.rows(name, shapes)
+            self._rows += self._how.site.rows(self._models.name(called), shapes)
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -250,7 +249,10 @@ def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) ->
 
 
 class ModelNames:
-    """Names the outermost models in the order of their first calls: ``GPT#0``."""
+    """Names the outermost models in the order of their first calls that compute gradients: ``GPT#0``.
+
+    Of other calls the first may come by chance: a policy that explores, or its target.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}

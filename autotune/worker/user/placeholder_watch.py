@@ -14,6 +14,7 @@ from autotune.core.candidate import Precision
 from autotune.core.inspection import ModelFacts
 from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
+from autotune.core.workload import DTYPES
 from autotune.space.precision_names import HALF
 from autotune.worker.stack import lines_above
 from autotune.worker.trial.listener import Listener, ShapesByPlace
@@ -46,6 +47,8 @@ class Seen:
     """The steps of optimizers in a whole step: which one, after how many backward passes."""
     anchor: int = 0
     autocast: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """Dtypes of what models kept for the backward pass: those that they compute in, whoever casts."""
     checkpoints: bool = False
     computes_in_tf32: bool = False
     loader_workers: int = 0
@@ -80,7 +83,7 @@ class Seen:
     def precision(self) -> Precision:
         """The precision that the run computed in; weights of 16 bits are computed in without an autocast."""
         for name, dtype in HALF.items():
-            if dtype in self.autocast:
+            if self._casts_to(dtype):
                 return "bf16" if name == "bf16" else "fp16"
         return "tf32" if self.computes_in_tf32 else "fp32"
 
@@ -88,13 +91,17 @@ class Seen:
         """Return whether it did what a precision says."""
         wanted = HALF.get(precision)
         if wanted is not None:
-            return wanted in self.autocast or self.weights_dtype == wanted
-        return not self.autocast and self.weights_dtype == "float32"
+            return self._casts_to(wanted) or self.weights_dtype == wanted
+        return self.precision in ("fp32", "tf32") and self.weights_dtype == "float32"
+
+    def _casts_to(self, dtype: str) -> bool:
+        # Not each cast is an autocast: FSDP2 and Keras cast the weights of each layer.
+        return dtype in self.autocast or (self.weights_dtype == "float32" and dtype in self.kept)
 
     def describe_numerics(self) -> str:
         """Return what it computed in, in words."""
         casts = f"autocast to {' and '.join(self.autocast)}" if self.autocast else "no autocast"
-        return f"{casts}, {self.weights_dtype} weights"
+        return f"{casts}, {self.weights_dtype} weights, and kept {' and '.join(self.kept) or 'nothing'} between layers"
 
 
 class Watching(Listener):
@@ -121,7 +128,6 @@ class Watching(Listener):
         self._loss: LossOfSamples | None = None
         self._normalizes = False
         self._models = ModelNames()
-        self._first: Any = None
         self._watch = TrainingWatch()
         self._watch.watch_checkpoints()
         self._watch.watch_updates_by_hand()
@@ -133,11 +139,11 @@ class Watching(Listener):
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
-        name = self._models.name(called)
         if not trains:
             self._now.without_gradients += 1
             return
-        self._first = called if self._first is None else self._first
+        name = self._models.name(called)
+        self._now.model = called if self._now.model is None else self._now.model
         self._normalizes = self._normalizes or any(
             isinstance(part, _BatchNorm) and part.training for part in called.modules()
         )
@@ -207,6 +213,8 @@ class Watching(Listener):
             except BaseException as error:
                 self._fail(error)
             self._finish(seen)
+        # What was called before the first step may have been to build a model, or to look at it.
+        self._watch.look_within_anew()
 
     def _seen(self, counts: Counter[int]) -> Seen:
         least = min(counts.values())
@@ -215,12 +223,13 @@ class Watching(Listener):
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
         return Seen(
-            facts_of(unwrapped(self._first), None),
+            facts_of(unwrapped(next((step.model for step in whole if step.model is not None), None)), None),
             tuple(call for step in whole for call in step.calls),
             sum(step.without_gradients for step in whole),
             tuple((step.optimizer, step.passes) for step in whole),
             anchor,
             tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
+            tuple(sorted(self._watch.inner_dtypes.intersection(DTYPES))),
             self._watch.checkpoints,
             torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
             self._loading.workers,
@@ -245,6 +254,8 @@ class _Between:
     """Those of them that the optimizer's own step made."""
     without_gradients: int = 0
     calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
+    model: Any = None
+    """The first outermost one that was called to compute gradients."""
 
     def problem(self, optimizer: Any, name: str) -> UserCodeError | None:
         """Say why its samples cannot be told; ``None`` where they can."""
