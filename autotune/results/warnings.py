@@ -144,6 +144,11 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
         if gain is not None:
             lines.append(f"{words}, the winner is {gain:.2f} × as fast as without")
     arm = best.candidate.arm
+    if arm.dataloader_num_workers and not (report.workload.get("data") or report.workload.get("source")):
+        lines.append(
+            f"{arm.dataloader_num_workers} data loader workers are enough for made-up samples, of which none is read "
+            "or decoded: search with --dataset to know how many your own take"
+        )
     levers = levers_of(arm, [row.name for row in LEVERS if row.prior is not None])
     if levers - {"torch_compile"}:
         plain = dataclasses.replace(best.candidate, arm=without(arm, levers))

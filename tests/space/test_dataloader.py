@@ -17,6 +17,8 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.execution.executor import TrialJob
+from autotune.results.report import load_report
+from autotune.results.warnings import notes
 from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 from autotune.space.levers import memory_class
 from autotune.tuning.prepare import prepare
@@ -84,8 +86,11 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
         given = prepare(dataclasses.replace(options, workload=workload), facts(**model))
         runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
         with new_store(tmp_path, f"{name}.db") as store:
-            return search(store, runner, given=given)
+            found = search(store, runner, given=given)
+            told[name] = notes(load_report(store, name))
+        return found
 
+    told: dict[str, list[str]] = {}
     found = run("own", dataclasses.replace(BERT_LARGE, data=DataSpec("/x.jsonl", "json", "")))
     counts = [trial.candidate.arm.dataloader_num_workers for trial in found.trials]
     most = 1 << (usable_cores().bit_length() - 1)
@@ -96,8 +101,11 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
     own = OwnSettings("adamw_torch_fused", 8)
     of_script = run("script", script, samples=64, own=own)
     assert of_script.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
-    for others in (run("made-up", BERT_LARGE), run("streamed", script, samples=None, own=own)):
-        assert {t.candidate.arm.dataloader_num_workers for t in others.trials} == {0}, "nothing is loaded, or twice"
+    made_up = run("made-up", BERT_LARGE)
+    assert made_up.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert [any("made-up samples" in note for note in told[name]) for name in ("own", "made-up")] == [False, True]
+    streamed = run("streamed", script, samples=None, own=own)
+    assert {t.candidate.arm.dataloader_num_workers for t in streamed.trials} == {0}, "each process loads all of it"
 
 
 def test_memory_is_that_of_the_plain_loader() -> None:
