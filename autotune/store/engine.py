@@ -92,6 +92,12 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
         dbapi_connection.isolation_level = None
         dbapi_connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
 
+    @event.listens_for(engine, "invalidate")
+    def roll_back(dbapi_connection: Any, _record: Any, _error: Any) -> None:
+        # SQLAlchemy closes a connection where a signal ends a search within a statement. SQLite keeps its transaction
+        # for as long as the statement is referred to, as the traceback does: nobody could write before that.
+        dbapi_connection.rollback()
+
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         writes = connection.get_execution_options().get(_WRITES, False)

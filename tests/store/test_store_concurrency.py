@@ -12,8 +12,10 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import optuna
+import pytest
 from postgres import sqlite_alone
 from processes import receive, wait_until
+from sqlalchemy import event
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
@@ -159,3 +161,23 @@ def test_a_killed_writer_loses_no_more_than_its_running_trial(store: Store, loca
         assert len(running) <= 1
         assert [trial.number for trial in trials] == list(range(len(trials)))
         assert reopened.lose_running_trials(study.id) == len(running)
+
+
+def test_a_signal_within_a_statement_leaves_the_file_to_writers(database: Path) -> None:
+    """As where a service is killed while its search writes: the search records its end, and the next service begins."""
+    with open_store(str(database), lock_timeout_seconds=0.1) as store, open_store(str(database)) as other:
+
+        def strike(*told: object) -> None:
+            if str(told[2]).startswith("INSERT"):
+                event.remove(store.engine, "after_cursor_execute", strike)
+                raise KeyboardInterrupt
+
+        event.listen(store.engine, "after_cursor_execute", strike)
+        try:
+            store.intern_workload({}, "first")
+        except KeyboardInterrupt:
+            # The traceback refers to the statement.
+            store.intern_workload({}, "second")
+            other.intern_workload({}, "third")
+        else:
+            pytest.fail("nothing was struck")
