@@ -47,7 +47,7 @@ _LAUNCHER_MODULES = {
 
 # What torchrun tells a single process, for scripts that open a process group whatever starts them. With port 0 the
 # system chooses a free one.
-_ALONE = {
+ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }  # fmt: skip
@@ -210,7 +210,7 @@ def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
     if "nproc-per-node" in given:
         launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
     if launch.ranks == 1:
-        launch.rank_variables.update(_ALONE)
+        launch.rank_variables.update(ALONE)
     return left
 
 

@@ -50,6 +50,8 @@ class TrainingSource:
     in a loop of its own, called with a ``LoopConfig``."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of the environment that a launcher would have set for the script."""
+    is_ranked: bool = False
+    """Whether it is started by ``torchrun``, and is not told what that tells each process."""
     interface: CodeInterface = field(default_factory=CodeInterface)
     """How the code takes its settings, once its inspection has shown it. It names no other training."""
 
@@ -178,6 +180,7 @@ def _script(file: Path, arguments: Sequence[str], launched: Launched, module: st
         tuple(arguments),
         module,
         variables=(*launched.variables, *ranks),
+        is_ranked=bool(launched.rank_variables) and not ranks,
     )
 
 

@@ -150,8 +150,9 @@ class Workload:
             del document["images"], document["image_side"]
         if source is not None:
             # Left out where they say nothing, as in workloads from before there were such fields.
-            if not source.variables:
-                document["source"].pop("variables")
+            for name in ("variables", "is_ranked"):
+                if not document["source"][name]:
+                    document["source"].pop(name)
             if source.interface == CodeInterface():
                 document["source"].pop("interface")
         return document

@@ -121,6 +121,40 @@ LOOP
 train(cfg["SOLVER"]["IMS_PER_BATCH"], 1)
 """
 PAIRS = REST.replace("class Node(dict)", "class Node").replace("cfg = Node", "cfg = dict")
+CONFIG = """
+import sys
+class Node:
+    def __init__(self, **values):
+        vars(self).update(values)
+config = Node(seed=1, trainer=Node(epochs=2, batch_size=3, betas=(0.9, 0.95), device=None))
+given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
+LOOP
+train(int(given.get("trainer.batch_size", config.trainer.batch_size)), 1)
+"""
+HELP = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--n-val", type=int, default=3, help="validation batch size")
+p.add_argument("--n-rand", type=int, default=3, help="batch size (random rays of a step)")
+args = p.parse_args()
+LOOP
+train(args.n_rand, 1)
+"""
+FILE = """
+import json, sys
+config = json.load(open(sys.argv[1]))
+LOOP
+train(config["train"]["batch_size"], 1)
+"""
+RANKED = """
+import argparse, os
+p = argparse.ArgumentParser()
+p.add_argument("--batch-size", type=int, default=3)
+args = p.parse_args()
+rank = int(os.environ["RANK"])
+LOOP
+train(args.batch_size, 1)
+"""
 PLAIN = "LOOP\ntrain(4, 1)\n"
 LOADER = "LOOP\nloader = torch.utils.data.DataLoader(range(8), batch_size=5)\ntrain(5, 1)\n"
 STEPS = """
@@ -169,6 +203,9 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
         (REST, "", "python run.py SOLVER.IMS_PER_BATCH {batch}"),
         (REST, "SOLVER.IMS_PER_BATCH 2 SEED 2", "python run.py SOLVER.IMS_PER_BATCH {batch} SEED 2"),
         (PAIRS, "data.batch_size 2", "python run.py data.batch_size {batch}"),
+        (HELP, "", "python run.py --n-rand {batch}"),
+        (CONFIG, "", "python run.py --trainer.batch_size={batch}"),
+        (CONFIG, "seed=2", "python run.py seed=2 trainer.batch_size={batch}"),
     ],
 )
 def test_the_placeholders_that_fit_are_offered(
@@ -178,6 +215,22 @@ def test_the_placeholders_that_fit_are_offered(
     hint = refused(trial_server, ["python", "run.py", *given.split()])
     command = hint.partition("-- ")[2].partition(" (see docs/how-to/own-script.md)")[0]
     assert shlex.split(command) == shlex.split(pasted)
+
+
+def test_the_line_of_a_configuration_file_is_named(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(FILE.replace("LOOP", LOOP))
+    (folder / "conf.json").write_text('{"epochs": 2,\n "train": {"batch_size": 3}}')
+    hint = refused(trial_server, ["python", "run.py", "conf.json"])
+    assert hint.startswith('conf.json:2 says "batch_size": 3: write "batch_size": {batch} there')
+
+
+def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(RANKED.replace("LOOP", LOOP))
+    problem = trial_server.inspection(Workload.of_source(find_script(["torchrun", "run.py"]))).problem
+    assert problem.message.startswith("run.py asks what torchrun tells a process")
+    assert "-- torchrun run.py --batch-size '{batch}'" in problem.hint
+    pasted = find_script(["torchrun", "run.py", "--batch-size", "{batch}"])
+    assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shlex
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from typing import Any
 from autotune.core.training_source import TrainingSource
 from autotune.worker.stack import module_of
 from autotune.worker.user.script_options import watch_options
+from autotune.worker.user.seen_settings import likely_settings, line_in_config, settings_of
 
 # Names of options of well-known training codes, without dashes and in lower case, by what they decide. A name may be
 # the last part of a longer one, as in train.micro_batch_size.
@@ -24,7 +24,8 @@ _NAMES = {
     "batch": (
         "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size", "micro_batch_size",
         "micro_train_batch_size", "train_micro_batch_size", "train_batch_size", "batch_size", "batchsize",
-        "ims_per_batch", "samples_per_gpu", "bs", "b",
+        "batch_size_per_gpu", "local_batch_size", "ims_per_batch", "samples_per_gpu", "minibatch_size",
+        "mini_batch_size", "batch", "bs", "b",
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",
@@ -45,6 +46,9 @@ _PRECISIONS = (
     ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
 )  # fmt: skip
 _MOST_NAMED = 8
+# What the help of such an option says, whatever it is called, unless it is of an evaluation.
+_HELP = re.compile(r"\bbatch[ _-]?sizes?\b", re.IGNORECASE)
+_OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict", re.IGNORECASE)
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
 _TOKEN_BUDGETS = ("max_tokens", "max_tokens_per_batch", "max_batch_tokens", "batch_tokens")
 _LOOP_PAGE = "docs/how-to/own-loop.md"
@@ -58,31 +62,49 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
         return f"name the function that goes over autotune.steps: --loop {_file(source)}:{steps} (see {_LOOP_PAGE})"
     options = dict(_found_options(frames, source.argv))
     if {"batch", "effective_batch"} & options.keys():
-        command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, options)])
         named = ", ".join(option.name for option in options.values())
-        return f"it has {named}: put placeholders there, -- {command} (see {_PLACEHOLDERS_PAGE})"
+        return f"it has {named}: put placeholders there, -- {_command(source, options)} (see {_PLACEHOLDERS_PAGE})"
     names = [name for action in _actions(frames) for name in action.option_strings]
     if (why := why_no_budget(names)) is not None:
         return why
+    if (line := line_in_config(source.template.config_files(source.cwd), _NAMES["batch"])) is not None:
+        return (
+            f"{line.place} says {line.said}: write {line.said_with('{batch}')} there, of which each trial gets a copy, "
+            f"and give the same command again (see {_PLACEHOLDERS_PAGE})"
+        )
     function = (
-        f"make a function train(config) of its loop that goes over autotune.steps(loader), and give "
+        "; else make a function train(config) of its loop that goes over autotune.steps(loader), and give "
         f"--loop {_file(source)}:train (see {_LOOP_PAGE})"
     )
-    spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
-    numbers = [max(each, key=len) for each in spellings][:_MOST_NAMED]
-    if not numbers:
-        made = next(iter(watch_options().loaders.items()), None)
-        where = f" at {made[0]}, where it is {made[1]}" if made else ""
+    if not source.file.endswith(".py") or "site-packages" in source.file:
+        # It is nobody's to change.
+        function = ""
+    numbers = _numbers(frames)
+    if numbers:
+        command = _command(source, {"batch": _Option(numbers[0], "{batch}")})
         return (
-            f"have it take its batch{where}, from its command line or from a file that this names, and put {{batch}} "
-            f"there (see {_PLACEHOLDERS_PAGE}); else {function}"
+            f"where it takes its batch on its command line (one of {', '.join(numbers)}?), or from a file that this "
+            f"names, put {{batch}} there, such as -- {command} (see {_PLACEHOLDERS_PAGE}){function}"
         )
-    batch = _Option(numbers[0], "{batch}")
-    command = shlex.join(["python", *_own_name(source), *_with_placeholders(source.argv, {"batch": batch})])
+    likely = dict(_likely_options(source, frames))
+    if "batch" in likely:
+        named = ", ".join(option.name for option in likely.values())
+        return (
+            f"it seems to take {named}: put placeholders where its command line sets that, such as "
+            f"-- {_command(source, likely)} (see {_PLACEHOLDERS_PAGE}){function}"
+        )
+    made = next(iter(watch_options().loaders.items()), None)
+    where = f" at {made[0]}, where it is {made[1]}" if made else ""
     return (
-        f"where it takes its batch on its command line (one of {', '.join(numbers)}?), or from a file that this names, "
-        f"put {{batch}} there, such as -- {command} (see {_PLACEHOLDERS_PAGE}); else {function}"
+        f"have it take its batch{where}, from its command line or from a file that this names, and put {{batch}} "
+        f"there (see {_PLACEHOLDERS_PAGE}){function}"
     )
+
+
+def _command(source: TrainingSource, options: Mapping[str, _Option]) -> str:
+    """Return the script's command line with placeholders, as it is to be pasted."""
+    start = "torchrun" if source.is_ranked else "python"
+    return shlex.join([start, *_own_name(source), *_with_placeholders(source.argv, options)])
 
 
 def why_no_budget(options: Sequence[str]) -> str | None:
@@ -130,7 +152,7 @@ class _Option:
     @property
     def words(self) -> list[str]:
         """Return the words of the command line."""
-        if self.value.startswith("{") and self.name in self.value:
+        if f"={self.name}" in self.value:
             return [self.value]
         return [f"{self.name}={self.value}"] if self.joined else [self.name, self.value]
 
@@ -146,7 +168,7 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
     actions = _actions(frames)
     given = {word.partition("=")[0] for word in argv}
     takes_rest = any(action.nargs == argparse.REMAINDER for action in actions)
-    settings, joined = ({}, True) if actions and not takes_rest else _settings(frames)
+    settings, joined = ({}, True) if actions and not takes_rest else settings_of(frames)
     if takes_rest and not settings:
         pairs = itertools.pairwise(argv)
         settings = {key: int(value) for key, value in pairs if value.isdecimal() and not key.startswith("-")}
@@ -163,6 +185,33 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
             if option is not None:
                 yield what, option
                 break
+        else:
+            described = next((action for action in actions if what == "batch" and _is_batch(action)), None)
+            if described is not None and (option := _of_action(what, described, given)) is not None:
+                yield what, option
+
+
+def _likely_options(source: TrainingSource, frames: Sequence[FrameType]) -> Iterator[tuple[str, _Option]]:
+    """Yield options for batch and accumulation by the names that they have in what the script reads, spelled alike."""
+    settings = likely_settings(frames, source.file)
+    before = "" if any(re.match(r"[A-Za-z_][\w.]*=", word) for word in source.argv) else "--"
+    for what in ("batch", "accumulation"):
+        keys = (key for name in _NAMES[what] for key in settings if _plain(key) == name)
+        if (key := next(keys, None)) is not None:
+            yield what, _Option(key if key.startswith("-") else before + key, f"{{{what}}}", joined=True)
+
+
+def _numbers(frames: Sequence[FrameType]) -> list[str]:
+    """Return options that take whole numbers, those first that speak of a batch."""
+    spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
+    names = (max(each, key=len) for each in spellings)
+    return sorted(names, key=lambda name: "batch" not in name or bool(_OF_EVALUATION.search(name)))[:_MOST_NAMED]
+
+
+def _is_batch(action: argparse.Action) -> bool:
+    """Return whether an option is the samples of a training batch, as its help says."""
+    text = f"{' '.join(action.option_strings)} {action.help}"
+    return action.type is int and bool(_HELP.search(text)) and not _OF_EVALUATION.search(text)
 
 
 def _actions(frames: Sequence[FrameType]) -> list[argparse.Action]:
@@ -232,54 +281,6 @@ def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
     autocast = ("fp32", "amp_bf16")
     both = next((pair for pair in (autocast, *_PRECISIONS) if set(pair) <= set(known)), None)
     return both or next((pair for pair in (*_PRECISIONS, autocast) if set(pair) & set(known)), None)
-
-
-def _settings(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
-    """Return what a script reads from its command line without a parser, and whether a key is joined to its value.
-
-    That is ``--key=value`` into globals, ``key=value`` into a config of OmegaConf, ``key value`` into one of yacs.
-    """
-    module = sys.modules.get("omegaconf")
-    for frame in frames:
-        values = list(frame.f_locals.values())
-        if module is not None:
-            configs = [value for value in values if isinstance(value, module.DictConfig)]
-            if configs:
-                return dict(_flat(module.OmegaConf.to_container(configs[0]))), True
-        config = next((value for value in values if isinstance(value, dict) and _takes_pairs(value)), None)
-        if config is not None:
-            return dict(_flat(config)), False
-        if module_of(frame) == "__main__":
-            text = _source_text(frame.f_code.co_filename)
-            # nanoGPT's configurator, a file of its own or a copy.
-            if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):
-                found = {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
-                return found, True
-    return {}, True
-
-
-def _takes_pairs(config: dict[Any, Any]) -> bool:
-    return callable(getattr(type(config), "merge_from_list", None))
-
-
-def _configurator(text: str) -> str:
-    named = re.search(r"exec\(open\(['\"]([\w./]+)['\"]\)", text)
-    return _source_text(named[1]) if named else ""
-
-
-def _source_text(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _flat(values: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _with_placeholders(argv: Sequence[str], found: Mapping[str, _Option]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from autotune.core.candidate import OWN_OPTIM, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
+from autotune.core.launch_command import ALONE
 from autotune.core.messages import Problem
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
@@ -19,8 +21,10 @@ from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
+from autotune.worker.stack import module_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.user.advice import next_step
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, key_of, with_loader
 
@@ -101,12 +105,24 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     """Return what kept the user's code from being inspected; the log gets the traceback of an error of theirs."""
+    if source.is_ranked and _asks_for_rank(error):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        asked = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
+        return Problem(asked, next_step(source, frames[::-1]))
     trim(error, source)
     error = foreseen(error, source)
     if isinstance(error, UserCodeError):
         return Problem(str(error), error.hint)
     sys.excepthook(type(error), error, error.__traceback__)
     return Problem(f"{source.name} raised {first_line(error)}", "fix it until it trains by itself")
+
+
+def _asks_for_rank(error: BaseException) -> bool:
+    """Return whether code failed for want of the variables by which ``torchrun`` tells a process its rank."""
+    if isinstance(error, KeyError):
+        return error.args[:1] != () and error.args[0] in ALONE
+    modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
 
 
 def weight_dtype(model: Any) -> DTypeName:

@@ -1,0 +1,151 @@
+"""Find what a script calls its settings, in what it has read its command line into and in the files that this names."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from autotune.worker.stack import module_of
+
+# Words in a script that reads its command line, but not by argparse, click or typer.
+_READERS = re.compile(r"\b(argv|absl|chz|cyclopts|docopt|fire|plac|sacred|tyro)\b")
+# Libraries that call a function of the script with what the command line says, or with what is bound to its arguments.
+_CALLERS = ("fire", "tyro", "plac", "cyclopts", "chz")
+_BINDERS = (*_CALLERS, "gin")
+_DEEPEST = 3
+
+
+def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
+    """Return what a script reads from its command line without a parser, and whether a key is joined to its value.
+
+    That is ``--key=value`` into globals, ``key=value`` into a config of OmegaConf, ``key value`` into one of yacs.
+    """
+    module = sys.modules.get("omegaconf")
+    for frame in frames:
+        values = list(frame.f_locals.values())
+        if module is not None:
+            configs = [value for value in values if isinstance(value, module.DictConfig)]
+            if configs:
+                return dict(_flat(module.OmegaConf.to_container(configs[0]))), True
+        config = next((value for value in values if isinstance(value, dict) and _takes_pairs(value)), None)
+        if config is not None:
+            return dict(_flat(config)), False
+        if module_of(frame) == "__main__":
+            text = _source_text(frame.f_code.co_filename)
+            # nanoGPT's configurator, a file of its own or a copy.
+            if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):
+                found = {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
+                return found, True
+    return {}, True
+
+
+def _takes_pairs(config: dict[Any, Any]) -> bool:
+    return callable(getattr(type(config), "merge_from_list", None))
+
+
+def _configurator(text: str) -> str:
+    named = re.search(r"exec\(open\(['\"]([\w./]+)['\"]\)", text)
+    return _source_text(named[1]) if named else ""
+
+
+def _source_text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _flat(values: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigLine:
+    """A line of a configuration file that says a number."""
+
+    place: str
+    """``conf.yaml:12``."""
+    said: str
+    """``batch_size: 16``."""
+
+    def said_with(self, value: str) -> str:
+        """Return what it is to say."""
+        return re.sub(r"\d+$", lambda _: value, self.said)
+
+
+def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | None:
+    """Return the first line of configuration files that gives a setting with one of these names a number."""
+    for name in (name for name in names if len(name) > 1):
+        said = re.compile(rf"""(?<![\w.])["']?{name}["']?\s*[:=]\s*\d+(?![\w.])""", re.IGNORECASE)
+        for file in files:
+            for number, line in enumerate(_source_text(file).splitlines(), 1):
+                if (found := said.search(line)) is not None:
+                    return ConfigLine(f"{Path(file).name}:{number}", found[0])
+    return None
+
+
+def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
+    """Return numbers that a script's file may have read from its command line, by their names, the outermost first.
+
+    They are in objects that hold plain values alone, and in the arguments of a function that is called by a library for
+    command lines. Empty for a script that reads none, as far as its text shows.
+    """
+    if not _READERS.search(_source_text(file)):
+        return {}
+    found: dict[str, Any] = {}
+    # The outermost frames are those of the trial.
+    for frame in itertools.dropwhile(lambda frame: frame.f_code.co_filename != file, reversed(frames)):
+        package = _package(frame)
+        if package in _BINDERS:
+            continue
+        values = dict(frame.f_locals)
+        configs = [values] if _package(frame.f_back) in _CALLERS else []
+        if frame.f_code.co_filename == file:
+            values = {**frame.f_globals, **values}
+        values |= getattr(values.pop("self", None), "__dict__", None) or {}
+        configs += [config for value in values.values() if (config := _config(value))]
+        for key, number in (pair for config in configs for pair in _flat(config)):
+            if _is_number(number):
+                found.setdefault(key, number)
+    return found
+
+
+def _package(frame: FrameType | None) -> str:
+    return module_of(frame).partition(".")[0] if frame is not None else ""
+
+
+def _is_number(value: Any) -> bool:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole or (isinstance(value, str) and value.isdecimal())
+
+
+def _config(value: Any, depth: int = _DEEPEST) -> dict[str, Any] | None:
+    """Return an object that holds plain values alone as nested dictionaries; ``None`` for any other."""
+    if isinstance(value, type | FrameType | torch.nn.Module | torch.Tensor) or not depth:
+        return None
+    # absl's flags are neither a mapping nor in the attributes.
+    read = getattr(value, "flag_values_dict", None) or getattr(value, "items", None)
+    held = dict(read()) if callable(read) else getattr(value, "__dict__", None)
+    if held is None or not all(isinstance(key, str) for key in held):
+        return None
+    config: dict[str, Any] = {}
+    for key, each in held.items():
+        if each is None or isinstance(each, str | int | float | list | tuple):
+            config[key] = each
+        elif (inner := _config(each, depth - 1)) is not None:
+            config[key] = inner
+        else:
+            return None
+    return config
