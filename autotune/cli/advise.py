@@ -46,9 +46,9 @@ def advise(
 
     with waiting(f"predicting {options['model']}"):
         if server is not None:
-            from autotune.cli.remote import advise_remotely
+            from autotune.cli.remote import predict_remotely
 
-            told = advise_remotely(server, options_given(ctx))
+            told = predict_remotely(server, "/v1/advise", options_given(ctx))
         else:
             from autotune.tuning.advising import advised
 

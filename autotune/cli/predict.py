@@ -40,7 +40,7 @@ def predict(
     if server is not None:
         from autotune.cli.remote import predict_remotely
 
-        predicted = predict_remotely(server, options_given(ctx))
+        predicted = predict_remotely(server, "/v1/predict", options_given(ctx))
     else:
         from autotune.cli.view import waiting
         from autotune.tuning.predictions import predicted_document

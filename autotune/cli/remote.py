@@ -59,7 +59,7 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     client = Client(server)
     asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}
     search = client.request("POST", "/v1/searches", asked)
-    _follow_to_the_end(client, search, as_json=as_json)
+    follow_to_the_end(client, search, as_json=as_json)
 
 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
@@ -71,13 +71,7 @@ def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_js
     asked |= {name: value for name, value in budget.items() if value is not None}
     if known["needs"]["device_kind"] is not None and "gpu" not in needs:
         asked["device"] = known["needs"]["device_kind"]
-    _follow_to_the_end(client, client.request("POST", "/v1/searches", asked), as_json=as_json)
-
-
-def follow_remotely(server: str, search: str, *, as_json: bool) -> None:
-    """Show a search of a service from its beginning to its end, and print the result."""
-    client = Client(server)
-    _follow_to_the_end(client, client.request("GET", path_of(search)), as_json=as_json)
+    follow_to_the_end(client, client.request("POST", "/v1/searches", asked), as_json=as_json)
 
 
 def show_remotely(server: str, study: str, *, as_json: bool) -> None:
@@ -89,18 +83,14 @@ def show_remotely(server: str, study: str, *, as_json: bool) -> None:
     click.echo(as_printed(client.request("GET", f"{path_of(study)}/report", query={"format": "text"}).rstrip("\n")))
 
 
-def report_remotely(server: str, study: str) -> str:
-    """Return a study of a service as an HTML page."""
-    return str(Client(server).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
-
-
 def export_remotely(server: str, study: str, form: str) -> tuple[str, list[str]]:
     """Return the best trial of a study of a service in a format, and what has to be said beside it."""
     text, headers = Client(server).fetch(f"{path_of(study)}/export", {"format": form})
     return text, [note for note in headers.get("autotune-note", "").split(" | ") if note]
 
 
-def _follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
+def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
+    """Show a search of a service from its beginning to its end, and print the result."""
     name, path = shlex.quote(str(search["study"])), path_of(str(search["id"]))
     try:
         problem = _watch(client, search)
@@ -122,22 +112,9 @@ def _follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> No
 
 
 def search_on_cluster(
-    address: str, typed: Mapping[str, Any], storage: str, *, wait: bool
-) -> tuple[StudyRecord, Report]:
-    """Search on a Ray cluster with these options of the command line, show it, and return the study and its report."""
-    return _on_cluster(address, typed, typed.get("study"), storage, wait=wait, resumes=False)
-
-
-def resume_on_cluster(
-    address: str, study: str, options: Mapping[str, Any], storage: str, *, wait: bool
-) -> tuple[StudyRecord, Report]:
-    """Go on with a study on a Ray cluster; see ``search_on_cluster``."""
-    return _on_cluster(address, options, study, storage, wait=wait, resumes=True)
-
-
-def _on_cluster(
     address: str, options: Mapping[str, Any], study: str | None, storage: str, *, wait: bool, resumes: bool
 ) -> tuple[StudyRecord, Report]:
+    """Search on a Ray cluster with these options of the command line, show it, and return the study and its report."""
     from autotune.engine.elsewhere import Asked, search_elsewhere
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -153,17 +130,8 @@ def _on_cluster(
         return search_elsewhere(address, Asked(given, study, resumes), storage, show, wait=wait)
 
 
-def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
-    """Return what a service predicts; ``given`` are the options of the command line."""
-    return _predicted(server, "/v1/predict", given)
-
-
-def advise_remotely(server: str, given: Mapping[str, Any]) -> Document:
-    """Return what a service advises: see ``advised``; ``given`` are the options of the command line."""
-    return _predicted(server, "/v1/advise", given)
-
-
-def _predicted(server: str, path: str, given: Mapping[str, Any]) -> Document:
+def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Document:
+    """Return what a service predicts or advises; ``given`` are the options of the command line."""
     for name in ("storage", "gpu_spec", "prices"):
         if given.get(name):
             option = f"--{name.replace('_', '-')}"

@@ -32,12 +32,13 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
     if (service := service_of(ctx)) is not None:
-        from autotune.cli.remote import report_remotely, show_remotely
+        from autotune.cli.remote import show_remotely
+        from autotune.service.client import Client, path_of
 
         if page is None:
             show_remotely(service, study, as_json=False)
         else:
-            _write(page, report_remotely(service, study))
+            _write(page, Client(service).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
         return
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)

@@ -42,20 +42,19 @@ def resume(
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
+    limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
     if (service := service_of(ctx)) is not None:
         from autotune.cli.remote import resume_remotely
 
-        limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
         resume_remotely(service, study, limits, as_json=as_json)
         return
     places = {"device": device, "gpus": gpus, "parallel": parallel}
     if executor is not None:
-        from autotune.cli.remote import resume_on_cluster
+        from autotune.cli.remote import search_on_cluster
 
         with open_store(storage, create=False) as store:
             options = places if any(places.values()) else recorded_options(store, study)
-        limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
-        ended = resume_on_cluster(executor, study, {**options, **limits}, storage, wait=wait)
+        ended = search_on_cluster(executor, {**options, **limits}, study, storage, wait=wait, resumes=True)
         print_searched(ctx, *ended, storage, as_json=as_json)
         return
     with open_store(storage, create=False) as store:

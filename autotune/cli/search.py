@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autotune.cli.options import SectionedCommand, table_options
+from autotune.cli.options import SectionedCommand, options_given, table_options
 from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -45,15 +45,14 @@ def search(
             raise InvalidRequestError("--server and --executor are two places to search on", "give one of them")
         from autotune.cli.remote import search_remotely
 
-        named = {name: value for name, value in ctx.params.items() if _is_typed(ctx, name)}
-        search_remotely(server, named, as_json=as_json)
+        search_remotely(server, options_given(ctx), as_json=as_json)
         return
     if (code := options.pop("code")) is not None:
         raise InvalidRequestError(
             f"--code {code[:64]} is a name that a service lists", "give --server URL, or --trainer, --loop or a script"
         )
     verifies = options.pop("verify")
-    given = {name: value for name, value in options.items() if _is_typed(ctx, name)}
+    given = {name: value for name, value in options_given(ctx).items() if name in options}
     if executor is not None:
         from autotune.cli.remote import search_on_cluster
 
@@ -62,7 +61,8 @@ def search(
                 "--verify trains on this machine, and --executor searches on another",
                 "leave --verify out, and run autotune verify on a machine like those of the cluster",
             )
-        print_searched(ctx, *search_on_cluster(executor, given, storage, wait=wait), storage, as_json=as_json)
+        ended = search_on_cluster(executor, given, given.get("study"), storage, wait=wait, resumes=False)
+        print_searched(ctx, *ended, storage, as_json=as_json)
         return
     from autotune.tuning.options import open_search
 
@@ -72,10 +72,6 @@ def search(
 
         check_can_be_verified(request.workload.document())
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
-
-
-def _is_typed(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def search_and_print(

@@ -131,11 +131,11 @@ def _where(device: dict[str, Any] | None) -> str:
 @table_options("follow")
 def follow(search: str, server: str | None, as_json: bool) -> None:
     """Show a search of a service, by its id or its study's name, from its beginning to its end, and its result."""
-    from autotune.cli.remote import follow_remotely
+    from autotune.cli.remote import follow_to_the_end
+    from autotune.service.client import path_of
 
-    if server is None:
-        raise _NO_SERVICE
-    follow_remotely(server, search, as_json=as_json)
+    client = _client(server)
+    follow_to_the_end(client, client.request("GET", path_of(search)), as_json=as_json)
 
 
 @click.command(short_help="Cancel a search of a service.")
@@ -154,11 +154,8 @@ def _client(server: str | None) -> Client:
     from autotune.service.client import Client
 
     if server is None:
-        raise _NO_SERVICE
+        raise InvalidRequestError("no service was given", "give --server URL, or set AUTOTUNE_SERVER")
     return Client(server)
-
-
-_NO_SERVICE = InvalidRequestError("no service was given", "give --server URL, or set AUTOTUNE_SERVER")
 
 
 @click.group(short_help="Manage the tokens of a service.")

@@ -14,10 +14,8 @@ from autotune.core.errors import ServiceError
 from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.service.access import access_of
 from autotune.service.app import problem_response
+from autotune.service.guard import DASHBOARD_PATHS
 from autotune.store.repository import Store
-
-PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
-"""What the dashboard's own page asks for, from the root."""
 
 
 class WithDashboard:
@@ -30,7 +28,7 @@ class WithDashboard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        if scope["type"] != "http" or not scope["path"].startswith(PATHS):
+        if scope["type"] != "http" or not scope["path"].startswith(DASHBOARD_PATHS):
             await self._app(scope, receive, send)
             return
         request = Request({**scope, "app": self._app})

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
-from http import HTTPStatus
-from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from autotune.core.errors import ServiceError
 from autotune.core.host_name import OWN_NAMES, host_name
-from autotune.service.problems import MEDIA_TYPE
+from autotune.service.problems import MEDIA_TYPE, problem_document
 
 MOST_BODY_BYTES = 1024 * 1024
 _TOO_LARGE = (413, f"a request may not be longer than {MOST_BODY_BYTES} bytes", "send less at once")
@@ -25,7 +24,8 @@ _DASHBOARD_CSP = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'; object-src 'none'"
 )
-_DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
+DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
+"""What the dashboard's own page asks for, from the root."""
 
 
 class Guard:
@@ -48,7 +48,9 @@ class Guard:
         if scope["path"].startswith("/v1/"):
             _read_as_json(scope)
         if problem is not None:
-            await _refuse(send, *problem)
+            code, message, hint = problem
+            document = problem_document(ServiceError(message, hint, status=code))[1]
+            await JSONResponse(document, code, {"Connection": "close"}, MEDIA_TYPE)(scope, receive, send)
             return
         meter = _Meter(receive)
 
@@ -96,7 +98,7 @@ class _Meter:
 
 
 def _set_headers(headers: MutableHeaders, path: str) -> None:
-    of_dashboard = path.startswith(_DASHBOARD_PATHS)
+    of_dashboard = path.startswith(DASHBOARD_PATHS)
     headers["Content-Security-Policy"] = _DASHBOARD_CSP if of_dashboard else _CSP
     headers["X-Content-Type-Options"] = "nosniff"
     headers["X-Frame-Options"] = "DENY"
@@ -105,19 +107,3 @@ def _set_headers(headers: MutableHeaders, path: str) -> None:
     headers["Cross-Origin-Opener-Policy"] = "same-origin"
     if not path.startswith("/assets/") and not of_dashboard:
         headers.setdefault("Cache-Control", "no-store")
-
-
-async def _refuse(send: Send, status: int, message: str, hint: str) -> None:
-    document: dict[str, Any] = {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": message,
-        "hint": hint,
-        "exit_code": 13,
-    }
-    body = json.dumps(document).encode()
-    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode()),
-               (b"connection", b"close")]  # fmt: skip
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

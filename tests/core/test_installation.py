@@ -17,13 +17,13 @@ GIT = json.dumps({"url": "https://example.org/autotune.git", "vcs_info": {"vcs":
 @pytest.mark.parametrize(
     ("receipt", "direct_url", "command"),
     [
-        (None, None, "pip install 'autotune[plot]'"),
-        (None, FOLDER, "pip install '/home/me/my code[plot]'"),
-        (None, EDITABLE, "pip install -e '/home/me/my code[plot]'"),
-        (None, GIT, "pip install 'autotune[plot] @ git+https://example.org/autotune.git@0'"),
-        ("uv-receipt.toml", None, "uv tool install 'autotune[plot]'"),
-        ("uv-receipt.toml", EDITABLE, "uv tool install -e '/home/me/my code[plot]'"),
-        ("pipx_metadata.json", FOLDER, "pipx install --force '/home/me/my code[plot]'"),
+        (None, None, "pip install 'autotune[serve]'"),
+        (None, FOLDER, "pip install '/home/me/my code[serve]'"),
+        (None, EDITABLE, "pip install -e '/home/me/my code[serve]'"),
+        (None, GIT, "pip install 'autotune[serve] @ git+https://example.org/autotune.git@0'"),
+        ("uv-receipt.toml", None, "uv tool install 'autotune[serve]'"),
+        ("uv-receipt.toml", EDITABLE, "uv tool install -e '/home/me/my code[serve]'"),
+        ("pipx_metadata.json", FOLDER, "pipx install --force '/home/me/my code[serve]'"),
     ],
 )
 def test_the_command_is_that_of_the_installation(
@@ -31,7 +31,7 @@ def test_the_command_is_that_of_the_installation(
 ) -> None:
     if receipt is not None:
         (tmp_path / receipt).touch()
-    assert command_to_add("plot", tmp_path, direct_url) == command
+    assert command_to_add("serve", tmp_path, direct_url) == command
 
 
 def test_a_checkout_in_the_working_directory_does_not_hide_the_installation(
@@ -45,4 +45,4 @@ def test_a_checkout_in_the_working_directory_does_not_hide_the_installation(
     (tmp_path / "site/autotune-0.1.0.dist-info/direct_url.json").write_text(EDITABLE)
     monkeypatch.setattr("sys.path", [str(tmp_path / "checkout"), str(tmp_path / "site")])
     monkeypatch.setattr("sys.prefix", str(tmp_path))
-    assert how_to_add("plot") == "pip install -e '/home/me/my code[plot]'"
+    assert how_to_add("serve") == "pip install -e '/home/me/my code[serve]'"
