@@ -55,9 +55,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.ceiling import Ceiling
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
-from autotune.devices import Ceiling
 from autotune.estimate.history import History
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord

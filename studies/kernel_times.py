@@ -301,7 +301,7 @@ def _meta(device: Any) -> Document:
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     meta: Document = {"meta": True, "command": sys.argv, "date": datetime.now(UTC).isoformat(), "packages": packages}
     if device.type == "cuda":
-        from autotune.devices import find_device
+        from autotune.devices.listing import find_device
 
         facts = torch.cuda.get_device_properties(device)
         meta |= {"device": facts.name, "multiprocessors": facts.multi_processor_count, "cuda": torch.version.cuda}

@@ -23,7 +23,7 @@ from autotune.core.candidate import Document
 from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 from autotune.execution import TrialServer
 from autotune.tuning.forecasting import forecast_of
 

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.measured_steps import mean_step
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.units import GIB
-from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
 from autotune.tuning.remeasure import finals, shows_deviation

@@ -40,7 +40,8 @@ from typing import TextIO
 from promise_tables import ANSWERED, each_search, rate, read_records, read_search, read_verification, table
 
 from autotune.core.candidate import Document
-from autotune.devices import find_device, processor_name
+from autotune.devices.host import processor_name
+from autotune.devices.listing import find_device
 from autotune.models import catalog
 from autotune.space.dataloader import usable_cores
 

@@ -24,7 +24,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.schema import encode
 from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 from autotune.estimate.history import History, Tried
 from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.ceiling import Ceiling, Headroom
+from autotune.core.device import Device
 from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
@@ -26,7 +28,6 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device, Headroom
 from autotune.devices.gpus import CHIPS
 from autotune.execution import Event, TrialJob
 from autotune.execution.executor import run_to_end

@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling, Headroom
+from autotune.core.device import Device
 from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import prediction_class

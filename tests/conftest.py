@@ -18,7 +18,8 @@ import warm
 from machine import Machine, compile_library
 from postgres import NoPostgresError, PostgresServer, shared_server
 
-from autotune.devices import Device, find_device
+from autotune.core.device import Device
+from autotune.devices.listing import find_device
 
 _ENOUGH_BYTES = 4 << 30
 """The folders of three runs, which pytest keeps, took 1.0 GB."""

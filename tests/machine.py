@@ -16,6 +16,10 @@ from autotune import devices as device_module
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 PROJECT = Path(device_module.__file__).parents[2]
+# What the code that is run may call.
+_NAMES = "\n".join(
+    f"from autotune.{room} import *" for room in ("core.device", "devices.host", "devices.listing", "devices.nvml")
+)
 
 
 def uuid_of(number: int) -> str:
@@ -35,7 +39,7 @@ class Machine:
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         folders = [*self.folders, str(PROJECT / "studies")]
         environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(folders)}
-        program = f"import json, os\nfrom autotune.devices import *\n{code}\nprint(json.dumps(answer))"
+        program = f"import json, os\n{_NAMES}\n{code}\nprint(json.dumps(answer))"
         done = subprocess.run(
             [sys.executable, "-c", program],
             env=environment | settings,

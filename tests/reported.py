@@ -7,11 +7,11 @@ from typing import Any
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
 from autotune.core.stop import StopReason
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling
 from autotune.results.report import Report
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import Stage, StudyRecord, TrialRecord, now

@@ -14,11 +14,12 @@ from recorded import ComputedRunner, RecordedRunner
 from sqlalchemy import Engine
 
 from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.ceiling import Ceiling, Headroom
+from autotune.core.device import Device
 from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.messages import Progress
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.space.space import choose_arms
 from autotune.store.opening import open_store

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.placement import this_host
 from autotune.core.schema import decode, encode
-from autotune.devices import Device, list_devices
+from autotune.devices.listing import list_devices
 from autotune.engine.local import LocalRun, SearchProcess
 from autotune.engine.work import Work
 from autotune.tuning.answer_cache import code_digest

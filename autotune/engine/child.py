@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, PromiseMissedError, StorageError, TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
-from autotune.devices import Device, find_device, list_devices
+from autotune.devices.listing import find_device, list_devices
 from autotune.engine.allowed_paths import check_paths
 from autotune.engine.work import Work, problem_of, search_request
 from autotune.estimate.history import History

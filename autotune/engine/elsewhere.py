@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import (
     AutotuneError,
     DeviceError,
@@ -21,7 +22,6 @@ from autotune.core.errors import (
 )
 from autotune.core.options import json_value
 from autotune.core.units import plural
-from autotune.devices import Device
 from autotune.engine.ray import RayEngine
 from autotune.engine.work import NOT_OF_THE_WORK, Code, Engine, Host, Message, Run, Work, code_in, search_request
 from autotune.results.report import Report, load_report

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from subprocess import PIPE
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError
 from autotune.core.placement import this_host
 from autotune.core.schema import encode
-from autotune.devices import Device, list_devices
+from autotune.devices.listing import list_devices
 from autotune.engine.work import Host, Message, Run, Work
 from autotune.execution.child_process import ChildProcess
 

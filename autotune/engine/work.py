@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError
 from autotune.core.options import BRINGS_CODE, check_arguments
-from autotune.devices import Device
 from autotune.tuning.options import request_of
 from autotune.tuning.request import SearchRequest
 

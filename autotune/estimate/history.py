@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
-from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
-from autotune.devices import Ceiling
 from autotune.space.levers import (
     arm_that_computes,
     as_asked,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.core.candidate import Arm
+from autotune.core.ceiling import Ceiling
 from autotune.core.chip import Chip
 from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
 from autotune.core.schema import decode
-from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.space.levers import arm_that_computes, predicted_from, prediction_class
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
-from autotune.devices import device_used_bytes
+from autotune.devices.nvml import device_used_bytes
 from autotune.execution.oneshot import NoAnswerError, OneShot
 from autotune.execution.process_environment import server_environment
 

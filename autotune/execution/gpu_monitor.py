@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
-from autotune.devices import Condition, Device, busy_pids, device_condition
+from autotune.devices.condition import Condition
+from autotune.devices.nvml import busy_pids, device_condition
 from autotune.devices.presence import Mark, Presence, had_company
 from autotune.execution.executor import Event, Executor, TrialJob
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from autotune.core.compiler_cache import keep_compiled
+from autotune.core.device import CAPABILITY_VARIABLE
 from autotune.core.placement import Placement
-from autotune.devices import CAPABILITY_VARIABLE
 
 # Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
 # Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).

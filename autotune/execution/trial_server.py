@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from autotune.core.dataset_folder import HeldData, hold_data
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job
@@ -31,7 +32,6 @@ from autotune.core.protection import Protection, ProtectionKind
 from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
 from autotune.execution.process_outcome import check_own_code, how_it_ended
 from autotune.execution.protection import find_protection

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, read_source
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
-from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed, Tried, deviations
 from autotune.store.engine import damaged

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.statistics import difference
-from autotune.devices import Ceiling
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
 from autotune.estimate.pooling import Speed
 from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step_chart

@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
 from autotune.core.options import BRINGS_CODE, check_arguments, json_value, options_of
-from autotune.devices import Device, find_device
+from autotune.devices.listing import find_device
 from autotune.engine.allowed_paths import check_paths
 from autotune.engine.work import search_request
 from autotune.service.listed_code import Listed, listed

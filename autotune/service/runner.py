@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError, StorageError
 from autotune.core.owner import this_owner
-from autotune.devices import Device
 from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind, problem_of
 from autotune.service.change_events import ChangeEvents
 from autotune.service.verifications import VERIFIES

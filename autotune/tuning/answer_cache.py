@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import autotune
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import StorageError
 from autotune.core.inspection import Inspection
 from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.space.features import library_versions, version_of
 from autotune.store.answer_file import open_answers
 

@@ -20,7 +20,8 @@ from autotune.core.inspection import Software
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
-from autotune.devices import gpu_links, gpu_policy, machine_id, processor_name
+from autotune.devices.host import machine_id, processor_name
+from autotune.devices.nvml import gpu_links, gpu_policy
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import library_versions, packages_of_workload, version_of
 from autotune.space.levers import packages_of

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError, StorageError
-from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 
 if TYPE_CHECKING:

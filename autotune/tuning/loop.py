@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from autotune.core.candidate import Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.errors import AutotuneError, NoResultError, StorageError
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
@@ -17,7 +18,6 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.core.units import format_rate, format_seconds
-from autotune.devices import Ceiling
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict

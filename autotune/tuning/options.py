@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
+from autotune.core.device import Device, Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
-from autotune.devices import Device, Precision, find_device, find_gpus
+from autotune.devices.listing import find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.images import check_images_fit, choose_image_side
 from autotune.models.resolve import ModelSource, resolve_model

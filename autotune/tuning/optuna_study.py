@@ -12,10 +12,10 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
-from autotune.devices import Ceiling
 from autotune.store.engine import storage_errors
 from autotune.store.optuna_private import METRIC_NAMES_KEY, create_trial, id_of_study
 from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, TrialRecord, new_id

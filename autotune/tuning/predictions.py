@@ -11,15 +11,15 @@ from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN
-from autotune.core.device import precisions_of
+from autotune.core.device import Device, precisions_of
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.inspection import Inspection
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
-from autotune.devices import Device, find_device
 from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip, find_chip, read_chips
+from autotune.devices.listing import find_device
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.estimate.step_time import StepTimeModel

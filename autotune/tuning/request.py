@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.candidate import Document, Precision, Strategy
+from autotune.core.ceiling import Headroom
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import HEADROOM
 from autotune.core.options import BY_NAME as OPTION_BY_NAME
@@ -30,8 +32,8 @@ from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
 from autotune.core.workload import Workload
-from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
+from autotune.devices.listing import find_device
 from autotune.space.levers import BY_NAME, LEVERS, Training
 from autotune.space.space import Batches, choose_precisions
 

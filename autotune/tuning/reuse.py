@@ -23,8 +23,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory, Source
-from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
 from autotune.store.records import PastTrial

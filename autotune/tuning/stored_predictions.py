@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune.core.candidate import Candidate
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import Inspection
 from autotune.core.messages import Answer
 from autotune.core.prediction import MemoryPrediction, PredictionWork
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel

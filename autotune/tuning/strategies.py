@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
+from autotune.core.ceiling import Headroom
 from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import ModelFacts
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
-from autotune.devices import Headroom
 from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
 from autotune.tuning.request import SearchRequest

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from autotune import __version__
 from autotune.core.candidate import Document
+from autotune.core.ceiling import Ceiling
+from autotune.core.device import Device
 from autotune.core.errors import (
     DeviceError,
     InvalidRequestError,
@@ -20,7 +22,7 @@ from autotune.core.outcome import Completed
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, list_devices
+from autotune.devices.listing import devices_of_ranks, find_device, list_devices
 from autotune.models.dataset_files import check_unchanged
 from autotune.results.wording import state_of
 from autotune.space.features import version_of

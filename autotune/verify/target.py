@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.outcome import Measurement
 from autotune.core.placement import Placement
 from autotune.core.verification import StockWork
 from autotune.core.workload import Workload
-from autotune.devices import Device, devices_of_ranks, list_devices
+from autotune.devices.listing import devices_of_ranks, list_devices
 from autotune.results.export import Export, make_export
 from autotune.results.report import Report, load_report
 from autotune.space.levers import applied_settings

@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as functional
 
-from autotune import devices as device_facts
+from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
 
 # A small transformer layer. Kernels are chosen by shape, so it must not be too small either.
@@ -25,7 +25,7 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
     context without that is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no
     figure.
     """
-    before = device_facts.device_used_bytes(uuid)
+    before = nvml.device_used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
@@ -47,11 +47,11 @@ def context_beside(
     all memory in use since a reading before CUDA started counts, with what a desktop or a neighbour took meanwhile. So
     it counts up to the largest context only, unless this is one of several ranks: their libraries take more.
     """
-    own_bytes = device_facts.own_used_bytes(uuid)
+    own_bytes = nvml.own_used_bytes(uuid)
     # In a container, the number of another process of the host may be this one's.
     if own_bytes is not None and own_bytes > reserved_bytes:
         return own_bytes - reserved_bytes
-    used_bytes = device_facts.device_used_bytes(uuid)
+    used_bytes = nvml.device_used_bytes(uuid)
     if used_bytes is None or used_before_bytes is None:
         return None
     grown_bytes = max(0, used_bytes - used_before_bytes - reserved_bytes)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autotune.core.device import CAPABILITY_VARIABLE
 from autotune.core.workload import Workload
-from autotune.devices import CAPABILITY_VARIABLE
 
 COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
 """Set this to have the server import torch alone, and each trial the rest: seconds slower, with nothing shared."""

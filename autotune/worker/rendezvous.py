@@ -9,7 +9,7 @@ import socket
 from typing import Any, TypeVar
 
 from autotune.core.placement import RankDevices
-from autotune.devices import gpu_number
+from autotune.devices.nvml import gpu_number
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import offloading_threads
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
 
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 
 BERT = ("search", "--model", "bert-tiny", "--device", "cpu")
 

@@ -14,12 +14,13 @@ from searching import MODEL
 from autotune.cli import view
 from autotune.cli.view import View
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
+from autotune.core.device import Device
 from autotune.core.messages import Progress
 from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space, choose_arms
 from autotune.store.records import Stage, StudyRecord, TrialRecord

@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 from autotune.core.compiler_cache import CACHE_VARIABLE, keep_compiled
+from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 
 

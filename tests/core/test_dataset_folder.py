@@ -11,7 +11,7 @@ from tiny import tiny_workload
 
 from autotune.core.dataset_folder import hold_data, publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in
-from autotune.devices import Device
+from autotune.core.device import Device
 from autotune.execution import TrialServer
 
 DATA = DataSpec("/no/such.jsonl", "json", "content")

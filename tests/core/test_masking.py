@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from searching import new_store, prepared
 
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
 from autotune.core.masking import mask_secrets, masked_options
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.tuning.changes import changes_since
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.studies import open_study, recorded_request

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
-from autotune.devices import Ceiling, Headroom, find_device, list_devices, parse_headroom
 from autotune.devices.host import cpu_device, host_memory, processor_name
+from autotune.devices.listing import find_device, list_devices
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
-from autotune.devices import Device
 from autotune.engine.child import _Child
 from autotune.engine.work import Work
 

@@ -11,9 +11,9 @@ import pytest
 import warm
 
 from autotune.core.candidate import Arm
+from autotune.core.ceiling import Ceiling
 from autotune.core.prediction import Operations, PredictionAnswer
 from autotune.core.units import MIB
-from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.space.levers import prediction_class

@@ -7,12 +7,12 @@ from recorded import measurement
 from recorded_steps import Subject, operations_key, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
 from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.core.outcome import Completed
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
 from autotune.core.schema import decode
 from autotune.core.units import GIB
-from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS, chip_of_device
 from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question

@@ -11,7 +11,7 @@ import warm
 from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.devices import Device
+from autotune.core.device import Device
 from autotune.execution import TrialJob, TrialServer, child_process
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")

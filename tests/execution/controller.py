@@ -8,7 +8,7 @@ from pathlib import Path
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 from autotune.execution import TrialServer
 
 

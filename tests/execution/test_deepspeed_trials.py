@@ -13,9 +13,9 @@ from run_trial import run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.outcome import Completed, Effort
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution import TrialServer
 
 pytestmark = [

@@ -13,10 +13,10 @@ from processes import all_gone, children, processes_named
 from recorded import ComputedRunner
 from tiny import tiny_workload
 
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError
 from autotune.core.placement import Placement, RankDevices
 from autotune.core.units import GIB
-from autotune.devices import Device
 from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
 
 

@@ -10,10 +10,10 @@ import pytest
 from processes import children, processes_named, wait_until
 from tiny import tiny_workload
 
+from autotune.core.device import Device
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution import TrialServer, WarmServer
 from autotune.execution.gpu_inspection import GpuInspection, merged
 

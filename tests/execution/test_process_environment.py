@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 
 

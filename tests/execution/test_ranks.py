@@ -13,11 +13,11 @@ from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory
 from autotune.core.placement import Placement, rank_log
 from autotune.core.units import MIB
-from autotune.devices import Device
 from autotune.execution import TrialServer
 
 

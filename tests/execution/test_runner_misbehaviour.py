@@ -19,12 +19,12 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
+from autotune.core.device import Device
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
-from autotune.devices import Device
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.execution.process_outcome import tail

@@ -18,9 +18,9 @@ from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed
-from autotune.devices import Device
 from autotune.execution import TrialServer
 
 CONTROLLER = Path(__file__).with_name("controller.py")

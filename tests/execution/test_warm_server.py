@@ -15,10 +15,10 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
+from autotune.core.device import Device
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.execution import TrialServer, WarmServer
 
 TINY = tiny_workload("bert-tiny")

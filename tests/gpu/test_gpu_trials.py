@@ -17,11 +17,13 @@ from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.candidate import Precision as PrecisionName
+from autotune.core.device import Device
 from autotune.core.inspection import Inspection
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
-from autotune.devices import Device, list_devices, nvml_problem
+from autotune.devices.listing import list_devices
+from autotune.devices.nvml import nvml_problem
 from autotune.execution import TrialJob, TrialServer
 from autotune.execution import run_trial as run_on
 from autotune.execution.process_environment import server_environment

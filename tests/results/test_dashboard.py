@@ -23,9 +23,9 @@ import pytest
 from optuna.trial import TrialState
 from processes import receive
 
+from autotune.core.ceiling import Ceiling
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import Objective
-from autotune.devices import Ceiling
 from autotune.results.dashboard import dashboard_server, serve
 from autotune.store.opening import open_store
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord

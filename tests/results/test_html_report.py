@@ -19,6 +19,7 @@ from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.errors import NothingFitsError
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
@@ -26,7 +27,6 @@ from autotune.core.prediction import MemoryPrediction, Operations, PredictionAns
 from autotune.core.schema import decode, encode
 from autotune.core.stop import LeftOut
 from autotune.core.units import GIB, format_bytes, format_rate
-from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime
 from autotune.results.export import make_export

@@ -10,7 +10,7 @@ from searching import H200, write_empty_database
 from serving import URL, StandInEngine, predict, with_token
 from starlette.testclient import TestClient
 
-from autotune.devices import Device
+from autotune.core.device import Device
 from autotune.service.app import make_app
 from autotune.service.pages import add_pages
 from autotune.service.searches import Searches

@@ -11,8 +11,8 @@ from searching import H200, search
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, InvalidRequestError
-from autotune.devices import Device
 from autotune.engine.child import Teller
 from autotune.engine.local import LocalRun
 from autotune.engine.work import Host, Run, Work

@@ -9,8 +9,8 @@ import pytest
 from serving import StandInEngine
 from starlette.testclient import TestClient
 
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
-from autotune.devices import Device
 from autotune.engine.work import Code, search_request
 from autotune.service.listed_code import read_listed_code
 from autotune.service.searches import Searches

@@ -19,10 +19,10 @@ from serving import StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, StorageError
 from autotune.core.options import OPTIONS
 from autotune.core.schema import decode
-from autotune.devices import Device
 from autotune.engine.work import search_request
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
 from autotune.results.json_document import StudyDocument

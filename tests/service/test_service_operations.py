@@ -39,8 +39,8 @@ from standing_in import with_devices
 from starlette.testclient import TestClient
 
 from autotune.cli.main import cli
+from autotune.core.device import Device
 from autotune.core.errors import StorageError
-from autotune.devices import Device
 from autotune.service import server
 from autotune.service.app import make_app
 from autotune.service.change_events import ChangeEvents

@@ -15,7 +15,7 @@ import warm
 from processes import all_gone, children, processes_named, wait_until
 from served import Service
 
-from autotune.devices import list_devices
+from autotune.devices.listing import list_devices
 from autotune.devices.lock import Lock
 from autotune.service.client import Client, StreamedEvent
 from autotune.store.opening import open_store

@@ -16,8 +16,8 @@ from searching import prepared, request
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError
 from autotune.core.outcome import Completed
-from autotune.devices import find_device
 from autotune.devices.cores import can_pin
+from autotune.devices.listing import find_device
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.tuning.allowed import check_request
 from autotune.tuning.optuna_space import candidate_of, distributions, params_of

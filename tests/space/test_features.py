@@ -22,7 +22,7 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.installation import how_to_add
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 from autotune.estimate.history import History
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.warnings import compiled_notes

@@ -15,11 +15,11 @@ from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, int
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
-from autotune.devices import Device
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of
 from autotune.estimate.memory import MemoryModel, Question

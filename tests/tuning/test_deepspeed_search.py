@@ -18,8 +18,8 @@ import yaml
 from searching import RecordingObserver
 from tiny import tiny_workload
 
+from autotune.core.device import Device
 from autotune.core.outcome import Completed
-from autotune.devices import Device
 from autotune.results.export import make_export, render, render_launch
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search

@@ -12,8 +12,11 @@ import pytest
 from searching import BERT_LARGE, FACTS, H200, prepared, request
 
 from autotune.core.candidate import Document
+from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.devices import Device, GpuPolicy, host, machine_id
+from autotune.devices import host
+from autotune.devices.condition import GpuPolicy
+from autotune.devices.host import machine_id
 from autotune.space.features import library_versions
 from autotune.tuning import environment as module
 from autotune.tuning.changes import changes_since

@@ -18,8 +18,8 @@ from processes import wait_until
 from searching import H200, RecordingObserver
 from tiny import tiny_workload
 
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, StorageError, TrialServerError
-from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 from autotune.tuning import exclusive
 from autotune.tuning.exclusive import Turn, take_turn

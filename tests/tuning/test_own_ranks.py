@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from searching import RecordingObserver
 
+from autotune.core.device import Device
 from autotune.core.outcome import Completed
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.results.export import make_export, render, render_launch
 from autotune.results.warnings import notes
 from autotune.tuning.request import SearchRequest

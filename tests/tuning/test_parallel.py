@@ -10,10 +10,10 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import BERT_LARGE, FACTS, H200, RecordingObserver, new_store, search
 from tiny import tiny_workload
 
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
-from autotune.devices import Device
 from autotune.tuning import options as tuning_options
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import prepare

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, MODEL, facts, prepared, request
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
+from autotune.core.ceiling import Headroom
 from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.inspection import OwnSettings
@@ -19,7 +20,6 @@ from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
-from autotune.devices import Headroom
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.tuning.forecasting import most_predictions
 from autotune.tuning.prepare import Prepared, prepare

@@ -15,11 +15,13 @@ from tiny import tiny_workload
 
 from autotune.cli.session import print_result
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
 from autotune.core.options import BY_NAME
 from autotune.core.units import GIB
-from autotune.devices import Device, devices_of_ranks, find_gpus, listing
+from autotune.devices import listing
+from autotune.devices.listing import devices_of_ranks, find_gpus
 from autotune.results.export import make_export, render, render_launch
 from autotune.results.report import Report
 from autotune.store.opening import open_store

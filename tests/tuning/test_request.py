@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, H200, facts, request
 
+from autotune.core.ceiling import Headroom
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Effort
-from autotune.devices import Headroom
 from autotune.tuning.allowed import check_request
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences

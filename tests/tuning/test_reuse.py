@@ -23,6 +23,8 @@ from recorded import (
 from searching import FACTS, H200, ceiling_of, new_store, prepared, request, search, with_environment
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
+from autotune.core.device import Device
 from autotune.core.outcome import (
     Completed,
     Effort,
@@ -40,7 +42,6 @@ from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report

@@ -12,6 +12,7 @@ from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 from autotune.core.candidate import Arm, Candidate, Document, Strategy
 from autotune.core.chip import Chip
 from autotune.core.code_interface import CodeInterface
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
 from autotune.core.inspection import AfterStep, OwnSettings
 from autotune.core.messages import Answer
@@ -19,7 +20,6 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.devices.host import HostMemory
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History

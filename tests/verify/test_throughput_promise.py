@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling, Headroom
+from autotune.core.device import Device
 from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.units import GIB
 from autotune.core.verification import LossCurve, PeakBytes, StockResult, Stretch
-from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store.records import StudyRecord, TrialRecord

@@ -15,7 +15,7 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
-from autotune.devices import Device
+from autotune.core.device import Device
 from autotune.worker.trial import measure
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.device import Device
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts
 from autotune.core.jobs import InspectionWork, Job, TrialWork, Work
 from autotune.core.messages import Problem, Progress
@@ -22,7 +23,6 @@ from autotune.core.placement import Placement
 from autotune.core.protection import Protection
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.execution.child_process import ChildProcess
 from autotune.execution.process_environment import server_environment
 from autotune.execution.protection import find_protection

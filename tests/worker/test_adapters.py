@@ -19,7 +19,7 @@ from autotune.core.inspection import AfterStep
 from autotune.core.outcome import Completed
 from autotune.core.placement import Placement
 from autotune.core.workload import QuantizeName, Task, Workload
-from autotune.devices import find_device
+from autotune.devices.listing import find_device
 from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.worker.trial.build import build_model
 

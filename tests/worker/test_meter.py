@@ -11,8 +11,8 @@ import pytest
 from fake_meter import FakeClock, FakeMeter
 from meter_contract import check_contract
 
+from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 
 CONTRACT = Path(__file__).with_name("meter_contract.py")

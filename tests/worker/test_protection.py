@@ -20,11 +20,11 @@ import pytest
 from server_client import Answer, ServerClient
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.errors import TrainingSourceError
 from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.execution import TrialServer
 from autotune.execution.protection import find_protection
 from autotune.worker.user import landlock

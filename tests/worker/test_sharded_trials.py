@@ -15,6 +15,7 @@ import warm
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
@@ -22,7 +23,6 @@ from autotune.core.protection import Protection
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.from_meta import fill, on_meta
 

@@ -11,8 +11,8 @@ import pytest
 import warm
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 from autotune.space.training_arguments import checkpointing_field
 

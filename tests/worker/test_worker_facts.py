@@ -71,7 +71,7 @@ def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: py
     """As bitsandbytes does, which transformers imports by way of peft."""
     import torch
 
-    from autotune.devices import CAPABILITY_VARIABLE
+    from autotune.core.device import CAPABILITY_VARIABLE
     from autotune.worker import imports
 
     monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
@@ -90,7 +90,7 @@ def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pyt
 
     import torch
 
-    from autotune.devices import CAPABILITY_VARIABLE
+    from autotune.core.device import CAPABILITY_VARIABLE
     from autotune.worker import imports
 
     real = types.SimpleNamespace(major=8, minor=6, multi_processor_count=82)

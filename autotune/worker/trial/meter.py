@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune import devices as device_facts
+from autotune.devices import nvml
 from autotune.space.features import with_expandable_segments
 from autotune.worker.context import context_beside
 from autotune.worker.private.torch import set_allocator_settings
@@ -100,7 +100,7 @@ class CudaMeter(Meter):
         self.device = torch.device("cuda", index)
         self._uuid = uuid
         self._is_alone = is_alone
-        self._used_before_bytes = device_facts.device_used_bytes(uuid)
+        self._used_before_bytes = nvml.device_used_bytes(uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)
@@ -138,14 +138,14 @@ class CudaMeter(Meter):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def device_used_bytes(self) -> int | None:
-        return device_facts.device_used_bytes(self._uuid)
+        return nvml.device_used_bytes(self._uuid)
 
     def context_bytes(self) -> int | None:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         return context_beside(self._uuid, self._used_before_bytes, reserved_bytes, is_alone=self._is_alone)
 
     def energy_joules(self) -> float | None:
-        return device_facts.device_energy_joules(self._uuid)
+        return nvml.device_energy_joules(self._uuid)
 
 
 def expand_segments(expand: bool) -> None:
