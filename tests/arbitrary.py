@@ -1,7 +1,5 @@
 """Generate candidates and outcomes of every kind, for property tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import get_args
 

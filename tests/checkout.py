@@ -1,7 +1,5 @@
 """List the files of the project: those in git, or all files outside of a checkout."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

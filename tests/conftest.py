@@ -1,7 +1,5 @@
 """Share fixtures among all tests, and make the helper modules in this folder importable."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

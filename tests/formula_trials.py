@@ -1,7 +1,5 @@
 """Searches whose trials answer from a formula (``tests/faults/stand_in.py``): their model, and what was begun."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trials as values, and what a search concludes from them."""
 
-from __future__ import annotations
-
 from recorded import measurement, out_of_memory
 from searching import ceiling_of
 

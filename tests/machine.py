@@ -1,7 +1,5 @@
 """Simulate a machine with the GPUs of a stand-in NVML library, asked in child processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Make datasets as users have them: texts of any length, a tokenizer trained on them, images."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

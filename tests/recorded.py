@@ -5,8 +5,6 @@
 trials would have taken, so that tests speak of simulated seconds, and keep the jobs that they were given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

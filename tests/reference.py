@@ -4,8 +4,6 @@ The command line comes from click, exit codes from the errors, the Python page f
 compares the files with what this program would write.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Make reports of studies as the store returns them: of one winner, and of a few trials on an H200."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tiny import tiny_workload

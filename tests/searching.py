@@ -1,7 +1,5 @@
 """Searches over recorded and computed trials: requests, facts and a device as values, an observer that keeps all."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable

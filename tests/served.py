@@ -1,7 +1,5 @@
 """A service in a process of its own, and what a client asks of it: for tests and for ``make test-service``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

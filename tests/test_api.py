@@ -1,7 +1,5 @@
 """Test the Python function: a light import, the options of the command, and a result that trains."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

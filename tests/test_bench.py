@@ -1,7 +1,5 @@
 """Test the cost of searches on recorded landscapes, so that an increase is noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

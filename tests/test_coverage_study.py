@@ -1,7 +1,5 @@
 """Test the coverage of promises on a sample; ``make bench`` simulates many more and prints the table."""
 
-from __future__ import annotations
-
 import pytest
 from promised_coverage import KNOWN, cell, table
 

@@ -1,7 +1,5 @@
 """Test that kernel times are recorded, on the CPU, and compared with predictions."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import asdict

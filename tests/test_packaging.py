@@ -1,7 +1,5 @@
 """Test the installed package: a wheel with its migrations and its catalog, away from the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Write a small file of labelled texts, for scripts that train on one."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Define workloads and efforts small enough for real trials on two busy cores."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One epoch of a stock ``Trainer`` over jsonl texts, under the memory limit that trials had; prints what it saw."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

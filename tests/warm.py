@@ -9,8 +9,6 @@ What such a process does not show: whether it imports all that it uses, and what
 test for that which starts it cold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import inspect

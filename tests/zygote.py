@@ -1,7 +1,5 @@
 """A process that has imported all that tests need, and forks others that go on as new Python processes would."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Run the command line: within this process, in a process forked from a warm one, or from a cold start."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Share one real search among tests, and run commands quickly."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json

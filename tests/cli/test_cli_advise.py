@@ -1,7 +1,5 @@
 """``autotune advise``: which GPU to rent, for a small model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

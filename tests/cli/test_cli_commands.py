@@ -1,7 +1,5 @@
 """Test the commands that list devices, models and studies, and show results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

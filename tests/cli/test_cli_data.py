@@ -1,7 +1,5 @@
 """Test searches on the user's own dataset: output, errors, and that the winner survives an epoch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

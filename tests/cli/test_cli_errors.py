@@ -1,7 +1,5 @@
 """Test errors: one line with the value, one with the next step, an exit code, and no files left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

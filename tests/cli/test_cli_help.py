@@ -1,7 +1,5 @@
 """Test the help of the command line, and how fast it is shown."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test Ctrl-C, as a terminal sends it, during a real search with real trials."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

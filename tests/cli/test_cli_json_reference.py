@@ -1,7 +1,5 @@
 """Test that the JSON reference names every field of ``--json``, and no others."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

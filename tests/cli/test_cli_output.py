@@ -1,7 +1,5 @@
 """Test what commands write: whole files or none, and words for what was mistyped."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Test ``autotune predict`` with a small model and GPUs that are not in this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

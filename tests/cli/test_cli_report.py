@@ -1,7 +1,5 @@
 """Test ``autotune report``: an HTML page in a file or on stdout, or text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

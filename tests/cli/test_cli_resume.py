@@ -1,7 +1,5 @@
 """Test ``autotune resume``: with the name alone and the recorded options."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

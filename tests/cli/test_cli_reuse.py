@@ -1,7 +1,5 @@
 """Test a repeated search, which starts no process, with odd names and no home folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Test the output of a search: a document or a summary on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

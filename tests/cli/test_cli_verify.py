@@ -1,7 +1,5 @@
 """Test ``autotune verify``: a real stock run of a tiny model, files, and studies that cannot be verified here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Test the progress view with an invented study: every kind of line, in narrow and wide terminals."""
 
-from __future__ import annotations
-
 import io
 import threading
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Some run with the other tests, all of them with ``make test-clients``; one whose library is not installed is skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 The codes are in ``codes``. One runs with the other tests, all of them with ``make test-clients``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The memory of TRL's loss without logits is traced as a GPU takes it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is wrapped of accelerate, Lightning and torch for loops of one's own is there, and takes what is put over it."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

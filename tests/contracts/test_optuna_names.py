@@ -1,7 +1,5 @@
 """Test the private names of Optuna and optuna-dashboard that are used, in the installed versions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the private names of torch that are used, in the installed version."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the private names of transformers, accelerate and datasets that are used, in the installed versions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test folders of prepared datasets: published whole, and never removed while in use."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the one rule that says whether a trial is feasible, and that a step that comes once needs no headroom."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

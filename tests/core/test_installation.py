@@ -1,7 +1,5 @@
 """Test that the command which installs an extra is that of the way in which the package was installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test that jobs are read as they were sent, and that what is no job is named."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test how launchers are removed from a command line, or refused with the command that works."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test secrets on a script's command line: passed to the script, but not recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test when a trial has measured enough steps, and the step time estimated from them."""
 
-from __future__ import annotations
-
 import math
 import random
 

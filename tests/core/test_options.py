@@ -1,7 +1,5 @@
 """Test the table of options against the function, the request and the command line."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any, get_args

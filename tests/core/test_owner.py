@@ -1,7 +1,5 @@
 """Who owns something, and whether that process still runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test lines over pipes: whole, bounded, and written without waiting for a reader."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Command lines with placeholders: what is recognised, refused, filled, left out."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

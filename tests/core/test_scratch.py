@@ -1,7 +1,5 @@
 """Test the temporary folders of processes that run jobs."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test intervals: against scipy where it is installed, and by their coverage in simulations."""
 
-from __future__ import annotations
-
 import math
 import random
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Test how a command line names the user's own code, which is found but not run."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test parsing and formatting of bytes, seconds, counts and rates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

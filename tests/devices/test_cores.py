@@ -1,7 +1,5 @@
 """Test the choice of the core for a pinned training process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

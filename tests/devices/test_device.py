@@ -1,7 +1,5 @@
 """Test reading GPUs from a stand-in NVML library, in real child processes, with both distributions of pynvml."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

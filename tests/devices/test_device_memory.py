@@ -1,7 +1,5 @@
 """Test the CPU and its memory on recorded /proc and control group files, and the ceiling with its headroom."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

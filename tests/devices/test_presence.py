@@ -1,7 +1,5 @@
 """Test how searches on one CPU notice each other, and what happens to their measurements."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Parse the pages of the documentation and the README into blocks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test the reference against the code: generated pages, commands that parse, names that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

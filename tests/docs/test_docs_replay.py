@@ -3,8 +3,6 @@
 Heads of searches are compared with what the page shows, numbers masked.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

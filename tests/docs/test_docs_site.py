@@ -1,7 +1,5 @@
 """Test that the documentation builds without warnings or foreign requests, and that the README stays short."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

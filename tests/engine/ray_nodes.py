@@ -4,8 +4,6 @@
 line is answered with ``done``. Each node is a raylet of its own, as on a machine of its own.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

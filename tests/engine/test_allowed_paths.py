@@ -1,7 +1,5 @@
 """Test that the process which searches reads no folder that the service's clients may not name."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test what is said about a Ray cluster before Ray is imported: its address, its token, that Ray is not installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

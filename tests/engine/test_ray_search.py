@@ -1,7 +1,5 @@
 """Search on a real Ray cluster of two nodes on this machine: ``make test-ray``."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Test the process of a device: one search after the other, and none for a process that was killed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

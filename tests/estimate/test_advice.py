@@ -1,7 +1,5 @@
 """GPUs compared for one job: hours, cost, ranks, the Pareto front."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the names of several arms."""
 
-from __future__ import annotations
-
 from autotune.core.candidate import Arm
 from autotune.estimate.arm_names import names_of_arms
 

@@ -1,7 +1,5 @@
 """Test what limits a step: shares, kinds, and the lines of the report."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

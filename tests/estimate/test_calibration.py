@@ -1,7 +1,5 @@
 """Specified rates corrected by measured matrix products."""
 
-from __future__ import annotations
-
 import pytest
 from published import calibrated_errors
 

@@ -1,7 +1,5 @@
 """Predicted steps of several ranks: gradients exchanged behind the backward pass, over links of different rates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

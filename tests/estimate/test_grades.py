@@ -1,7 +1,5 @@
 """What is told of a GPU's speed: measured there, scaled from another GPU, or predicted."""
 
-from __future__ import annotations
-
 import pytest
 from histories import completed
 from recorded_steps import Subject, operations_key, recorded_operations

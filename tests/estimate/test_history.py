@@ -1,7 +1,5 @@
 """Test what a search concludes from its trials: what cannot fit, and what is best."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test predictions beside trials: asked a few at a time, corrected by measurements, used by the search."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

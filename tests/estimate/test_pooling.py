@@ -1,7 +1,5 @@
 """Test how far a winner's next run may be from what was measured of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Test predicted peaks against peaks measured on an H200, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the memory that is predicted for a rank of several: DDP's buckets, FSDP's shards, one pool a stream."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

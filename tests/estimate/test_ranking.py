@@ -1,7 +1,5 @@
 """The candidate that is predicted to be the fastest, on every recorded landscape."""
 
-from __future__ import annotations
-
 import statistics
 
 from gains import OPTIONS, pairs

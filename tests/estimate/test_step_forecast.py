@@ -1,7 +1,5 @@
 """What a search makes of predicted step times: where it begins, what it leaves out, and when it trusts them."""
 
-from __future__ import annotations
-
 import pytest
 from recorded import measurement
 from recorded_steps import Subject, operations_key, recorded_operations

@@ -1,7 +1,5 @@
 """Test predicted GPU times and step times against those recorded on an H200, without GPU or torch."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Test the bounds that measured step times set for candidates that were not measured."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

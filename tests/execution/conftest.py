@@ -1,7 +1,5 @@
 """Start trial servers around real trials, and around jobs that behave as told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a minimal controller: start one endless trial and wait for it, until a test kills it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

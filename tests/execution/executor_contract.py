@@ -1,7 +1,5 @@
 """Test the contract of every executor, on one with two slots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

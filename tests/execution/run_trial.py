@@ -1,7 +1,5 @@
 """Run a trial on a server in one call, small and with ample memory where nothing else is said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

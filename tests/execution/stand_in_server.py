@@ -4,8 +4,6 @@ Everything is the server's own (forking, watching, ending, reporting) but what a
 imports beforehand, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

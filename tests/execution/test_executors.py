@@ -1,7 +1,5 @@
 """Test executors with two slots: simulated ones, servers with scripted jobs, and real training."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Test the inspection of the GPU in a process beside the trial server."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

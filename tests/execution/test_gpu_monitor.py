@@ -1,7 +1,5 @@
 """Test neighbours, throttled clocks and lost GPUs, with a stand-in NVML library that changes during trials."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the environment variables of a trial server."""
 
-from __future__ import annotations
-
 import os
 import sys
 

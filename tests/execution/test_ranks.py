@@ -1,7 +1,5 @@
 """Test trials of several ranks: real ones that train together on the CPU, and ranks that misbehave."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

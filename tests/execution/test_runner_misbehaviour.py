@@ -1,7 +1,5 @@
 """Test misbehaving trial processes: each becomes an outcome, and nothing of it is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Test jobs beside the trials: their ends are reported, and neither disturbs the other."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Test a trial server with real trials of a tiny model on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

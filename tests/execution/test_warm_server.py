@@ -1,7 +1,5 @@
 """Test the idle trial server that a service keeps between searches."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

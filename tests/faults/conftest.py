@@ -1,7 +1,5 @@
 """Run the undisturbed search that others are compared with, and print the table at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -8,8 +8,6 @@ set the bodies are its own, too: torch is imported, a model trains, and only the
     FAULTS_SECONDS  how long each trial lasts
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A few of each kind run always; ``make test-faults`` runs them all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 A few hundred of them run always; ``make test-faults`` runs them all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Prints how far a product of float32 matrices on the GPU is off, under a candidate's ``TrainingArguments``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

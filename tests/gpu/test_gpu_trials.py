@@ -1,7 +1,5 @@
 """Test real trials on a real GPU; ``make test-gpu`` runs them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """CUDA graphs of a real GPU: training is the same as without them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

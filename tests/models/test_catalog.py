@@ -1,7 +1,5 @@
 """Test the catalog: names, facts against real models, and the workload of every entry."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Test how datasets are found and identified, without reading samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

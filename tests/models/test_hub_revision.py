@@ -1,7 +1,5 @@
 """Test datasets on the hub, identified by name and commit, with a local server as the hub."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -4,8 +4,6 @@ Whatever reaches the hub client runs in a child process: the client reads its en
 when it is imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

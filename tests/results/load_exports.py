@@ -5,8 +5,6 @@ For each export a line of JSON says what every form became, or which error or wa
 transformers logger warns of counts as well. Each is loaded in a child of its own, as in a process of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Test scales, ticks and labels of charts."""
 
-from __future__ import annotations
-
 import pytest
 
 from autotune.results.html.axes import Box, Scale, place_label, shortened

@@ -1,7 +1,5 @@
 """Test which rate of a GPU the use of its arithmetic is relative to."""
 
-from __future__ import annotations
-
 import pytest
 
 from autotune.core.device import Precision

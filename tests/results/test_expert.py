@@ -1,7 +1,5 @@
 """Test what a result is compared with besides the defaults: an expert's settings, and the GPU's rated arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

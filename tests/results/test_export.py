@@ -1,7 +1,5 @@
 """Test that exports of several kinds of winners load into the installed transformers, and train."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Test how a winner is handed to code that is no Trainer's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the report of a study: verdicts, JSON document, summary and notes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

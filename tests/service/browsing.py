@@ -1,7 +1,5 @@
 """A real Chromium for tests of the pages: it notes what a page complains of, and what it asks of other hosts."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Service, processes and HTTP are real; a search of ten made-up GPUs lasts a fraction of a second and trains nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

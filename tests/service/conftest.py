@@ -1,7 +1,5 @@
 """A service within this process, over a real database, and clients that speak to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 1,100 under a limit of 1,024 files for half a minute; each that is closed is opened again every five seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import socket

@@ -4,8 +4,6 @@ Everything is a real process: the service, the one in which it searches, and tri
 (tests/faults).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ databases, connections that ask for nothing, kills during 2,000 searches, faults
 the mark ``service``; with ``--part`` some of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -4,8 +4,6 @@ Five searches on this machine's CPU through a real service, or whole searches of
 of 24 GiB. A trial's process makes its log first.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import datetime

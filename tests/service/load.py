@@ -3,8 +3,6 @@
 5,000 jobs on 50 stand-in devices with 200 listeners. The service does everything but search.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@
 stand-ins for its devices, and photographs its pages in the system's Chromium.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

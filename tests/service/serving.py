@@ -1,7 +1,5 @@
 """Clients of a service within the test's process, and an engine whose searches the test itself runs."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Sequence
 

@@ -9,8 +9,6 @@
   seconds. The time of day is off by the seconds that are written in ``FOLDER/clock``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 ``make test-browser`` runs these. Pictures are kept in the folder that AUTOTUNE_SCREENSHOTS names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

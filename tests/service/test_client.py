@@ -1,7 +1,5 @@
 """Test what a client says of a service's address before it connects."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

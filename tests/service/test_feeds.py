@@ -1,7 +1,5 @@
 """Test what many listeners and many visitors share: events, and the parts of pages."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

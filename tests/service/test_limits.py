@@ -1,7 +1,5 @@
 """What clients cannot do to each other: hold connections, guess tokens, change what is another's, stop /healthz."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Code that an operator lists may be searched by its name, and by nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands that ask a service in place of a database: ``--server``."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

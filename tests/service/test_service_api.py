@@ -1,7 +1,5 @@
 """The API: what a client submits, sees, hears and takes away, and what the engine does between."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

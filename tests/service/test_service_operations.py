@@ -1,7 +1,5 @@
 """What runs a service for good: the files of the documentation, its metrics and its log."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

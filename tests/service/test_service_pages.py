@@ -1,7 +1,5 @@
 """The pages, as the service renders them: signing in, asking, watching, comparing; every name is escaped."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Test predictions over HTTP, and the queued verification of a study."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

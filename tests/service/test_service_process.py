@@ -1,7 +1,5 @@
 """A real service with its processes, and the command line as its client, each a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

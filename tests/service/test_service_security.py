@@ -1,7 +1,5 @@
 """Attempts on a service, each by a real client: without a token, from other sites, with paths, code and huge bodies."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

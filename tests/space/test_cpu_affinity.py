@@ -1,7 +1,5 @@
 """Test pinning to one core as an option that memory does not depend on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Test which data loader settings are tried where a candidate waits for data."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test optional features, such as expandable segments, from the command line to the export."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

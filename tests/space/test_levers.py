@@ -1,7 +1,5 @@
 """Test the table of levers: it has every setting of an arm, and what is computed from its rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Test the search space: exact effective batches, multiples, and precisions for each weight dtype."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Test the translation of a candidate to fields of the installed ``TrainingArguments``."""
 
-from __future__ import annotations
-
 import pytest
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision

@@ -5,8 +5,6 @@ are those of the first version, and there is no function for compute capabilitie
 """
 
 # ruff: noqa: N802
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

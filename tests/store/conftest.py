@@ -1,7 +1,5 @@
 """Make a real database for every test, in a SQLite file and on a PostgreSQL server, and records to put into it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 what that revision kept besides: answers of trial processes, jobs of a service with their events, tokens.
 """
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Leases: one owner at a time, expired ones can be taken over, and writes without the lease are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable

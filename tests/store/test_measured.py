@@ -1,7 +1,5 @@
 """Reading what was measured of a workload on any GPU, without opening the database for writing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

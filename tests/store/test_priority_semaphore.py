@@ -1,7 +1,5 @@
 """Test that a semaphore admits few threads at a time, in the order of asking, urgent ones first."""
 
-from __future__ import annotations
-
 import threading
 
 from processes import wait_until

@@ -1,7 +1,5 @@
 """Test which trials are repeated, how often, and which one counts in the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

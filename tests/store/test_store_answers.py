@@ -1,7 +1,5 @@
 """Test stored answers of trial processes in real files."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test several processes and threads with one file, some of them killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Studies copied between databases: whole, gone on with and exported there as here, or not at all."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -3,8 +3,6 @@
 ``make test-service`` runs these; ``-s`` shows what was measured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

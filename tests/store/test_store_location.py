@@ -1,7 +1,5 @@
 """Test paths and URLs of databases, and file systems on which WAL must not be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import optuna

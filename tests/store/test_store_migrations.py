@@ -1,7 +1,5 @@
 """Test Alembic beside Optuna: scripts, declared tables and the ``alembic`` command, and failed migrations."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -3,8 +3,6 @@
 What every database must do is in the other tests of this folder, which run on both kinds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

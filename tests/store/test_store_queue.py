@@ -1,7 +1,5 @@
 """The queue of a service: order, needs, and attempts that end, are put back or are lost."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

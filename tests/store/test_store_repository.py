@@ -1,7 +1,5 @@
 """Test reading and writing records: unchanged, fast, and whatever happens to Optuna's tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sqlite3

@@ -1,7 +1,5 @@
 """Studies carried to another database: whole, trial by trial, over what is there, and refused where they are none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

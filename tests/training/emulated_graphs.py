@@ -4,8 +4,6 @@ As with a real graph, a replay reads and writes fixed addresses, capturing compu
 numbers are drawn anew by each replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Train on rows of whole samples: the same loss for every token as with padding, or a refusal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``autotune.training`` changes in a ``Trainer``: its speed and memory, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Make a real, empty store for a search."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

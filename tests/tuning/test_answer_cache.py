@@ -1,7 +1,5 @@
 """Test the keys of stored answers, and a cache that cannot be used."""
 
-from __future__ import annotations
-
 import ast
 import sqlite3
 from collections.abc import Callable

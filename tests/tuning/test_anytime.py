@@ -1,7 +1,5 @@
 """Test how a search goes on after its first answer, over simulated GPUs: which levers it tries, and when it ends."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

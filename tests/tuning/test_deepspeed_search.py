@@ -3,8 +3,6 @@
 Run with ``make test-deepspeed``. DeepSpeed compiles a library for ranks on a CPU when they first run, for two minutes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Test an effective batch that is given in tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the facts that a measurement depends on: recorded, compared for reuse and when resuming."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

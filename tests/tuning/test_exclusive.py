@@ -1,7 +1,5 @@
 """Test locks between real processes: who holds one, who waits, and that they are released with their holder."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Signals that end a search, in the middle of what must be kept together and outside of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

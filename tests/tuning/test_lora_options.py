@@ -1,7 +1,5 @@
 """Test which adapters, bits and stored dtype the options stand for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test a search on two GPUs that loses the second one, with a stand-in NVML library, computed trials and real locks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

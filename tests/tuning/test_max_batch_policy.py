@@ -1,7 +1,5 @@
 """Test the search for the largest batch under the line: found in few trials, and confirmed by the next one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

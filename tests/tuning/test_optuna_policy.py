@@ -1,7 +1,5 @@
 """Test what a search runs of what Optuna's samplers propose."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import optuna

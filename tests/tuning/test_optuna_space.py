@@ -1,7 +1,5 @@
 """Test Optuna's search space and parameters."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Searches over training code of the user's own on two ranks: real processes on the CPU."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

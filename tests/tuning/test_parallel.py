@@ -1,7 +1,5 @@
 """Test searches whose trials run on several devices at the same time, each on one."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test what is tried next, on recorded and computed landscapes: the answer and its cost."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Test preparing a search from a request and inspected facts, and its errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

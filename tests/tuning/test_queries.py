@@ -1,7 +1,5 @@
 """A study of many trials takes as many queries as a short one."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

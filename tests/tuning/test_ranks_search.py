@@ -1,7 +1,5 @@
 """Searches whose trials train on two ranks together: real processes on the CPU, from the request to the export."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Test requests: errors before any process starts, and which requests are equal."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Test what a search reuses from earlier studies, and what it must not."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

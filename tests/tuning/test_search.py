@@ -1,7 +1,5 @@
 """Test whole searches on recorded trials and a real database."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

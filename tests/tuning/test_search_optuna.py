@@ -1,7 +1,5 @@
 """Test what Optuna records of a search, searches by Optuna's samplers."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from pathlib import Path

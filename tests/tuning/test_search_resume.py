@@ -1,7 +1,5 @@
 """Test resumed searches: nothing is repeated, mixed up or lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import select

@@ -1,7 +1,5 @@
 """Test several searches that write to one file while others read it, each in its own process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 import urllib.error

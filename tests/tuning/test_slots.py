@@ -1,7 +1,5 @@
 """Searches with two trials at a time: what runs together is useful together, and nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test which ways of sharing a model are searched, what each sets, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Searches of one study on two hosts that share a database: processes with a host name and lock folder of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

@@ -3,8 +3,6 @@
 ``make bench`` runs 10,000 of these worlds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

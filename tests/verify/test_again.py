@@ -1,7 +1,5 @@
 """Test what a repeated trial shows beside a promise and a stock run, on invented and recorded figures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """Test when a promised speed is kept, missed, or cannot be told."""
 
-from __future__ import annotations
-
 import math
 import random
 

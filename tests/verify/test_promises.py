@@ -1,7 +1,5 @@
 """The study of kept promises, as far as that goes without a GPU: its order, its processes, what it reads and prints."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

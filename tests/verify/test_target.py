@@ -1,7 +1,5 @@
 """Test on which devices a study is verified."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

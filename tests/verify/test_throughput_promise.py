@@ -1,7 +1,5 @@
 """Test when a promise counts as kept, and when two trainings are the same, on invented figures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

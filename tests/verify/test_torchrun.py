@@ -1,7 +1,5 @@
 """What the ranks of a stock run measured, merged."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Computes attention with four threads in two forks of a fork, as an inspection does; prints what came of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Share one warm trial server among all tests of the worker."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path

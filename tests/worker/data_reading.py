@@ -1,7 +1,5 @@
 """Reading data as a search does, in a process for trials, and trials with what was read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The script is told BEFORE in a variable. Prints the answer, how its process ende
 of the log about steps, and the files that trials are to find.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

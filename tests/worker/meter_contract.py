@@ -4,8 +4,6 @@
 back, so it gets a whole process.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

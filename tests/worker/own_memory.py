@@ -1,7 +1,5 @@
 """Asks a trial server for the traced steps of one's own code, and for the memory that is predicted from them."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pins itself to one core, then prints on which cores it, its threads and its child processes run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

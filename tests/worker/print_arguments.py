@@ -1,7 +1,5 @@
 """Prints what ``TrainingArguments`` a trial would train with; each line of the input is a candidate's parameters."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

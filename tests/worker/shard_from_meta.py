@@ -3,8 +3,6 @@
 Rank 0 writes the weights, gathered, to ``weights.pt``, and each rank the elements that it held to ``RANK.json``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

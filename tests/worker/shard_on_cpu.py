@@ -4,8 +4,6 @@ On a CPU accelerate trains with DDP whatever ``fsdp`` says, so this makes it sha
 outcome of each rank to a file of its own in FOLDER, with how the parameters were split.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

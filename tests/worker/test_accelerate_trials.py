@@ -1,7 +1,5 @@
 """Trials of unmodified scripts that train with an ``Accelerator``, each in a process of its own, on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA and few bits: what is trained and what is frozen, in real trials where peft and bitsandbytes are installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Test what a trial tells of a second copy of DDP's buckets: how large it may be, and peaks without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training loop that is not measured by itself is refused with what fits it, as words that can be pasted."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trials of unmodified scripts that train with Lightning's Fabric, each in a process of its own, on the CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

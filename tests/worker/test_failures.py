@@ -1,7 +1,5 @@
 """Test that every wording of out of memory is recognized, and that similar messages are not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

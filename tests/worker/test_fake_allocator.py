@@ -1,7 +1,5 @@
 """Test the simulated allocator, and that a scaled trace equals the trace at that batch."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from typing import Any

@@ -1,7 +1,5 @@
 """Test what is predicted for weights and moments in few bits against bitsandbytes itself, on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

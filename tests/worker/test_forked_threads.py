@@ -1,7 +1,5 @@
 """Test that forks of forks compute with several threads."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

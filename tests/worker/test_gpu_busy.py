@@ -1,7 +1,5 @@
 """Test the share of a step in which the GPU computes, and that measuring it loses no trial."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

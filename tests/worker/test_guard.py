@@ -1,7 +1,5 @@
 """Code that trains where nothing measures it is stopped before its first step, in whatever process that is."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

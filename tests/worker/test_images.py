@@ -1,7 +1,5 @@
 """Models of images and text: their samples, and trials of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Test that the user's own code is inspected on all of its ranks: real processes on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Test which libraries of the user's code are imported once for all trials."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

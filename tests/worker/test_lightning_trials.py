@@ -1,7 +1,5 @@
 """Trials of unmodified scripts that train with Lightning, each in a process of its own, on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Where the steps of a loop begin and end, and which of them count; no process is started."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trials of training loops that are no Trainer's, each in a process of its own, on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

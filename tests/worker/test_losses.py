@@ -1,7 +1,5 @@
 """Test losses that are not finite, updates skipped by fp16's gradient scaler, and comparable loss curves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

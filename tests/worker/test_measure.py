@@ -1,7 +1,5 @@
 """Test the step timer's arithmetic and stopping rules, with a clock that the test controls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test that the CPU meter and the fake meter keep the same contract."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The micro-benchmark of a machine, on the CPU."""
 
-from __future__ import annotations
-
 import torch
 
 from autotune.worker.calibration import calibrate

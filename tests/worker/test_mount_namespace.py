@@ -1,7 +1,5 @@
 """Test the layers over the files as an ordinary user and as root, in forks that enter them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Code that does what a training in a trial cannot: it is told so in one line, and nothing of it is left."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the operations of a fake step compute and move, counted beside its allocations."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

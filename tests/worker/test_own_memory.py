@@ -1,7 +1,5 @@
 """Test the memory that is predicted of the user's own training, on the CPU: against the built-in training, and used."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

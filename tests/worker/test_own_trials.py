@@ -1,7 +1,5 @@
 """Test trials of the user's own Trainers and scripts on the CPU, each in its own process."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

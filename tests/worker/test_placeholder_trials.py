@@ -1,7 +1,5 @@
 """Trials of scripts that are told their settings by placeholders, whatever their loop is, on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from pathlib import Path

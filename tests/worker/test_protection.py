@@ -1,7 +1,5 @@
 """Test that the user's files stay as they are, whatever their code does, with overlays and with Landlock."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

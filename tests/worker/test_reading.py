@@ -1,7 +1,5 @@
 """Test preparing real datasets, and trials on them, each in its own process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

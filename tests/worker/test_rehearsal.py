@@ -1,7 +1,5 @@
 """Test that steps with new shapes are run twice, also in a real ``Trainer``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

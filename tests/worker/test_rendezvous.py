@@ -1,7 +1,5 @@
 """Test what DeepSpeed is told before it is imported."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

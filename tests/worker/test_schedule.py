@@ -1,7 +1,5 @@
 """Test schedules: the largest batches first, then steps that represent an epoch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Test runs of a script beside one another, which show what they show in turn."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

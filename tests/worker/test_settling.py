@@ -1,7 +1,5 @@
 """Test that steps whose update fp16's gradient scaler skips are not measured."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

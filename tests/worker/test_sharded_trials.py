@@ -1,7 +1,5 @@
 """Test trials whose two ranks shard a model with FSDP2: a real Trainer on the CPU, made to shard there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

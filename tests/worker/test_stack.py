@@ -1,7 +1,5 @@
 """Which line is the user's own, and what counts as an array in a batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Codes that would fool a clock: none gets a number that is wrong; and honest ones that look like them get theirs."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

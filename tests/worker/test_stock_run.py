@@ -1,7 +1,5 @@
 """Test what a stock run times: its steps, and neither the evaluation nor the checkpoint between them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test that a trial trains with the candidate's ``TrainingArguments``, however autotune was launched."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test a training process pinned to one core, and its child processes, which are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

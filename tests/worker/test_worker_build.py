@@ -1,7 +1,5 @@
 """Test that the built model has the workload's task, weight dtype and attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

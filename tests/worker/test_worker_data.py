@@ -1,7 +1,5 @@
 """Test the shapes, masks and labels of synthetic samples for each task."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

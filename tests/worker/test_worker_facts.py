@@ -1,7 +1,5 @@
 """Test the facts about environment and model that the worker reports before the first trial."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.metadata

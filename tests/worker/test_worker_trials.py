@@ -1,7 +1,5 @@
 """Test real trials of real models on the CPU, each in its own process."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from importlib.util import find_spec

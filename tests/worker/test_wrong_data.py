@@ -1,7 +1,5 @@
 """Test errors for invalid datasets: one line that names the column or the file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
