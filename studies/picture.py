@@ -112,6 +112,8 @@ def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> Non
         "compiled": "compiled",
         "both": "both",
     }
+    # The last search of a training counts; one that was stopped has no trials here.
+    searches = list({found["workload"]: found for found in searches if found.get("tried")}.values())
     searches = sorted(searches, key=lambda found: float(found["expert"]["speedup"]))
     figure, axes = pyplot.subplots(figsize=(8.4, 1.1 + 0.42 * len(searches)), layout="constrained")
     for place, found in enumerate(searches):

@@ -26,7 +26,7 @@ from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
 """Gain in speed for which a second of search is worth it: a minute has to promise 6 %. A choice."""
-_MOST_SECONDS = 120.0
+MOST_LEVER_SECONDS = 120.0
 """No trial of a lever is begun that would end later after the first answer than this. A choice."""
 _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
 """A trial of a lever is ended after so many times what it is expected to take. A choice."""
@@ -146,7 +146,7 @@ class Anytime:
             for idea in self.ideas(history, among, best, usual_seconds)
             if idea.is_worth_it
             and idea.gain > 1 + history.tolerance
-            and idea.seconds + spent_seconds <= _MOST_SECONDS
+            and idea.seconds + spent_seconds <= MOST_LEVER_SECONDS
             and judge.is_open(idea.candidate)
         ]
         return max(ideas, key=lambda idea: math.log(idea.gain) / idea.seconds, default=None)

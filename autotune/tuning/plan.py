@@ -20,7 +20,7 @@ from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.anytime import Anytime, Idea
+from autotune.tuning.anytime import MOST_LEVER_SECONDS, Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
@@ -233,9 +233,14 @@ class Plan:
         if self.pending or not self.has_first_answer:
             return None
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
-        late = [t.seconds for t in self.records.values() if t.seconds and self._anytime.is_late(t.candidate)]
         usual = statistics.median(seconds) if seconds else 0.0
-        return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=sum(late))
+        spent = self._seconds_with_levers
+        return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+
+    @property
+    def _seconds_with_levers(self) -> float:
+        """Return what trials have taken since the first answer."""
+        return sum(t.seconds or 0.0 for t in self.records.values() if self._anytime.is_late(t.candidate))
 
     def left_out_levers(self) -> tuple[LeftOut, ...]:
         """Return the levers that failed, with the reason of each."""
@@ -297,9 +302,10 @@ class Plan:
         best = self.best()
         if best is None:
             return None
-        variant = self._next_loader(best) or self._next_pinned(best)
-        if variant is not None:
-            return Step("search", variant)
+        if self._may_have_variants(best):
+            variant = self._next_loader(best) or self._next_pinned(best)
+            if variant is not None:
+                return Step("search", variant)
         if self._request.objective != "throughput":
             return None
         return self._final(best)
@@ -322,6 +328,13 @@ class Plan:
             # before the first lever, which doubled the speed.
             return None
         return Step("final", owed[0]) if owed else None
+
+    def _may_have_variants(self, best: Tried) -> bool:
+        """Return whether there is time for a variant of the winner; with levers it compiles again, if from a cache."""
+        if not self._anytime.is_late(best.candidate):
+            return True
+        seconds = self.records[best.trial_id].seconds or 0.0
+        return self._seconds_with_levers + seconds <= MOST_LEVER_SECONDS
 
     def _next_loader(self, best: Tried) -> Candidate | None:
         """Return the winner with more data loader workers, once all else is done, if it waits for data.
