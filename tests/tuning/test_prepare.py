@@ -11,7 +11,7 @@ from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, MODEL, facts, prep
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.ceiling import Headroom
-from autotune.core.code_interface import CodeInterface
+from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.inspection import OwnSettings
 from autotune.core.options import CheckpointingChoice
@@ -96,11 +96,13 @@ class TestSamples:
     """Of the user's own code, whose data is known when it was run up to its training."""
 
     @staticmethod
-    def own(samples: int | None, **options: Any) -> Prepared:
+    def own(samples: int | None, kind: Framework = "trainer", **options: Any) -> Prepared:
         source = TrainingSource("build", "train.py", "abc", "/", function="build")
         asked = dataclasses.replace(request(effective_batch=None, **options), workload=Workload.of_source(source))
         settings = OwnSettings("adamw_torch", 8)
-        return prepare(asked, facts(config={"model_type": "bert"}, own=settings, samples=samples))
+        return prepare(
+            asked, facts(config={"model_type": "bert"}, own=settings, samples=samples, interface=CodeInterface(kind))
+        )
 
     @pytest.mark.parametrize(("samples", "largest"), [(5, 4), (8, 8), (100, 64), (None, 65536)])
     def test_bound_a_free_batch(self, samples: int | None, largest: int) -> None:
@@ -118,6 +120,8 @@ class TestSamples:
     def test_too_few_for_a_step_are_refused(self) -> None:
         with pytest.raises(InvalidRequestError, match="5 samples, less than one step of --effective-batch 8"):
             self.own(5)
+        # A loop that is told its accumulation may go on with the next epoch.
+        self.own(5, "placeholders")
 
 
 class TestFingerprint:

@@ -275,6 +275,14 @@ def test_a_refusal_says_what_to_change(trial_server: ServerClient, folder: Path,
     assert hint in trial_server.inspection(workload(options)).problem.hint
 
 
+def test_no_batch_is_larger_than_the_data(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "loop.py").write_text(NEXT_STEPS)
+    assert inspected(trial_server, "-b {batch}")[1].samples == 64
+    batches = "DataLoader(torch.randn(64, 8), batch_sampler=torch.arange(64).view(-1, args.batch_size).tolist())"
+    (folder / "loop.py").write_text(NEXT_STEPS.replace("DataLoader(torch", f"{batches} or DataLoader(torch"))
+    assert inspected(trial_server, "-b {batch} --epochs 4")[1].samples is None
+
+
 UPDATES = """
 import sys, torch
 batch, kind = int(sys.argv[1]), sys.argv[2]

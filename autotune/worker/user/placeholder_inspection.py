@@ -221,7 +221,9 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
                 f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
-                self._why_no_budget() or "put {accumulation} where the script takes the micro-steps of a step",
+                self._why_no_budget()
+                or "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
+                "first steps, have it begin with all of them",
             )
         self._check_numerics(first, second)
         return site
@@ -270,11 +272,14 @@ class _Inspecting:
         least = min(counts[0] - each * values.accumulation, counts[1] - each * others.accumulation)
         how = HowItSteps(one.anchor, passes, max(0, least) if more else min(counts), each, site)
         assert one.facts is not None
+        # A loader whose batch is the one that was told gives samples one for one.
+        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == (values.batch, others.batch)
         always = own.checkpoints if own is not None else one.checkpoints
         return dataclasses.replace(
             one.facts,
             gradient_checkpointing="checkpointing" in names or always,
             always_checkpoints="checkpointing" not in names and always,
+            samples=one.loader_samples if loads_samples else None,
             interface=CodeInterface(
                 "placeholders",
                 tuple(what for what, can in takes.items() if can),

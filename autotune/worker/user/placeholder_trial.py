@@ -280,6 +280,8 @@ class Loading:
         self.seconds = 0.0
         self.workers = 0
         self.prefetch: int | None = None
+        self.batches: Any = None
+        """What chose the samples of the last batch; a ``BatchSampler`` unless the script has one of its own."""
 
     def watch(self) -> None:
         """Record it from now on."""
@@ -288,6 +290,7 @@ class Loading:
     def _loaded(self, iterator: Any, seconds: float) -> None:
         self.seconds += seconds
         self.workers = getattr(iterator, "_num_workers", 0)
+        self.batches = getattr(iterator, "_index_sampler", None)
         self.prefetch = getattr(iterator, "_prefetch_factor", None)
 
     def take(self) -> float:

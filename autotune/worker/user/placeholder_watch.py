@@ -22,7 +22,7 @@ from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
 from autotune.worker.user.advice import batch_words
 from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.inspection import check_gradients, facts_of
+from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrapped
 from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import after
@@ -53,6 +53,10 @@ class Seen:
     computes_in_tf32: bool = False
     loader_workers: int = 0
     loader_prefetch: int | None = None
+    loader_batch: int | None = None
+    """Of the loader that was at work last; ``None`` where it does not say."""
+    loader_samples: int | None = None
+    """Those of an epoch of it."""
     loss: LossOfSamples | None = None
     """``None`` where it is not known."""
     compiles: bool = False
@@ -234,6 +238,8 @@ class Watching(Listener):
             torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
             self._loading.workers,
             self._loading.prefetch,
+            getattr(self._loading.batches, "batch_size", None),
+            length(getattr(self._loading.batches, "sampler", None)),
             self._loss,
             self._watch.compiles,
             batch_words([frame for frame, _ in lines_above()], self._source.argv),
