@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio: float = 0.6) -> str:
@@ -47,6 +48,10 @@ class AutotuneError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}. {self.hint}" if self.hint else self.message
+
+    def document(self) -> dict[str, Any]:
+        """Return what is kept of the error where a search ended with it, and sent to whoever asked for the search."""
+        return {"exit_code": self.exit_code, "message": self.message, "hint": self.hint}
 
 
 class InvalidRequestError(AutotuneError):

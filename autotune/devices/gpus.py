@@ -251,15 +251,21 @@ _SPEC_NEEDED = (
 
 def read_chips(path: str) -> dict[str, Chip]:
     """Return the GPUs that a JSON file describes, by name. Raises ``InvalidRequestError`` for what is missing there."""
+    document = read_table(f"--gpu-spec {path}", path, _SPEC_EXAMPLE)
+    return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
+
+
+def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
+    """Return what a JSON file says of GPUs, by name; raises ``InvalidRequestError`` where it says nothing."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidRequestError(f"--gpu-spec {path}: {error.strerror}", _SPEC_EXAMPLE) from error
+        raise InvalidRequestError(f"{where}: {error.strerror}", hint) from error
     except ValueError as error:
-        raise InvalidRequestError(f"--gpu-spec {path} is not JSON: {error}", _SPEC_EXAMPLE) from error
+        raise InvalidRequestError(f"{where} is not JSON: {error}", hint) from error
     if not isinstance(document, dict) or not document:
-        raise InvalidRequestError(f"--gpu-spec {path} names no GPU", _SPEC_EXAMPLE)
-    return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
+        raise InvalidRequestError(f"{where} names no GPU", hint)
+    return document
 
 
 def _read_chip(path: str, name: str, figures: Any) -> Chip:

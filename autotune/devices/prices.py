@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import InvalidRequestError, did_you_mean
+from autotune.devices.gpus import read_table
 
 EXAMPLES_FROM = "RunPod on demand, as listed by deploybase.ai on 10 March 2026"
 EXAMPLES: Mapping[str, float] = {
@@ -51,7 +50,8 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
     if not given and path is None:
         return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
     stated: dict[str, tuple[float, str | None]] = {}
-    for name, value in [*_in_file(path), *(_pair(text) for text in given)]:
+    in_file = {} if path is None else read_table(f"--prices {path}", path, _FILE_HINT)
+    for name, value in [*in_file.items(), *(_pair(text) for text in given)]:
         chip = names.get(name.lower())
         if chip is None:
             hint = " ".join(filter(None, [did_you_mean(name.lower(), names), _HINT]))
@@ -71,20 +71,6 @@ def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
             f"the price of {without} has no unit, and others are in {units[0]}", "give all in one unit, or none a unit"
         )
     return units[0] if units else _DEFAULT_UNIT
-
-
-def _in_file(path: str | None) -> list[tuple[str, Any]]:
-    if path is None:
-        return []
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequestError(f"--prices {path}: {error.strerror}", _FILE_HINT) from error
-    except ValueError as error:
-        raise InvalidRequestError(f"--prices {path} is not JSON: {error}", _FILE_HINT) from error
-    if not isinstance(document, dict) or not document:
-        raise InvalidRequestError(f"--prices {path} has no prices", _FILE_HINT)
-    return list(document.items())
 
 
 def _pair(text: str) -> tuple[str, str]:

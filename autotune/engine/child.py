@@ -33,7 +33,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
 from autotune.devices.listing import find_device, list_devices
 from autotune.engine.allowed_paths import check_paths
-from autotune.engine.work import Work, problem_of, search_request
+from autotune.engine.work import Work, search_request
 from autotune.estimate.history import History
 from autotune.execution import WarmServer
 from autotune.store.opening import open_store
@@ -219,11 +219,11 @@ class _Child:
                 # once it can record that.
                 end |= {"state": "lost", "why": error.message}
             else:
-                end["problem"] = problem_of(error)
+                end["problem"] = error.document()
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
             message = f"the process of the search failed: {type(error).__name__}: {error}"
-            end["problem"] = problem_of(TrialServerError(message[:500], "see the log of the service"))
+            end["problem"] = TrialServerError(message[:500], "see the log of the service").document()
         finally:
             self._is_interruptible = False
             with self._guard:
@@ -322,7 +322,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     try:
         verification.check()
     except PromiseMissedError as error:
-        missed = problem_of(error)
+        missed = error.document()
     document = encode(verification_document(verification))
     say("verification", {"verification": document, "problem": missed, "lines": verification_lines(verification)})
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,7 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
     """Take what a run says, to its end, which is returned. Ctrl-C has it end first."""
     heard, is_told = 0, False
     interruption = Interruption()
-    with _closing(run), interrupted_by_signals(interruption, lambda text: None):
+    with contextlib.closing(run), interrupted_by_signals(interruption, lambda text: None):
         while True:
             # The first signal alone interrupts what is under way here; the end of the search is waited for then.
             with contextlib.suppress(KeyboardInterrupt):
@@ -228,14 +228,6 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
                     else:
                         show(message)
                     heard = message.number
-
-
-@contextlib.contextmanager
-def _closing(run: Run) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        run.close()
 
 
 def _error_of(problem: dict[str, Any]) -> AutotuneError:

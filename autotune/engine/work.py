@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from autotune.core.candidate import Document
 from autotune.core.device import Device
-from autotune.core.errors import AutotuneError, DeviceError
+from autotune.core.errors import DeviceError
 from autotune.core.options import BRINGS_CODE, check_arguments
 from autotune.tuning.options import request_of
 from autotune.tuning.request import SearchRequest
@@ -136,11 +136,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End what cannot go on without this process; the ends are messages of the runs."""
-
-
-def problem_of(error: AutotuneError) -> Document:
-    """Return what is kept of an error that ended a search."""
-    return {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
 
 
 def search_request(

@@ -16,6 +16,7 @@ from autotune.core.outcome import Measurement
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.history import Tried
 from autotune.estimate.step_time import peak_flops
+from autotune.estimate.throughput import speed_of
 from autotune.results.report import Report
 from autotune.space.levers import LEVERS, levers_of
 from autotune.space.space import LARGEST_FREE_BATCH, Batches
@@ -61,13 +62,13 @@ def expert_of(report: Report) -> Expert | None:
     tried = _tried_by_experts(report)
     if not tried:
         return None
-    fastest = max(tried, key=_speed)
+    fastest = max(tried, key=speed_of)
     bf16 = [t for t in tried if t.candidate.arm.precision == "bf16"]
     of_precision = bf16 or [t for t in tried if t.candidate.arm.precision == fastest.candidate.arm.precision]
     plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
-    largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)))
+    largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
     best = report.speed(report.best)
-    candidate, speed = largest.candidate, _speed(largest)
+    candidate, speed = largest.candidate, speed_of(largest)
     farthest = _FARTHEST * candidate.per_device_train_batch_size
     fits: bool | None = True
     while fits and (larger := _larger(report, candidate)) is not None:
@@ -144,10 +145,6 @@ def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], flo
         if t.candidate.arm == arm and t.measurement is not None
     }
     return sorted(points.items())
-
-
-def _speed(tried: Tried) -> float:
-    return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
 _OF_WEIGHTS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}

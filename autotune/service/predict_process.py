@@ -13,7 +13,6 @@ from typing import Any
 
 from autotune.core.errors import AutotuneError
 from autotune.core.options import check_arguments
-from autotune.service.problems import problem_of
 
 _MOST_BYTES = 8 * 2**30
 # Searches are measured on the same cores.
@@ -45,7 +44,7 @@ def main() -> None:
         answer = predicted(work["command"], check_arguments(work["options"]), work["storage"])
         document: dict[str, Any] = {"document": answer}
     except AutotuneError as error:
-        document = {"problem": problem_of(error)}
+        document = {"problem": error.document()}
     with os.fdopen(result_fd, "w", encoding="utf-8") as stream:
         json.dump(document, stream)
 

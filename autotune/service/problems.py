@@ -27,11 +27,6 @@ _STATUS: dict[type[AutotuneError], int] = {
 }
 
 
-def problem_of(error: AutotuneError) -> Document:
-    """Return what a job that failed with this error keeps of it."""
-    return {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
-
-
 def problem_document(error: AutotuneError) -> tuple[int, Document]:
     """Return the HTTP status and the problem document for an error."""
     status = error.status if isinstance(error, ServiceError) else _STATUS.get(type(error), 409)

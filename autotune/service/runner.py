@@ -19,7 +19,7 @@ from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError, StorageError
 from autotune.core.owner import this_owner
-from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind, problem_of
+from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind
 from autotune.service.change_events import ChangeEvents
 from autotune.service.verifications import VERIFIES
 from autotune.store.leases import name_of_study, renewed
@@ -206,7 +206,7 @@ class Runner:
             if isinstance(error, DeviceError | ServiceError):
                 self._put_back(started, error.message, is_lost=True)
             else:
-                self._end(started, "failed", problem_of(error))
+                self._end(started, "failed", error.document())
             return
         if running.is_cancelled:
             running.run.cancel()
@@ -309,7 +309,7 @@ class Runner:
                 return self._record(job, messages)
             except InvalidRequestError as error:
                 log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
-                messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": problem_of(error)})]
+                messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": error.document()})]
             except StorageError as error:
                 is_sure = False
                 log.warning("what a search says cannot be recorded now: %s", error)

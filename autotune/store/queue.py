@@ -443,7 +443,7 @@ class Queue:
         """Record a token by its digest."""
         token = TokenRecord(new_id(), name, role, self.clock())
         with self._transaction(writes=True, is_single=True) as connection:
-            connection.execute(insert(_TOKEN).values(**_fields(token), digest=digest))
+            connection.execute(insert(_TOKEN).values(**dataclasses.asdict(token), digest=digest))
         return token
 
     def token(self, digest: str) -> TokenRecord | None:
@@ -564,7 +564,3 @@ def _job(row: Row[Any]) -> JobRecord:
 
 def _token(row: Any) -> TokenRecord:
     return TokenRecord(row.id, row.name, row.role, row.created_at)
-
-
-def _fields(record: TokenRecord) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
