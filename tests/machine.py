@@ -49,7 +49,6 @@ class Machine:
         return json.loads(done.stdout)
 
     def devices(self, **settings: str) -> list[dict[str, Any]]:
-        """The documents of all devices."""
         found: list[dict[str, Any]] = self.ask("answer = [d.document() for d in list_devices()]", **settings)
         return found
 

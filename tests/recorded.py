@@ -49,7 +49,6 @@ class ComputedRunner(SimulatedRunner):
         self._step_seconds = step_seconds or (lambda candidate: 0.01 * candidate.samples_per_step)
 
     def answer(self, job: TrialJob) -> tuple[Outcome, float]:
-        """See ``SimulatedRunner.answer``."""
         candidate = job.candidate
         peak_bytes = int(self._peak_bytes(candidate))
         if peak_bytes > job.cap_bytes:

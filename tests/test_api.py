@@ -76,7 +76,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def test_importing_it_imports_nothing(tmp_path: Path) -> None:
-    """Not even by naming what is there."""
     ended = run_python("import autotune, sys; print(dir(autotune), *sys.modules, sep='\\n')", tmp_path, cold=True)
     names, *modules = ended.stdout.splitlines()
     assert "'search'" in names
@@ -101,7 +100,6 @@ def test_a_search_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_result_tells_what_was_found(printed: dict[str, Any]) -> None:
-    """Winner, baseline, every trial."""
     assert printed["text"].startswith("Best: per-device batch ")
     assert printed["best"]["per_device_train_batch_size"] * printed["best"]["gradient_accumulation_steps"] == 8
     assert printed["best_speed"] > 0
@@ -114,7 +112,6 @@ def test_the_result_tells_what_was_found(printed: dict[str, Any]) -> None:
 
 
 def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
-    """Those of the winner with more beside them."""
     batch = printed["best"]["per_device_train_batch_size"]
     assert printed["made"] == ["TrainingArguments", "out", 1e-4, batch, printed["best"]["precision"] == "bf16"]
     assert printed["arguments"]["per_device_train_batch_size"] == batch
@@ -159,7 +156,6 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """Before any process is started or file made."""
     storage = tmp_path / "absent.db"
     with pytest.raises(InvalidRequestError) as refused:
         api.search("bert-tiny", device="cpu", storage=str(storage), **options)
@@ -169,7 +165,6 @@ def test_bad_values_are_refused(options: dict[str, Any], said: str, tmp_path: Pa
 
 
 def test_what_is_no_name_is_refused(tmp_path: Path) -> None:
-    """Models and databases of any other type."""
     with pytest.raises(InvalidRequestError, match="model of type dict is not a name or a path"):
         api.search({"hidden_size": 64}, 8)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="storage=None is not a name or a path"):
@@ -188,7 +183,6 @@ def test_data_in_memory_is_refused_with_a_way_to_save_it(rows: Any) -> None:
 
 
 def test_a_script_in_one_text_is_refused_with_its_words() -> None:
-    """Also where it is a path alone."""
     with pytest.raises(InvalidRequestError) as refused:
         api.search(effective_batch=8, script="python s/plain.py")
     assert refused.value.message == "script='python s/plain.py' is not a list of words"
@@ -235,7 +229,6 @@ def test_paths_are_taken_wherever_text_is(asked: list[Any], tmp_path: Path) -> N
 
 
 def test_numbers_are_what_they_are_on_the_command_line(asked: list[Any]) -> None:
-    """Those of numpy, too; a share is one in any writing."""
     with pytest.raises(AskedError):
         api.search("bert-tiny", np.int64(8), headroom=0.05, time_budget=90, tolerance="2%", device="cpu")  # type: ignore[arg-type]
     request = asked[0]
@@ -256,7 +249,6 @@ original, renamed = renamed, build  # type: ignore[assignment]
 
 
 def test_a_trainer_may_be_a_function_of_a_file(asked: list[Any]) -> None:
-    """The same as its file and its name."""
     with pytest.raises(AskedError):
         api.search(effective_batch=8, trainer=build, device="cpu")
     source = asked[0].workload.source
@@ -353,14 +345,12 @@ def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
 
 
 def test_what_is_not_verified_is_refused_before_the_search(asked: list[Any]) -> None:
-    """Code of one's own."""
     with pytest.raises(InvalidRequestError, match="--verify after a search with your own code"):
         api.search(effective_batch=8, trainer=BUILD, device="cpu", verify=True)
     assert asked == []
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model, a study."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UnknownModelError):
         api.search("no-such-model-at-all", device="cpu", storage=str(tmp_path / "a.db"))

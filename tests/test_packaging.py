@@ -81,7 +81,6 @@ def test_the_wheel_is_whole(wheel: Path) -> None:
 
 
 def test_the_wheel_works_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """It finds its own catalog and its own migrations."""
     target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target),
@@ -112,5 +111,4 @@ def test_what_was_tested_together_is_what_is_allowed() -> None:
 
 
 def test_the_command_is_declared() -> None:
-    """The name that the documentation uses."""
     assert PYPROJECT["project"]["scripts"] == {"autotune": "autotune.__main__:main"}

@@ -23,7 +23,6 @@ def test_devices_without_a_gpu(run: Run) -> None:
 
 
 def test_devices_as_json(run: Run) -> None:
-    """One document, the same facts."""
     document = json.loads(run("devices", "--json").stdout)
     (cpu,) = document["devices"]
     assert cpu["kind"] == "cpu"
@@ -32,7 +31,6 @@ def test_devices_as_json(run: Run) -> None:
 
 
 def test_models_lists_the_catalog(run: Run) -> None:
-    """In columns; the advice goes to stderr."""
     ran = run("models")
     head, *rows = ran.stdout.splitlines()
     assert head.split() == ["model", "parameters", "task", "about"]
@@ -42,7 +40,6 @@ def test_models_lists_the_catalog(run: Run) -> None:
 
 
 def test_models_as_json(run: Run) -> None:
-    """The same names."""
     entries = json.loads(run("models", "--json").stdout)
     names = [line.split()[0] for line in run("models").stdout.splitlines()[1:]]
     assert [entry["name"] for entry in entries] == names
@@ -70,7 +67,6 @@ def test_studies_lists_the_study(studied: Studied, run: Run) -> None:
 
 
 def test_studies_as_json(studied: Studied, run: Run) -> None:
-    """What became of the trials, counted."""
     (entry,) = json.loads(run("studies", "--storage", studied.storage, "--json").stdout)
     assert entry["study"] == "tiny"
     assert entry["model"] == TINY_MODEL
@@ -79,7 +75,6 @@ def test_studies_as_json(studied: Studied, run: Run) -> None:
 
 
 def test_studies_of_an_empty_database(run: Run) -> None:
-    """Nothing on stdout, what to do on stderr."""
     run("db", "upgrade")
     ran = run("studies")
     assert (ran.code, ran.stdout) == (0, "")
@@ -96,7 +91,6 @@ def test_the_environment_variable_names_the_database(
 
 
 def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> None:
-    """Its columns end together, and one trial is the best."""
     ran = run("show", "tiny", "--storage", studied.storage)
     assert ran.code == 0
     assert not ran.stderr
@@ -118,7 +112,6 @@ def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> 
 
 
 def test_show_as_json_is_what_the_search_printed(studied: Studied, run: Run) -> None:
-    """One document, two ways to get it."""
     assert json.loads(run("show", "tiny", "--storage", studied.storage, "--json").stdout) == studied.document
 
 
@@ -135,7 +128,6 @@ def test_export_as_json_goes_to_stdout_alone(studied: Studied, run: Run) -> None
 
 
 def test_export_into_a_file(studied: Studied, run: Run, folder: Path) -> None:
-    """The same text, nothing on stdout."""
     ran = run("export", "tiny", "--storage", studied.storage, "--output", "arguments.json")
     assert (ran.code, ran.stdout) == (0, "")
     assert (folder / "arguments.json").read_text() == run("export", "tiny", "--storage", studied.storage).stdout

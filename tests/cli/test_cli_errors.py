@@ -96,7 +96,6 @@ MODELS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
 def test_a_model_that_cannot_be(
     words: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
 ) -> None:
-    """The same for what is wrong with the model."""
     check_error(run("search", "--device", "cpu", "--model", *words), code, *named)
     assert not list(folder.iterdir())
 
@@ -105,7 +104,6 @@ def test_a_model_that_cannot_be(
     ("device", "code"), [("cuda:0", 4), ("cuda", 4), ("GPU-01234567", 4), ("gpu", 2), ("", 2), ("cuda:x", 2)]
 )
 def test_a_device_that_is_not_there(device: str, code: int, run: Run, folder: Path) -> None:
-    """The hint lists those that are."""
     check_error(run("search", "--model", "bert-tiny", "--device", device), code, device, "cpu")
     assert not list(folder.iterdir())
 
@@ -145,7 +143,6 @@ def test_a_command_that_cannot_be(
 
 
 def test_a_study_of_other_options_is_not_continued(studied: Studied, run: Run) -> None:
-    """The error names what differs."""
     words = ("--seq-len", "32", "--effective-batch", "8", "--study", "tiny", "--storage", studied.storage)
     check_error(run(*BERT, *words), 2, "tiny", "effective_batch", "--study")
 
@@ -178,7 +175,6 @@ def test_logs_that_have_no_place(run: Run, folder: Path) -> None:
 
 
 def test_a_busy_port(studied: Studied, run: Run) -> None:
-    """The dashboard says so and ends."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -199,7 +195,6 @@ KNOWN_LATER = [
 def test_what_the_trial_process_finds_wrong_leaves_nothing_behind(
     words: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
 ) -> None:
-    """No study, no database, no log."""
     check_error(run("search", "--device", "cpu", "--model", *words), code, *named)
     assert not list(folder.iterdir())
 

@@ -73,7 +73,6 @@ def runs_of(*arguments: str) -> str:
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
-    """Not even the terminal library."""
     code = runs_of("--help") + runs_of("search", "--help") + runs_of("--version")
     assert not modules_after(code, tmp_path) & HEAVY
 
@@ -93,7 +92,6 @@ def test_the_controlling_process_never_imports_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_every_command_has_help(words: tuple[str, ...], option: str, run: Run) -> None:
-    """On stdout, with the options of the command."""
     ran = run(*words, option)
     assert ran.code == 0
     assert ran.stdout.startswith(f"Usage: autotune {' '.join(words)}")
@@ -103,7 +101,6 @@ def test_every_command_has_help(words: tuple[str, ...], option: str, run: Run) -
 
 
 def test_the_list_of_commands_is_whole() -> None:
-    """So that the list above stays so."""
     context = click.Context(cli)
     found = []
     for name in cli.list_commands(context):
@@ -116,14 +113,12 @@ def test_the_list_of_commands_is_whole() -> None:
 
 
 def test_no_command_shows_the_help(run: Run) -> None:
-    """Somebody types the bare name to see what there is."""
     ran = run()
     assert ran.code == 0
     assert ran.stdout == run("--help").stdout
 
 
 def test_version(run: Run) -> None:
-    """The package's own."""
     assert run("--version").stdout.split()[-1] == __version__
 
 
@@ -134,7 +129,6 @@ def test_every_option_of_search_stands_under_one_heading() -> None:
 
 
 def test_every_option_of_search_is_explained(run: Run) -> None:
-    """Each with a sentence of its own."""
     shown = run("search", "--help").stdout
     for param in search.params:
         if isinstance(param, click.Argument):
@@ -147,7 +141,6 @@ def test_every_option_of_search_is_explained(run: Run) -> None:
 
 
 def test_help_lists_every_exit_code(run: Run) -> None:
-    """The list is made from the errors themselves."""
     shown = run("--help").stdout
     lines = shown[shown.index("Exit codes:") :].splitlines()[1:]
     listed = {int(line.split()[0]) for line in lines if line[2:3].isdigit()}
@@ -155,7 +148,6 @@ def test_help_lists_every_exit_code(run: Run) -> None:
 
 
 def test_every_kind_of_error_has_an_exit_code_of_its_own() -> None:
-    """A script can tell them apart."""
     kinds = [
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AutotuneError)
     ]

@@ -106,7 +106,6 @@ def test_once_ends_after_the_running_trial(search: Search) -> None:
 
 
 def test_twice_ends_at_once(search: Search) -> None:
-    """The running trial is lost, and recorded as that."""
     search.await_trial(0)
     search.interrupt()
     search.await_line("ending after the running trial")
@@ -128,7 +127,6 @@ def test_twice_ends_at_once(search: Search) -> None:
     "search", [False, pytest.param(True, marks=pytest.mark.whole)], indirect=True, ids=["warm", "cold"]
 )
 def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
-    """There is nothing to wait for."""
     search.await_line("starting a process")
     search.await_server()
     search.interrupt()

@@ -24,7 +24,6 @@ def test_the_fields_of_a_study(studied: Studied) -> None:
 
 
 def test_the_types_of_a_study(studied: Studied) -> None:
-    """As the published schemas have them."""
     document = {name: value for name, value in studied.document.items() if name != "verification"}
     assert decode(document, StudyDocument).study == studied.name
     for trial in document["trials"]:
@@ -34,5 +33,4 @@ def test_the_types_of_a_study(studied: Studied) -> None:
 
 
 def test_the_fields_of_a_trial(studied: Studied) -> None:
-    """Of one that completed, which has them all."""
     assert names_in_table("A trial") == studied.document["trials"][0].keys()

@@ -70,7 +70,6 @@ def test_a_script_is_searched(searched: Searched) -> None:
 
 
 def test_it_is_shown_and_documented(searched: Searched) -> None:
-    """What is unknown of a script is not said."""
     shown = run_process("show", "mine", folder=searched.folder)
     assert shown.stdout.splitlines()[1] == "  classify_texts.py, float32 weights"
     document = json.loads(run_process("show", "mine", "--json", folder=searched.folder).stdout)
@@ -116,7 +115,6 @@ def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: P
 
 @pytest.mark.whole
 def test_the_script_is_trained_with_the_winner_and_nothing_of_it_is_edited(searched: Searched, tmp_path: Path) -> None:
-    """What it says beside a setting is told."""
     fields = json.loads(run_process("export", "mine", folder=searched.folder).stdout)
     write_texts(tmp_path / "train.csv")
     storage = ("--storage", str(searched.folder / "studies" / "autotune.db"))
@@ -197,7 +195,6 @@ def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path, cold:
 
 @pytest.mark.whole
 def test_the_loader_of_ones_own_data_is_tuned_where_it_is_the_bottleneck(tmp_path: Path) -> None:
-    """And the report says which it was."""
     trainer = f"{OWN_CODE / 'build_trainer.py'}:load_slowly"
     plain = ("--precision", "fp32", "--gradient-checkpointing", "off", "--effective-batch", "8")
     ran = run_process("search", "--device", "cpu", *plain, "--trainer", trainer, folder=tmp_path)
@@ -240,7 +237,6 @@ def test_what_cannot_be_meant_is_refused(
     ],
 )
 def test_a_script_that_never_trains_is_one_clear_error(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:
-    """With the end of its log, and no study begun."""
     (tmp_path / "run.py").write_text(text)
     words = ("search", "--device", "cpu", "--trial-timeout", "5s", "--", "run.py", "--do_train")
     ran = run_process(*words, folder=tmp_path)

@@ -16,7 +16,6 @@ from processes import wait_until
 
 
 def test_the_document_tells_what_was_measured(studied: Studied) -> None:
-    """The numbers fit together."""
     document = studied.document
     assert document["study"] == "tiny"
     assert document["workload"]["seq_len"] == 32
@@ -49,7 +48,6 @@ def test_without_a_terminal_stderr_has_plain_lines(studied: Studied) -> None:
 
 
 def test_the_log_of_every_trial_is_beside_the_database(studied: Studied) -> None:
-    """Where the document says."""
     logs = Path(studied.storage).parent / "logs" / "tiny"
     assert {Path(trial["log_path"]) for trial in studied.document["trials"]} <= set(logs.iterdir())
 

@@ -169,7 +169,6 @@ def test_files_that_are_no_export_are_refused(studied: Studied, run: Run, folder
 
 
 def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: Path) -> None:
-    """By whichever way its study is named."""
     storage = ("--storage", studied.storage)
     exported = json.loads(run("export", "tiny", *storage).stdout)
     file = folder / "export.json"

@@ -109,14 +109,12 @@ def test_the_usual_lines_fit_into_eighty_columns_and_stand_below_their_heads() -
 
 
 def test_without_a_baseline_only_the_best_is_marked() -> None:
-    """Nothing to compare with."""
     shown = Shown()
     assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("2.0 s  best")
     assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("2.0 s")
 
 
 def test_the_best_of_a_search_for_the_largest_batch_is_the_largest() -> None:
-    """However slow."""
     shown = Shown(objective="max-batch")
     assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("best")
     assert shown.ends(BF16, 32, completed(100.0, 22.1)).endswith("best")
@@ -160,7 +158,6 @@ def test_lines_are_left_to_the_terminal_to_wrap(columns: int) -> None:
 
 
 def test_a_limit_above_what_is_free_is_told() -> None:
-    """The ceiling is then not what was asked for."""
     shown = Shown()
     ceiling = replace(CEILING, free_bytes=20 * GIB)
     shown.view.begins(replace(shown.prepared, ceiling=ceiling), STUDY)
@@ -174,7 +171,6 @@ def test_markup_in_a_message_is_shown_as_it_is() -> None:
 
 
 def test_the_status_line_says_what_a_trial_does() -> None:
-    """In words, not by the name of its phase."""
     shown = Shown(80, terminal=True)
     shown.ends(BF16, 32, completed(310.7, 22.1))
     shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")

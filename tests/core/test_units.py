@@ -64,7 +64,6 @@ def test_sizes(text: str, size_bytes: int) -> None:
     ],
 )
 def test_what_is_no_size(text: str) -> None:
-    """The error names it."""
     with pytest.raises(ValueError, match="is not a size") as error:
         parse_bytes(text)
     assert repr(text) in str(error.value)
@@ -86,7 +85,6 @@ def test_what_is_no_size(text: str) -> None:
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
-    """Parts add up."""
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
@@ -94,7 +92,6 @@ def test_durations(text: str, seconds: float) -> None:
     "text", ["", "s", "soon", "-5s", "0", "0s", "400d", "1h30", "5 parsecs", "1m30", "nan", "9" * 400, "٣s"]
 )
 def test_what_is_no_duration(text: str) -> None:
-    """The error names it."""
     with pytest.raises(ValueError, match="is not a duration") as error:
         parse_seconds(text)
     assert repr(text) in str(error.value)
@@ -152,7 +149,6 @@ def test_durations_as_text(seconds: float, text: str) -> None:
 
 @given(st.floats(0.001, 300 * 86400.0))
 def test_a_duration_that_was_written_can_be_read(seconds: float) -> None:
-    """To the digit that is shown."""
     assert math.isclose(parse_seconds(format_seconds(seconds)), seconds, rel_tol=0.06, abs_tol=0.0006)
 
 
@@ -161,7 +157,6 @@ def test_a_duration_that_was_written_can_be_read(seconds: float) -> None:
     [(0, "0"), (9999, "9999"), (10_000, "10.0k"), (999_960, "1.0M"), (335_143_938, "335.1M"), (1.2e9, "1.2B")],
 )
 def test_counts_as_text(count: float, text: str) -> None:
-    """Small ones are left as they are."""
     assert format_count(count) == text
 
 
@@ -170,5 +165,4 @@ def test_counts_as_text(count: float, text: str) -> None:
     [(0.0, "0.00"), (0.534, "0.53"), (9.996, "10.0"), (310.66, "310.7"), (999.96, "1,000"), (159059.8, "159,060")],
 )
 def test_rates_as_text(rate: float, text: str) -> None:
-    """About three digits."""
     assert format_rate(rate) == text

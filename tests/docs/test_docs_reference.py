@@ -45,7 +45,6 @@ def test_python_blocks_are_python() -> None:
 
 
 def test_the_session_uses_what_a_result_has() -> None:
-    """The names after ``result.`` exist."""
     (session,) = blocks(read("how-to/python.md"), "pycon")
     for line in session.splitlines():
         ast.parse(line.removeprefix(">>> "))
@@ -55,7 +54,6 @@ def test_the_session_uses_what_a_result_has() -> None:
 
 
 def test_the_variables_of_a_measurement_are_named() -> None:
-    """All of them, and no others."""
     listed = read("reference/environment.md").split("## Variables that belong to a measurement")[1]
     single = {name for name in _VARIABLES if not name.startswith(_VARIABLE_PREFIXES)}
     assert set(re.findall(r"`([A-Z0-9_]+)`", listed)) == single | set(_VARIABLE_PREFIXES)

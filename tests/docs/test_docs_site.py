@@ -37,7 +37,6 @@ class _Addresses(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note one address."""
         values = dict(attrs)
         if tag in _LOADED and (address := values.get(_LOADED[tag])) and values.get("rel") != "canonical":
             self.found.append(address)
@@ -51,7 +50,6 @@ def addresses_loaded_by(page: Path) -> list[str]:
 
 
 def test_no_page_asks_another_host(site: Path) -> None:
-    """No fonts, no analytics, no pictures from elsewhere."""
     built = sorted(site.rglob("*.html"))
     assert len(built) >= len(list(DOCS.rglob("*.md")))
     foreign = {address for page in built for address in addresses_loaded_by(page) if re.match(r"(https?:)?//", address)}
@@ -67,7 +65,6 @@ def test_every_picture_is_there(site: Path) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """A page that nobody reaches is lost."""
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(named) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
@@ -88,7 +85,6 @@ def headings(page: Path) -> set[str]:
 
 
 def test_links_lead_somewhere_without_the_site() -> None:
-    """Pages are read where the repository is shown, too."""
     for page in [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for address in links(page):
             path, _, anchor = address.partition("#")
@@ -99,7 +95,6 @@ def test_links_lead_somewhere_without_the_site() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """Three minutes are what a newcomer gives it."""
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 250
     assert len(text.split()) <= 1500

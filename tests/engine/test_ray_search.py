@@ -170,7 +170,6 @@ class Command:
         return self._output.read_text(errors="replace")
 
     def end(self) -> int:
-        """Wait for its end; its exit code."""
         try:
             return self.process.wait(SECONDS)
         finally:

@@ -248,7 +248,6 @@ class Slow(Answers):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a prediction is under way."""
         return bool(self._running)
 
 

@@ -101,7 +101,6 @@ class Scene:
 
     @property
     def database(self) -> Path:
-        """The file that the study is in."""
         return self.folder / "studies.db"
 
     def start(self, file_limit_bytes: int | None = None) -> None:
@@ -198,7 +197,6 @@ class Scene:
     # Faults
 
     def fault(self, times: int = 1) -> None:
-        """Count faults that were injected."""
         TALLY.faults[self.kind] += times
 
     def pause(self, most_seconds: float) -> None:
@@ -230,7 +228,6 @@ class Scene:
     # What is recorded
 
     def is_recorded(self) -> bool:
-        """Whether the study is in the file."""
         return self.database.exists() and bool(self._query("SELECT 1 FROM autotune_studies WHERE name = 'study'"))
 
     def _query(self, words: str) -> list[Any]:
@@ -238,7 +235,6 @@ class Scene:
             return connection.execute(words).fetchall()
 
     def trials(self) -> list[Row]:
-        """The study's trials."""
         rows = self._query("SELECT id, number, candidate, stage, state, outcome FROM autotune_trials ORDER BY number")
         return [
             Row(i, n, json.dumps(json.loads(c), sort_keys=True), s, state, json.loads(o) if o else None)
@@ -257,7 +253,6 @@ class Scene:
         return sorted(row.result for row in self.ended() if row.stage != "final")
 
     def winner(self) -> str | None:
-        """The candidate that the study recommends."""
         best = self._query("SELECT best_trial_id FROM autotune_studies WHERE name = 'study'")
         return next((row.candidate for row in self.trials() if best and row.id == best[0][0]), None)
 

@@ -83,7 +83,6 @@ def test_the_trial_server_is_killed(scene_of: SceneOf, reference: Scene, seed: i
 
 @seeds(1, 11)
 def test_trials_are_ended_by_signals(scene_of: SceneOf, reference: Scene, seed: int) -> None:
-    """Each candidate that is met has another trial."""
     scene = scene_of("a signal to the trial", seed)
     numbers = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT, signal.SIGBUS]
     strike_while_it_runs(scene, "trial", scene.random.sample(numbers, 3), reference.seconds / 3)

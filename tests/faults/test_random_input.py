@@ -212,8 +212,6 @@ def test_recorded_requests(count: int) -> None:
 
 @counts
 def test_recorded_workloads(count: int) -> None:
-    """The same for a workload."""
-
     def read(changes: Document, dropped: str) -> None:
         document = {name: value for name, value in {**WORKLOAD, **changes}.items() if name != dropped}
         try:

@@ -28,14 +28,12 @@ class SmoothTrainer(Trainer):
     """A loss of its own, and a train method that does more than the original."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """Cross-entropy with smoothed labels."""
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = torch.nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=self.args.smoothing)
         return (loss, outputs) if return_outputs else loss
 
     def train(self, *words: Any, **options: Any) -> Any:
-        """Says that it begins, and that it is over."""
         print("training begins")
         result = super().train(*words, **options)
         print("training is over")
@@ -46,7 +44,6 @@ class SayArguments(TrainerCallback):
     """Prints what is trained with."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One line."""
         batch = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps}"
         checkpoints = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
         print(f"trains with {batch}, bf16 {args.bf16}, checkpointing {checkpoints}, {args.optim.value}")
@@ -119,11 +116,9 @@ class SlowSamples(torch.utils.data.Dataset[Any]):
         self._samples = samples
 
     def __len__(self) -> int:
-        """As many as there are."""
         return len(self._samples)
 
     def __getitem__(self, at: int) -> Any:
-        """One of them, in time."""
         time.sleep(0.005)
         return self._samples[at]
 

@@ -29,7 +29,6 @@ class Net(torch.nn.Module):
         self._most = most
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score each."""
         if self._most is not None and len(inputs) > self._most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         scores: torch.Tensor = self.head(torch.relu(self.body(inputs)))
@@ -40,7 +39,6 @@ class TruncatingNet(Net):
     """Leaves most of its batch out."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score for each of the first four."""
         return super().forward(inputs[:4])
 
 
@@ -385,7 +383,6 @@ class Streamed(IterableDataset[Any]):
         self._size = size
 
     def __iter__(self) -> Iterator[Any]:
-        """Without end."""
         while True:
             yield torch.randn(self._size, 24)
 
@@ -481,7 +478,6 @@ class OffWithin(Net):
     """Turns off what it is called in."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score each."""
         with torch.autocast("cpu", enabled=False):
             return super().forward(inputs)
 
@@ -547,7 +543,6 @@ class TruncatesLater(TruncatingNet):
     calls = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score each, at first."""
         self.calls += 1
         return super().forward(inputs) if self.calls > 5 else Net.forward(self, inputs)
 

@@ -34,7 +34,6 @@ class RunsOut(Trainer):
     """Has a model without memory for more than eight samples."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """Raises an error within the model."""
         hook = model.register_forward_pre_hook(lambda _, __, named: _run_out(named), with_kwargs=True)
         try:
             return super().compute_loss(model, inputs, *words, **options)
@@ -46,7 +45,6 @@ class CatchesInStep(RunsOut):
     """Returns a loss of zero without a backward pass where memory runs out, as GLiNER's does."""
 
     def training_step(self, model: Any, inputs: Any, *words: Any, **options: Any) -> torch.Tensor:
-        """Catches whatever goes wrong."""
         try:
             return super().training_step(model, inputs, *words, **options)  # type: ignore[no-any-return]
         except Exception:
@@ -57,7 +55,6 @@ class CatchesInLoss(RunsOut):
     """Makes a loss of zero where memory runs out."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """Catches whatever goes wrong."""
         try:
             return super().compute_loss(model, inputs, *words, **options)
         except Exception:
@@ -68,7 +65,6 @@ class KeepsItsLoader(Trainer):
     """Makes batches of two, whatever its arguments say."""
 
     def get_train_dataloader(self) -> Any:
-        """One of its own."""
         return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=2, collate_fn=self.data_collator))
 
 
@@ -79,7 +75,6 @@ class Batches(IterableDataset[Any]):
         self._size = size
 
     def __iter__(self) -> Any:
-        """Without end."""
         while True:
             yield {"input_ids": torch.randint(0, 64, (self._size, 12)), "labels": torch.zeros(self._size).long()}
 
@@ -90,7 +85,6 @@ class Ready(Trainer):
     size: int | None = None
 
     def get_train_dataloader(self) -> Any:
-        """One that has no batch size."""
         return DataLoader(Batches(self.size or self.args.train_batch_size), batch_size=None)
 
 
@@ -104,7 +98,6 @@ class Truncates(Trainer):
     """Trains with the first samples of a batch."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """Of two samples."""
         return super().compute_loss(model, {name: value[:2] for name, value in inputs.items()}, *words, **options)
 
 
@@ -112,7 +105,6 @@ class Detaches(Trainer):
     """Lets no gradient go through its model."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """One that depends on nothing."""
         return super().compute_loss(model, inputs, *words, **options).detach().requires_grad_()
 
 
@@ -120,7 +112,6 @@ class Sums(Trainer):
     """Adds up what its samples lose."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """Without a mean."""
         return torch.nn.functional.cross_entropy(
             model(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="sum"
         )
@@ -130,7 +121,6 @@ class Compares(Trainer):
     """Tells each sample of a batch from the others."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """Of a contrast."""
         scores = model(input_ids=inputs["input_ids"]).logits
         return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
 
@@ -139,7 +129,6 @@ class Noisy(Trainer):
     """Has a loss that is another each time, as diffusion has."""
 
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        """With noise."""
         loss: torch.Tensor = super().compute_loss(model, inputs, *words, **options)
         return loss * (1 + 0.1 * torch.rand(()))
 

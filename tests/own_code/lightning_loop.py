@@ -26,7 +26,6 @@ class Classifier(L.LightningModule):
         self.model: Any = None
 
     def configure_model(self) -> None:
-        """Make the model, once."""
         if self.model is not None:
             return
         config = AutoConfig.for_model(
@@ -35,7 +34,6 @@ class Classifier(L.LightningModule):
         self.model = AutoModelForSequenceClassification.from_config(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of a batch."""
         if batch_idx == 0:
             print(f"checkpoints: {self.model.is_gradient_checkpointing}")
         loss = self.model(**batch).loss
@@ -58,15 +56,12 @@ class Texts(L.LightningDataModule):
     """Random tokens."""
 
     def setup(self, stage: str) -> None:
-        """Make them."""
         self.samples = [{"input_ids": torch.randint(0, 64, (12,)), "labels": n % 2} for n in range(40)]
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """All of them."""
         return DataLoader(self.samples, batch_size=2, collate_fn=default_data_collator)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """All of them, in any order."""
         return DataLoader(self.samples, batch_size=args.batch_size, shuffle=True, collate_fn=default_data_collator)
 
 

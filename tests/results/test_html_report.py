@@ -60,7 +60,6 @@ class Element:
         return self.attributes.get("class", "").split()
 
     def all(self, name: str | None = None, class_: str | None = None) -> Iterator[Element]:
-        """Every element within of this name and class."""
         for child in self.children:
             if name in (None, child.name) and (class_ is None or class_ in child.classes):
                 yield child
@@ -97,12 +96,10 @@ class Page(HTMLParser):
             within = within.parent
 
     def section(self, title: str) -> Element:
-        """The section of this heading."""
         return next(s for s in self.root.all("section") if any(h.text.startswith(title) for h in s.all("h2")))
 
     @property
     def titles(self) -> list[str]:
-        """The headings, in order."""
         return [heading.text for heading in self.root.all("h2")]
 
 
@@ -165,7 +162,6 @@ def recorded() -> Report:
 
 
 def test_of_many_arms_that_were_left_out_the_first_are_shown(recorded: Report) -> None:
-    """The others can be unfolded."""
     left_out = (LeftOut(tuple(f"arm {number}" for number in range(12)), "why"),)
     many = dataclasses.replace(recorded, study=dataclasses.replace(recorded.study, left_out=left_out))
     section = checked(many).section("What was left out")
@@ -454,7 +450,6 @@ class _Nothing:
 
 
 def test_the_page_needs_no_script_to_be_read(recorded: Report) -> None:
-    """The script only adds a button, and is a few lines."""
     (script,) = checked(recorded).root.all("script")
     assert len(script.text.strip().splitlines()) < 10
     assert not re.search(r"fetch|XMLHttp|import|http", script.text)

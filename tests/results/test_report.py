@@ -62,7 +62,6 @@ def test_verdicts() -> None:
 
 
 def test_the_baseline_can_be_the_best() -> None:
-    """It is then both."""
     made = report(BASELINE, best=0)
     assert verdict(made, BASELINE) == "baseline best"
     assert made.speedup() == 1.0
@@ -82,7 +81,6 @@ def test_what_deepspeed_computes_otherwise_than_ddp_is_said() -> None:
 
 @pytest.mark.parametrize(("ratio", "text"), [(0.5, "0.50×"), (7.449, "7.45×"), (9.996, "10.0×"), (1234.5, "1,234.5×")])
 def test_ratios(ratio: float, text: str) -> None:
-    """To about three digits."""
     assert times(ratio) == text
 
 
@@ -140,7 +138,6 @@ def test_a_second_copy_of_ddps_buckets_is_told_beside_the_peak() -> None:
 
 
 def test_the_summary_of_a_search_for_the_largest_batch() -> None:
-    """It says what shows that nothing larger fits."""
     options = {"objective": "max-batch", "effective_batch": None, "baseline": None}
     larger = trial(3, BF16, 40, completed(300.0, 22.9))
     text = "\n".join(summary_lines(study_view(report(WINNER, OVER, larger, **options))))
@@ -169,7 +166,6 @@ def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> Non
 
 
 def test_the_summary_without_a_baseline() -> None:
-    """Why there is no speed-up."""
     broken = trial(0, FP32, 8, OutOfMemory("no"), "baseline")
     text = "\n".join(summary_lines(study_view(report(broken, WINNER, baseline=None))))
     assert "defaults did not complete" in text
@@ -178,7 +174,6 @@ def test_the_summary_without_a_baseline() -> None:
 
 
 def test_the_summary_without_a_result() -> None:
-    """What became of the trials instead."""
     lines = summary_lines(study_view(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None)))
     assert lines == [
         "No feasible trial in the study a-study: 2 trials (1 out of memory, 1 failed) in 30.0 s; "
@@ -196,7 +191,6 @@ def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
 
 
 def test_images_have_no_tokens() -> None:
-    """Only text is counted in them."""
     made = report(BASELINE, WINNER)
     images = dataclasses.replace(made, workload={**WORKLOAD, "task": "image-classification", "seq_len": 1})
     assert "tokens" not in "\n".join(summary_lines(study_view(images)))
@@ -214,7 +208,6 @@ def test_images_have_no_tokens() -> None:
     ],
 )
 def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
-    """What was measured, by task."""
     assert describe_data({**WORKLOAD, **changes}) == text
 
 
@@ -270,7 +263,6 @@ NOTES: dict[str, tuple[Report, str]] = {
 
 @pytest.mark.parametrize("name", NOTES)
 def test_what_the_reader_should_know(name: str) -> None:
-    """One note, and it is in the summary too."""
     made, words = NOTES[name]
     (note,) = notes(made)
     assert words in note
@@ -412,7 +404,6 @@ def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None
 
 
 def test_nothing_to_note() -> None:
-    """A plain result needs no excuse."""
     assert not notes(report(BASELINE, WINNER, OVER))
 
 
@@ -454,7 +445,6 @@ def test_the_document_is_plain_json() -> None:
 
 
 def test_the_document_of_an_unfinished_study() -> None:
-    """A trial that runs has a state and no result."""
     document = report_document(study_view(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running")))
     assert document["best"] is None
     assert document["speedup"] is None
@@ -514,7 +504,6 @@ def test_a_damaged_record_is_refused_in_one_line(tmp_path: Path, damaged: Report
 
 
 def test_a_report_is_read_from_the_database(tmp_path: Path) -> None:
-    """Everything comes back as it was written."""
     with open_store(str(tmp_path / "studies.db")) as store:
         recorded = record(store, WHOLE)
         study, trials = recorded.study, recorded.trials
@@ -525,7 +514,6 @@ def test_a_report_is_read_from_the_database(tmp_path: Path) -> None:
 
 
 def test_an_unknown_study(tmp_path: Path) -> None:
-    """The error says which there are, or how to make one."""
     with open_store(str(tmp_path / "studies.db")) as store:
         with pytest.raises(UnknownStudyError, match="autotune search"):
             load_report(store, "another")

@@ -37,7 +37,6 @@ class Tab:
     """What was asked of another host."""
 
     def watch(self) -> None:
-        """Note complaints and requests from now on."""
         self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", self._see)
@@ -52,7 +51,6 @@ class Tab:
             self.foreign.append(request.url)
 
     def picture(self, folder: Path, name: str, *, whole: bool = True) -> None:
-        """Save what the page looks like."""
         self.page.screenshot(path=str(folder / f"{name}.png"), full_page=whole, animations="disabled")
 
     def problems(self) -> list[str]:

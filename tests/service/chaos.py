@@ -50,14 +50,12 @@ class Chaos:
             self.ids[study] = self.service.submit(asked, token=token, key=study)["id"]
 
     def kill_service(self) -> None:
-        """Kill the service and start it again."""
         self.service.kill()
         self.kills["kill -9 of the service"] += 1
         time.sleep(self.random.uniform(0, 0.5))
         self.service.serve_again()
 
     def kill_search(self) -> None:
-        """Kill the process of a search that runs."""
         children = psutil.Process(self.service.process.pid).children()
         if children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +63,6 @@ class Chaos:
                 self.kills["kill -9 of a search"] += 1
 
     def waiting(self) -> int:
-        """How many searches have not ended."""
         with contextlib.suppress(OSError, HTTPException):
             return len(self.service.call("GET", "/v1/searches?state=queued&state=running&limit=1000")["searches"])
         return -1

@@ -29,7 +29,6 @@ class Crowd:
         self.opened = 0
 
     def fill(self) -> None:
-        """Open again what was closed."""
         self._held = [each for each in self._held if not self._is_closed(each)]
         while len(self._held) < self._size:
             with contextlib.suppress(OSError):
@@ -52,7 +51,6 @@ class Crowd:
         return is_closed
 
     def leave(self) -> None:
-        """Close all."""
         for half in self._held:
             half.close()
 

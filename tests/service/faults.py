@@ -56,7 +56,6 @@ class Scene(Service):
         self.model = str(write_model(folder))
 
     def queue(self, study: str) -> None:
-        """Queue a search."""
         self.submit({**REQUEST, "model": self.model, "study": study}, key=study)
 
     def states(self) -> dict[str, str]:
@@ -66,7 +65,6 @@ class Scene(Service):
         return {}
 
     def descendants(self) -> list[int]:
-        """Every living process of this scene."""
         return processes_with(MARK, str(self.folder))
 
     # Faults

@@ -70,7 +70,6 @@ class Caller:
         return self._reader
 
     def close(self) -> None:
-        """Close the connection."""
         if self._writer is not None:
             self._writer.close()
 
@@ -102,7 +101,6 @@ class Load:
     heard: int = 0
 
     def caller(self) -> Caller:
-        """Return a new client."""
         return Caller(self.url, self.tokens[0])
 
     async def submit(self, token: str, numbers: range) -> list[str]:

@@ -38,11 +38,9 @@ class StandInRun(LocalRun):
 
     @property
     def job(self) -> str:
-        """The id of its job."""
         return self.work.id.partition("-")[0]
 
     def end(self, state: str, problem: Document | None = None, **more: object) -> None:
-        """Say how it ended."""
         self.add("end", {"state": state, "problem": problem, **more})
 
 
@@ -60,16 +58,13 @@ class StandInEngine:
         self._runs: list[StandInRun] = []
 
     def add(self, *devices: Device, name: str = "host") -> None:
-        """Have one more machine."""
         self._hosts.append(Host(name, devices))
         self.wake()
 
     def remove_all(self) -> None:
-        """Have no machine any more."""
         self._hosts.clear()
 
     def next_run(self, seconds: float = 20.0) -> StandInRun:
-        """Return the search that is started next."""
         return self._started.get(timeout=seconds)
 
     @property
@@ -78,15 +73,12 @@ class StandInEngine:
         return not self._started.empty()
 
     def hosts(self) -> Sequence[Host]:
-        """See ``Engine.hosts``."""
         return list(self._hosts)
 
     def problems(self) -> Sequence[str]:
-        """See ``Engine.problems``."""
         return []
 
     def start(self, work: Work, host: Host) -> Run:
-        """See ``Engine.start``."""
         if self.refuses is not None:
             raise self.refuses
         run = StandInRun(work)
@@ -95,7 +87,6 @@ class StandInEngine:
         return run
 
     def find(self, work_id: str) -> Run | None:
-        """See ``Engine.find``."""
         return self.found.get(work_id)
 
     def close(self) -> None:

@@ -151,5 +151,4 @@ def test_a_problem_of_the_service_keeps_its_status(status: int) -> None:
 
 
 def test_a_name_that_is_not_utf8_has_a_path() -> None:
-    """The service knows no such search, and says so."""
     assert path_of("a/\udcff") == "/v1/searches/a%2F%FF"

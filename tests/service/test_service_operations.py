@@ -226,7 +226,6 @@ class Answering(StandInEngine):
         self.status = 0
 
     def close(self) -> None:
-        """See ``Engine.close``."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=30) as answer:
             self.status = answer.status
 

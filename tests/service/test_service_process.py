@@ -25,11 +25,9 @@ class Scene(Service):
     popen = warm.Popen
 
     def searching(self) -> list[int]:
-        """The processes in which the service searches."""
         return processes_named("autotune.engine.child", children(self.process.pid))
 
     def waits_for(self) -> str:
-        """What the latest search waits for."""
         return next((search["waits_for"] or "" for search in self.call("GET", "/v1/searches")["searches"]), "")
 
 

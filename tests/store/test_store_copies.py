@@ -152,7 +152,6 @@ def test_a_copy_that_is_killed_leaves_nothing(store: Store, there: Store, last: 
 def test_what_is_written_while_a_copy_runs_is_whole_there_or_not_at_all(
     store: Store, there: Store, new_study: Callable[[str], StudyRecord], new_trial: Callable[..., TrialRecord]
 ) -> None:
-    """As a service and its agents go on."""
     new_trial(new_study("before"), 0)
     is_written = False
 

@@ -84,7 +84,6 @@ def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, promp
 
 
 def test_packed_rows_have_the_losses_of_their_samples(tmp_path: Path) -> None:
-    """All samples in one step, packed and padded."""
     samples = texts()
     rows = pack(samples, LONGEST)
     assert sorted(index for row in rows.rows for index in row) == list(range(len(samples)))

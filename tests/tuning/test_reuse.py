@@ -403,7 +403,6 @@ class TestSearches:
         self, store: Store, tmp_path: Path
     ) -> None:
         def timed() -> ComputedRunner:
-            """Says apart what the optimizer takes."""
             return with_measured(ComputedRunner(peak, step), optimizer_seconds=0.1)
 
         def peak(candidate: Candidate) -> float:

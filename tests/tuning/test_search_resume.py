@@ -65,7 +65,6 @@ def interrupted_search(store: Store, after: int, **options: Any) -> Run:
 
 class TestBudgets:
     def test_a_budget_that_was_spent_before_is_told_as_such(self, store: Store) -> None:
-        """It counts what the study has spent in all its runs."""
         first = search(store, RecordedRunner(EFFECTIVE_64), trials=3)
         assert first.study.stopped_because == "the budget of 3 trials is spent"
         again = search(store, RecordedRunner(EFFECTIVE_64), trials=2)
@@ -325,7 +324,6 @@ class TestKilled:
     "delay_seconds", [0.05, *(pytest.param(delay, marks=pytest.mark.whole) for delay in (0.02, 0.1, 0.15))]
 )
 def test_killed_for_good_at_any_moment(tmp_path: Path, delay_seconds: float) -> None:
-    """A real SIGKILL, wherever it strikes."""
     new_store(tmp_path).close()
     path = str(tmp_path / "autotune.db")
     ready, begun = os.pipe()

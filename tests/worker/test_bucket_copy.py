@@ -29,7 +29,6 @@ class Twins(Ranks):
         super().__init__(0, 2)
 
     def gather(self, value: Any) -> list[Any]:
-        """Both have it."""
         return [value, value]
 
 

@@ -62,7 +62,6 @@ class Drive:
         optimizer: float = 0.0,
         extra: float = 0.0,
     ) -> None:
-        """One optimizer step."""
         run = micro_steps_to_run(self.candidate, self.effort)
         self.clock.sleep(data)
         self.timer.step_begins()
@@ -77,7 +76,6 @@ class Drive:
 
     @property
     def measured(self) -> Measurement:
-        """The one measurement."""
         assert len(self.measurements) == 1
         return self.measurements[0]
 

@@ -41,7 +41,6 @@ class InPlace(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score each."""
         return inputs.mul_(self.weight).sigmoid_()
 
 
@@ -60,7 +59,6 @@ class Later(torch.nn.Module):
     """Makes its layer in its first call."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score each."""
         if not hasattr(self, "layer"):
             self.layer = torch.nn.Linear(2, 1)
         result: torch.Tensor = self.layer(inputs)
