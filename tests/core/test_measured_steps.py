@@ -17,22 +17,6 @@ def test_one_delayed_step_of_five_is_left_out_and_two_are_not() -> None:
     assert without_delay([1.0, 9.0]) == [1.0, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "half_width", "enough"),
-    [
-        ([0.1], math.inf, False),
-        ([0.1, 0.1], 0.001, False),
-        ([0.1] * 3, 0.009, True),
-        ([0.1] * 3, 0.011, False),
-        ([0.1] * 6, 0.009, True),
-        ([0.1] * 12, 0.5, True),
-        ([1.1, 1.1], 0.5, True),
-    ],
-)
-def test_enough(seconds: list[float], half_width: float, enough: bool) -> None:
-    assert is_enough(seconds, EFFORT, half_width) is enough
-
-
 @pytest.mark.parametrize("deviation", [0.005, 0.01, 0.02, 0.05])
 def test_stopping_at_the_first_narrow_interval_still_covers_the_mean(deviation: float) -> None:
     rng = random.Random(int(deviation * 1000))

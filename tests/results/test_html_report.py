@@ -19,7 +19,6 @@ from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.device import Device
 from autotune.core.errors import NothingFitsError
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
@@ -35,7 +34,6 @@ from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.results.study_view import study_view
-from autotune.results.text import summary_lines
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions, inspection_key
 from autotune.tuning.forecasting import forecast_of
@@ -229,31 +227,6 @@ def test_step_times_are_those_of_all_processes(recorded: Report) -> None:
     assert "optimizer step (ms" in text
 
 
-def test_the_answer_is_that_of_all_processes_of_the_winner() -> None:
-    """Two processes, 300 and 320 samples/s: speed, tokens, peak and ± as in the summary."""
-    again = trial(3, BF16, 32, completed(320.0, 21.0), "final")
-    made = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
-    page = checked(made)
-    text = page.section("Best configuration").text
-    spread = summary_lines(study_view(made))[1].partition("± ")[2].partition("%")[0]
-    for words in (
-        "309.8 samples/s",
-        "2 processes",
-        f"{(300 * 320) ** 0.5 * 512:,.0f} tokens/s",
-        "22.2 GiB",
-        "819.2 MiB",
-    ):
-        assert words in text
-    assert f"± {spread}%" in page.section("Step times").text
-    # One number for the winner, in the table as well.
-    (row,) = page.root.all("tr", "best")
-    assert [cell.text for cell in row.all("td")][3:6] == [
-        f"309.8 ± {spread}%this process 320.0",
-        f"{(300 * 320) ** 0.5 * 512:,.0f}",
-        "207 ms",
-    ]
-
-
 def test_the_export_can_be_copied(recorded: Report) -> None:
     page = checked(recorded)
     code = next(pre for pre in page.root.all("pre") if pre.attributes["id"] == "export")
@@ -279,22 +252,6 @@ def test_a_study_that_has_just_begun() -> None:
     assert "none yet" in page.section("Best so far").text
     assert numbers_listed(page) == [0]
     assert checked(report(best=None, baseline=None, state="running")).titles[-1] == "All 0 trials"
-
-
-def test_a_study_on_the_cpu() -> None:
-    """Its trials need little of a large memory, so the ceiling is left out; no GPU is spoken of."""
-    cpu = Device("cpu", None, "cpu", "A processor", 128 * GIB, None, 2 * GIB, 120 * GIB, native_bf16=True)
-    asked = dataclasses.replace(request(effective_batch=16, memory_limit_bytes=None), device=cpu)
-    runner = ComputedRunner(
-        lambda candidate: (1 + 0.1 * candidate.per_device_train_batch_size) * GIB,
-        lambda candidate: 0.5 * candidate.samples_per_step * (1 + 0.5 / candidate.per_device_train_batch_size),
-    )
-    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        made = searched(store, runner, prepare(asked, dataclasses.replace(FACTS, context_bytes=0)))
-    page = checked(made)
-    assert "peak memory (GiB)" in page.section("Speed against memory").text
-    assert "was not measured" in page.section("What limits a step").text
-    assert "use_cpu" in page.section("TrainingArguments").text
 
 
 def test_a_search_for_the_largest_batch() -> None:

@@ -17,11 +17,10 @@ from recorded import (
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
 from autotune.core.candidate import Arm, Candidate, Precision
-from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed
 from autotune.core.units import GIB, MIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
-from autotune.execution.executor import TrialJob
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 
@@ -124,25 +123,6 @@ class TestThroughputOnRecords:
         tried = [t.candidate.per_device_train_batch_size for t in history.tried[1:]]
         assert 64 in tried
         assert max(tried) <= 100
-
-    def test_out_of_the_hosts_memory_is_no_limit_of_a_free_batch(self) -> None:
-        """Batches above one that the host had no memory for are tried, since it says nothing about them."""
-
-        class HostOutOfMemory(ComputedRunner):
-            def answer(self, job: TrialJob) -> tuple[Outcome, float]:
-                if job.candidate.per_device_train_batch_size == 32:
-                    return OutOfMemory("the kernel ended the process", where="host"), 1.0
-                return super().answer(job)
-
-        runner = HostOutOfMemory(
-            lambda candidate: GIB + 100 * MIB * candidate.per_device_train_batch_size,
-            lambda candidate: 0.05 + 0.001 * candidate.per_device_train_batch_size,
-        )
-        space = Space(arms("bf16", checkpointing="off"), Batches(None))
-        history = History(ceiling_of(6200 * MIB))
-        for batch in (24, 32, 64):
-            run_candidate(space.candidate(space.arms[0], batch), runner, history)
-        assert describe_winner(run_policy(ThroughputPolicy(space), runner, history)) == "48 × 1  bf16"
 
     def test_a_free_batch_with_checkpointing_grows_until_it_no_longer_pays(self) -> None:
         runner = RecordedRunner(BATCHES, between=True)

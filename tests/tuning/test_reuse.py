@@ -233,16 +233,6 @@ class TestProcesses:
 
 
 class TestDerived:
-    def test_another_accumulation_is_worked_out(self) -> None:
-        known = library(past(Candidate(BF16, 16, 4), completed(Candidate(BF16, 16, 4)), number=2))
-        wanted = Candidate(BF16, 16, 8)
-        found = known.answer(wanted, Effort())
-        # 0.1 s of optimizer, 0.9 s of four micro-steps.
-        assert found.measurement.step_seconds == pytest.approx(1.9)
-        assert found.measurement.samples_per_second == pytest.approx(128 / 1.9)
-        assert found.source.derived
-        assert known.answer(wanted, Effort(), in_full=True) is None
-
     @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1)])
     def test_but_not_where_only_one_of_the_two_accumulates(self, then: int, now: int) -> None:
         known = library(past(Candidate(BF16, 16, then), completed(Candidate(BF16, 16, then))))

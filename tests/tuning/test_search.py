@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, out_of_memory, with_measured
+from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, out_of_memory, with_measured
 from searching import RecordingObserver, Run, facts, interrupt_after, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
@@ -73,20 +73,6 @@ class TestFromEndToEnd:
         runner = RecordedRunner(EFFECTIVE_64)
         search(store, runner, seed=7, trial_timeout_seconds=33.0)
         assert {(job.cap_bytes, job.seed, job.timeout_seconds) for job in runner.jobs} == {(23956 * MIB, 7, 33.0)}
-
-    def test_the_largest_batch(self, store: Store) -> None:
-        runner = RecordedRunner(BATCHES, between=True)
-        run = search(
-            store, runner, effective_batch=None, objective="max-batch", precisions=("tf32",),
-            gradient_checkpointing="on", attn_implementations=("eager",),
-        )  # fmt: skip
-        assert run.best.candidate.per_device_train_batch_size == 128
-        assert run.study.baseline_trial_id is None
-        assert max(c.per_device_train_batch_size for c in runner.candidates) == 136
-        assert {(job.effort.min_steps, job.effort.max_steps) for job in runner.jobs} == {(1, 1)}
-        # 136 ran, but above the line.
-        assert {trial.state for trial in run.trials} == {"completed"}
-        assert len(run.trials) <= 4
 
     def test_several_devices_share_the_effective_batch(self, store: Store) -> None:
         runner = fits_up_to(64)

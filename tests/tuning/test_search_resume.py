@@ -141,9 +141,6 @@ class TestRefused:
         ("workload", "named"),
         [
             (dataclasses.replace(BERT_LARGE, seq_len=128), "seq_len: 512, now 128"),
-            (dataclasses.replace(BERT_LARGE, padding=0.5), "padding: 0.0, now 0.5"),
-            (dataclasses.replace(BERT_LARGE, dtype="bfloat16"), "dtype: 'float32', now 'bfloat16'"),
-            (dataclasses.replace(BERT_LARGE, task="masked-lm"), "task: 'sequence-classification', now 'masked-lm'"),
             (
                 dataclasses.replace(BERT_LARGE, config={**BERT_LARGE.config, "num_hidden_layers": 12}),
                 "config.num_hidden_layers: 24, now 12",
