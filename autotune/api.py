@@ -24,6 +24,7 @@ from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
+from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report
 from autotune.results.study_view import study_view, trial_view
 from autotune.results.text import summary_lines
@@ -127,6 +128,13 @@ class Result:
         if importlib.util.find_spec("pandas") is None:
             return self.records
         return importlib.import_module("pandas").DataFrame(self.records)
+
+    def plot(self) -> Any:
+        """Draw samples a second against peak memory, with the ceiling, and return matplotlib ``Axes``.
+
+        Raises ``InvalidRequestError`` where matplotlib is not installed.
+        """
+        return plot_trials(self.report)
 
     def verify(self, steps: int = DEFAULT_STEPS, *, again: bool = False) -> Verification:
         """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.

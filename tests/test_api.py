@@ -16,6 +16,7 @@ from checkout import ROOT
 
 from autotune import api
 from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
+from autotune.core.installation import how_to_add
 from autotune.models.resolve import resolve_model
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"
@@ -356,3 +357,25 @@ def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         api.search("no-such-model-at-all", device="cpu", storage=str(tmp_path / "a.db"))
     with pytest.raises((UnknownStudyError, AutotuneError)):
         api.load("absent", storage=str(tmp_path / "a.db"))
+
+
+def test_a_plot_needs_matplotlib_or_is_one(tmp_path: Path) -> None:
+    """With an extra to install where it is not there."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "import autotune\n"
+        f"autotune.search('bert-tiny', 8, seq_len=16, device='cpu', trials=1, storage={str(tmp_path / 'p.db')!r},"
+        " study='p', progress=False)\n"
+        f"result = autotune.load('p', storage={str(tmp_path / 'p.db')!r})\n"
+        "try:\n"
+        "    axes = result.plot()\n"
+        "    print('axes', axes.get_ylabel(), len(axes.get_lines()))\n"
+        "except autotune.errors.InvalidRequestError as error:\n"
+        "    print(error)\n"
+    )
+    ended = run_python(code, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.stderr, "nothing is told where nothing shall be"
+    said = ended.stdout.strip()
+    missing = f"a plot needs matplotlib, which is not installed. {how_to_add('plot')}"
+    assert said == missing or said.startswith("axes samples/s ")

@@ -67,6 +67,8 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "agent":
+            raise click.UsageError("there are no agents any more: autotune serve runs its searches itself", ctx)
         if args[0] not in _COMMANDS and not ctx.resilient_parsing:
             meant = errors.did_you_mean(args[0], _COMMANDS)
             if meant:

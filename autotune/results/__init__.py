@@ -1,1 +1,1 @@
-"""Present a study to its readers: report, text, JSON document, HTML page, export, dashboard."""
+"""Present a study to its readers: report, text, JSON document, HTML page, plot, export, dashboard."""

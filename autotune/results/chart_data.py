@@ -1,4 +1,4 @@
-"""Collect the data of a study's charts."""
+"""Collect the data of a study's charts, for the HTML page and for matplotlib."""
 
 from __future__ import annotations
 

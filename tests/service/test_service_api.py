@@ -371,6 +371,13 @@ def test_devices_are_listed_with_what_they_run(writer: TestClient, on_cpu: Stand
     assert 'autotune_device_busy{host="host",label="cpu",name=' in text
 
 
+def test_an_agent_of_an_earlier_version_is_told_in_a_line(writer: TestClient) -> None:
+    for path in ("/v1/agents", "/v1/agents/x/claim", "/v1/agents/x/jobs/y/heartbeat"):
+        answer = writer.post(path, json={"name": "old"})
+        assert (answer.status_code, answer.json()["exit_code"]) == (410, 13)
+        assert answer.json()["detail"] == "this service runs its searches itself; there are no agents any more"
+
+
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:
     of_search = {option.name for option in OPTIONS if "search" in option.commands}
     left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "parallel", "executor"}
