@@ -20,9 +20,6 @@ def test_devices_without_a_gpu(run: Run) -> None:
     assert "total" in ran.stdout
     assert "fp32" in ran.stdout
     assert "GPU" in ran.stderr or "NVML" in ran.stderr
-
-
-def test_devices_as_json(run: Run) -> None:
     document = json.loads(run("devices", "--json").stdout)
     (cpu,) = document["devices"]
     assert cpu["kind"] == "cpu"
@@ -37,12 +34,8 @@ def test_models_lists_the_catalog(run: Run) -> None:
     assert any(row.startswith("vit-tiny ") for row in rows)
     assert {row.index(row.split()[2]) for row in rows} == {head.index("task")}
     assert "config.json" in ran.stderr
-
-
-def test_models_as_json(run: Run) -> None:
     entries = json.loads(run("models", "--json").stdout)
-    names = [line.split()[0] for line in run("models").stdout.splitlines()[1:]]
-    assert [entry["name"] for entry in entries] == names
+    assert [entry["name"] for entry in entries] == [row.split()[0] for row in rows]
     assert all(entry["parameters"] > 0 for entry in entries)
 
 
