@@ -27,7 +27,8 @@ p.add_argument("--dtype", default="float32")
 p.add_argument("--ckpt", action="store_true")
 p.add_argument("--steps", type=int, default=60)
 p.add_argument("--config")
-p.add_argument("--shape", default="plain", choices="plain named flat rows graphs gan wgan two parts teacher".split())
+shapes = "plain named flat rows each graphs gan wgan two parts teacher"
+p.add_argument("--shape", default="plain", choices=shapes.split())
 p.add_argument("--evaluate-every", type=int, default=0)
 p.add_argument("--save-every", type=int, default=0)
 p.add_argument("--compile", action="store_true")
@@ -65,6 +66,8 @@ def loss_of(net, ids):
         return net(ids=ids).float().logsumexp(-1).mean()
     if args.shape == "rows":
         return net([{"ids": row} for row in ids]).float().logsumexp(-1).mean()
+    if args.shape == "each":
+        return sum(net(row[None]).logsumexp(-1).mean() for row in ids) / len(ids)
     if args.shape == "graphs":
         sizes = torch.randint(3, 9, (len(ids),))
         owner = torch.arange(len(ids)).repeat_interleave(sizes)
@@ -172,7 +175,8 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
         (OPTIONS + " --shape gan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape rows", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        # Samples of many sizes in one tensor, that come out one by one.
+        # A call for each sample; samples of many sizes in one tensor, that come out one by one.
+        (OPTIONS + " --shape each", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape graphs", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape teacher", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape parts --compile", ["batch", "accumulation"], {}, (3, 1, "fp32")),

@@ -23,9 +23,9 @@ from autotune.worker.user.seen_settings import likely_settings, line_in_config, 
 _NAMES = {
     "batch": (
         "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size", "micro_batch_size",
-        "micro_train_batch_size", "train_micro_batch_size", "train_batch_size", "batch_size", "batchsize",
-        "batch_size_per_gpu", "local_batch_size", "ims_per_batch", "samples_per_gpu", "minibatch_size",
-        "mini_batch_size", "batch", "bs", "b",
+        "device_train_microbatch_size", "microbatch_size", "micro_train_batch_size", "train_micro_batch_size",
+        "train_batch_size", "batch_size", "batchsize", "batch_size_per_gpu", "local_batch_size", "ims_per_batch",
+        "samples_per_gpu", "minibatch_size", "mini_batch_size", "batch", "bs", "b",
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",

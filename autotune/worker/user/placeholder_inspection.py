@@ -38,9 +38,10 @@ from autotune.worker.user.script_runs import Run, ScriptRuns, have_room, may_be_
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
 # The script's own defaults may be far larger than what is searched. They are waited for so many times as long as a run
-# with a small batch took, and no less than this.
+# with a small batch took, and no less than this: where they take longer, a trial of them is a large part of a search. A
+# choice.
 _PATIENCE = 4.0
-_LEAST_PATIENCE_SECONDS = 30.0
+_LEAST_PATIENCE_SECONDS = 15.0
 # With half the micro-steps, the share of a sample in a sum is twice as large, and in a mean the same. A choice.
 _LEAST_OF_SUM = 1.6
 
@@ -210,7 +211,11 @@ class _Inspecting:
         """Return where the samples go in, if that is known; raises ``UserCodeError`` where it did not obey."""
         (values, one), (others, two) = first, second
         names, source = self._template.names, self._source
-        site = _site((values.batch, one.calls), (others.batch, two.calls)) if values.batch != others.batch else None
+        site = None
+        if values.batch != others.batch:
+            first_calls, second_calls = (values.batch, one.calls), (others.batch, two.calls)
+            passes = one.passes, two.passes
+            site = _site(first_calls, second_calls) or _site_of_sums(first_calls, second_calls, passes)
         if "batch" in names and site is None:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
@@ -258,7 +263,9 @@ class _Inspecting:
         if site is None:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
-        site = dataclasses.replace(site, calls=_calls(one, site) // accumulation) if site is not None else None
+        if site is not None:
+            calls = _calls(one, site) // accumulation
+            site = dataclasses.replace(site, calls=calls if site.calls else passes)
         takes = {
             "batch": fixed.batch is None,
             "accumulation": fixed.accumulation is None,
@@ -384,6 +391,28 @@ def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
             sites.append(Site(*place, factor=factor))
     last = {model: at for at, (model, _) in enumerate(calls)}
     return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
+
+
+def _site_of_sums(first: tuple[int, Calls], second: tuple[int, Calls], passes: tuple[int, int]) -> Site | None:
+    """Return what has so many rows in all calls of a backward pass as the batch says; ``None`` where nothing has.
+
+    For models that are called for each sample, or for parts of a fixed size. It has 0 calls: how many there are varies.
+    """
+    (batch, calls), (other, others) = first, second
+    sums, other_sums = _rows_of_pass(calls, passes[0]), _rows_of_pass(others, passes[1])
+    for (model, path), rows in sums.items():
+        factor = int(rows // batch)
+        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * other:
+            return Site(model, path, 0, factor, calls=0)
+    return None
+
+
+def _rows_of_pass(calls: Calls, passes: int) -> dict[tuple[str, str], float]:
+    """Return the first dimensions of what models are called with, added up for a backward pass."""
+    rows: Counter[tuple[str, str]] = Counter()
+    for model, shapes in calls:
+        rows.update({(model, path): shape[0] for path, shape in shapes.items() if shape})
+    return {place: number / max(1, passes) for place, number in rows.items()}
 
 
 def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:

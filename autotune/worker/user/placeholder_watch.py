@@ -27,7 +27,8 @@ from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrappe
 from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import after
 
-_MOST_CALLS = 256
+# Of a model that is called for each sample. A choice.
+_MOST_CALLS = 4096
 # Optimizers that a script makes and never steps are waited for until others have stepped so often: WGAN's critic
 # steps five times before its generator does.
 _MOST_STEPS = 12
