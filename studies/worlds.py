@@ -369,9 +369,12 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
             effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
             before = machine.seconds
             outcome = machine.run(step.candidate, effort)
-            record = TrialRecord("study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome)
+            took = machine.seconds - before
+            record = TrialRecord(
+                "study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome, seconds=took
+            )
             plan.begin(record)
-            heapq.heappush(running, (now + machine.seconds - before, record.number, record))
+            heapq.heappush(running, (now + took, record.number, record))
         if not running:
             return _result(world, prepared, plan, machine)
         now, _, ended = heapq.heappop(running)

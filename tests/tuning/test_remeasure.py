@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
-from recorded import measurement
-from searching import BERT_LARGE, ceiling_of, prepared, request
+from recorded import ComputedRunner, measurement
+from searching import BERT_LARGE, ceiling_of, new_store, prepared, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface
-from autotune.core.outcome import Completed, Failed
+from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
+from autotune.execution.executor import TrialJob
 from autotune.tuning.remeasure import finals, shows_deviation, timeout_seconds
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
@@ -128,6 +130,29 @@ def test_the_winner_is_measured_again_where_that_is_cheap_and_tells_something() 
     assert not is_measured(told.measured(COMFORTABLE, 100.0), 4.0)
     told = Told(History(ceiling_of(24 * GIB), before=deviations([twice] * 12))).measured(COMFORTABLE, 100.0)
     assert not is_measured(told, 1.0)
+
+
+@pytest.mark.parametrize(("trial_seconds", "count"), [(12.0, 4), (60.0, 2)])
+def test_measuring_again_ends_where_it_takes_as_long_as_the_search(
+    trial_seconds: float, count: int, tmp_path: Path
+) -> None:
+    """Two precisions are nearly as fast as each other, where the host decides."""
+    runner = ComputedRunner(lambda c: GIB)
+    steps = {"bf16": 1.0, "tf32": 1.01}
+
+    def noisy(job: TrialJob) -> tuple[Outcome, float]:
+        one = job.candidate
+        seconds = steps[one.arm.precision] if one.per_device_train_batch_size == 64 else 1.5
+        found = measurement(one, seconds, GIB, GIB)
+        is_again = [each.candidate for each in runner.jobs].count(one) > 1
+        return Completed(dataclasses.replace(found, gpu_busy_share=0.4)), trial_seconds if is_again else 10.0
+
+    runner.answer = noisy  # type: ignore[method-assign]
+    with new_store(tmp_path) as store:
+        options = {"precisions": ("bf16", "tf32"), "gradient_checkpointing": "off", "cpu_affinity": "off"}
+        run = search(store, runner, effective_batch=64, **options)
+    again = [trial.seconds or 0.0 for trial in run.trials if trial.stage == "final"]
+    assert len(again) == count
 
 
 def test_nothing_is_owed_where_nothing_is_known() -> None:
