@@ -127,6 +127,7 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
         ({"effective_batch": 0}, "effective_batch=0 is not a whole number from 1"),
         ({"trials": True}, "trials=True"),
         ({"effective_batch": "64"}, "effective_batch='64' is not a whole number"),
+        ({"effective_batch": 64.0}, "effective_batch=64.0 is not a whole number"),
         ({"world_size": None}, "world_size=None is not a whole number"),
         ({"padding": 1.0}, "padding=1.0: "),
         ({"padding": None}, "padding=None is not a number"),
