@@ -58,6 +58,7 @@ def test_the_next_commands_can_be_pasted(studied: Studied, tmp_path: Path) -> No
     options = ("--effective-batch", "16", "--trials", "1", "--no-baseline", "--storage", str(storage))
     ran = run_process(*TINY_SEARCH, *options, folder=tmp_path)
     assert ran.code == 0, ran.stderr
+    assert "× baseline" not in ran.stderr
     answer, _, following = ran.stdout.partition("\n\nNext:\n")
     assert answer.startswith("Best: per-device batch")
     export, resume, show, _ = following.splitlines()
