@@ -129,6 +129,18 @@ given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
 LOOP
 train(int(given.get("trainer.batch_size", config.trainer.batch_size)), 1)
 """
+ATTRIBUTES = """
+import sys
+class Node(dict):
+    __getattr__ = dict.__getitem__
+class Shop:
+    def items(self, key):
+        return key
+config, shop = Node(batch_size=3), Shop()
+given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
+LOOP
+train(int(given.get("batch_size", config.batch_size)), 1)
+"""
 HELP = """
 import argparse
 p = argparse.ArgumentParser()
@@ -202,6 +214,7 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
         (REST, "SOLVER.IMS_PER_BATCH 2 SEED 2", "python run.py SOLVER.IMS_PER_BATCH {batch} SEED 2"),
         (PAIRS, "data.batch_size 2", "python run.py data.batch_size {batch}"),
         (HELP, "", "python run.py --n-rand {batch}"),
+        (ATTRIBUTES, "", "python run.py --batch_size={batch}"),
         (CONFIG, "", "python run.py --trainer.batch_size={batch}"),
         (CONFIG, "seed=2", "python run.py seed=2 trainer.batch_size={batch}"),
     ],
@@ -217,7 +230,8 @@ def test_the_placeholders_that_fit_are_offered(
 
 def test_the_line_of_a_configuration_file_is_named(trial_server: ServerClient, folder: Path) -> None:
     (folder / "run.py").write_text(FILE.replace("LOOP", LOOP))
-    (folder / "conf.json").write_text('{"epochs": 2,\n "train": {"batch_size": 3}}')
+    # What follows a # is a comment in most formats.
+    (folder / "conf.json").write_text('{"epochs": "# batch_size: 8",\n "train": {"batch_size": 3}}')
     hint = refused(trial_server, ["python", "run.py", "conf.json"])
     assert hint.startswith('conf.json:2 says "batch_size": 3: write "batch_size": {batch} there')
 

@@ -91,7 +91,7 @@ def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | N
         said = re.compile(rf"""(?<![\w.])["']?{name}["']?\s*[:=]\s*\d+(?![\w.])""", re.IGNORECASE)
         for file in files:
             for number, line in enumerate(_source_text(file).splitlines(), 1):
-                if (found := said.search(line)) is not None:
+                if (found := said.search(line.partition("#")[0])) is not None:
                     return ConfigLine(f"{Path(file).name}:{number}", found[0])
     return None
 
@@ -135,9 +135,14 @@ def _config(value: Any, depth: int = _DEEPEST) -> dict[str, Any] | None:
     """Return an object that holds plain values alone as nested dictionaries; ``None`` for any other."""
     if isinstance(value, type | FrameType | torch.nn.Module | torch.Tensor) or not depth:
         return None
-    # absl's flags are neither a mapping nor in the attributes.
-    read = getattr(value, "flag_values_dict", None) or getattr(value, "items", None)
-    held = dict(read()) if callable(read) else getattr(value, "__dict__", None)
+    try:
+        # Of the class, since an object's own attributes may be looked up among its settings. absl's flags are neither a
+        # mapping nor in the attributes.
+        read = getattr(type(value), "flag_values_dict", None) or getattr(type(value), "items", None)
+        held = dict(read(value)) if callable(read) else getattr(value, "__dict__", None)
+    except Exception:
+        # Whatever else a script calls so.
+        return None
     if held is None or not all(isinstance(key, str) for key in held):
         return None
     config: dict[str, Any] = {}
