@@ -44,6 +44,11 @@ def test_offers_whose_intervals_overlap_share_a_rank() -> None:
     assert [each.chip.name for each in in_order(offers)] == ["l4", "a10", "h100-80gb", "h200"]
 
 
+def test_without_any_price_hours_count() -> None:
+    offers = [offer("l4", 2.0, None), offer("h100-80gb", 1.0, None)]
+    assert [rank(each, offers) for each in offers] == [2, 1]
+
+
 def test_the_front_has_what_nothing_beats() -> None:
     cheap, fast, worse = offer("l4", 4.0, 0.5), offer("h100-80gb", 1.0, 4.0), offer("a10", 4.5, 0.6)
     none = replace(cheap, graded=None, why_not="too small")

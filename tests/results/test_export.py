@@ -315,6 +315,14 @@ def test_processes_and_threads_are_said_once_and_where_the_form_does_not_start_t
     assert "os.environ['OMP_NUM_THREADS'] = '8'" in render(made, "python")
 
 
+def test_an_offloading_winner_for_several_devices_is_started_on_all_of_them(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
+    report.environment["host"] = {"usable_cores": 16}
+    report.study.request["world_size"] = 4
+    words = shlex.split(render_launch(make_export(report), "torchrun"))
+    assert (words[0], words[words.index("--nproc_per_node") + 1]) == ("OMP_NUM_THREADS=4", "4")
+
+
 def test_accelerate_starts_one_process_on_a_cpu_which_is_said(fields: tuple[str, ...]) -> None:
     made = make_export(report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 4), "cpu", fields))
     told = "on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node 2"
