@@ -28,8 +28,8 @@ from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 # Final trials run at the same time only where company costs no more than this. A choice.
 _COMPANY_TOLERANCE = 0.01
 # Once measuring again has taken a minute and this share of a search, rivals are not told apart any further. A choice:
-# on a host whose processes differed by 20 %, seven such trials of two equally fast candidates took 95 of a search's
-# 219 s (LoRA of Llama-3.1-8B, H200, 23 November 2026).
+# on a host whose processes differed by 20 %, six such trials of four candidates took 95 of a search's 219 s (LoRA of
+# Llama-3.1-8B, H200, 23 November 2026).
 _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 
@@ -243,7 +243,7 @@ class Plan:
 
     @property
     def _seconds_with_levers(self) -> float:
-        """Return what trials have taken since the first answer."""
+        """The seconds that trials with levers have taken."""
         return sum(t.seconds or 0.0 for t in self.records.values() if self._anytime.is_late(t.candidate))
 
     def left_out_levers(self) -> tuple[LeftOut, ...]:
@@ -324,15 +324,15 @@ class Plan:
             return None
         owed = finals(self.history, self.in_space)
         of_finals = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")
-        if of_finals > max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds()):
+        if of_finals / len(self._request.slots) > max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds()):
             owed = [best.candidate] if needs_another(self.history, best) else []
         # A reused trial took no time.
         took = [trial.seconds for trial in self.records.values() if trial.candidate == best.candidate and trial.seconds]
         if not owed and took and shows_deviation(self.history, best, max(took), self.elapsed_seconds()):
             owed = [best.candidate]
         if owed and self._next_idea() is not None:
-            # What is measured again is the winner of all levers: on a noisy host nine trials of two candidates stood
-            # before the first lever, which doubled the speed.
+            # What is measured again is the winner of all levers: on a noisy host six trials that measured again stood
+            # before levers that doubled the speed.
             return None
         return Step("final", owed[0]) if owed else None
 
@@ -352,7 +352,8 @@ class Plan:
         workload, model = self._request.workload, self._prepared.model
         if workload.source is not None and (not model.interface.tunes_loader or model.samples is None):
             return None
-        if workload.data is None and workload.source is None and self._request.device.kind != "cuda":
+        is_made_up = workload.data is None and workload.source is None
+        if is_made_up and (self._request.device.kind != "cuda" or self._request.objective != "throughput"):
             return None
         tried = {t.candidate for t in self.history.tried}
         cores = self._prepared.usable_cores

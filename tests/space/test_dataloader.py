@@ -10,6 +10,7 @@ from searching import BERT_LARGE, Run, facts, new_store, request, search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.inspection import OwnSettings
+from autotune.core.options import Objective
 from autotune.core.outcome import Effort, Measurement, Outcome
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
@@ -79,8 +80,9 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
             waited = dataclasses.replace(outcome.measurement, data_seconds=loading_seconds(job.candidate))
             return dataclasses.replace(outcome, measurement=waited), seconds
 
-    def run(name: str, workload: Workload, **model: Any) -> Run:
-        options = request(effective_batch=8, precisions=("bf16",), gradient_checkpointing="off", study=name)
+    def run(name: str, workload: Workload, objective: Objective = "throughput", **model: Any) -> Run:
+        fixed: dict[str, Any] = {"precisions": ("bf16",), "gradient_checkpointing": "off", "objective": objective}
+        options = request(effective_batch=8, study=name, **fixed)
         given = prepare(dataclasses.replace(options, workload=workload), facts(**model))
         runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
         with new_store(tmp_path, f"{name}.db") as store:
@@ -102,6 +104,8 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
     made_up = run("made-up", BERT_LARGE)
     assert made_up.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
     assert [any("made-up samples" in note for note in told[name]) for name in ("own", "made-up")] == [False, True]
+    largest = run("largest", BERT_LARGE, "max-batch")
+    assert {t.candidate.arm.dataloader_num_workers for t in largest.trials} == {0}, "no batch gets larger"
     streamed = run("streamed", script, samples=None, own=own)
     assert {t.candidate.arm.dataloader_num_workers for t in streamed.trials} == {0}, "each process loads all of it"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from recorded import ComputedRunner, measurement
-from searching import BERT_LARGE, ceiling_of, new_store, prepared, request, search
+from searching import BERT_LARGE, H200, ceiling_of, new_store, prepared, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface
@@ -132,12 +132,12 @@ def test_the_winner_is_measured_again_where_that_is_cheap_and_tells_something() 
     assert not is_measured(told, 1.0)
 
 
-@pytest.mark.parametrize(("trial_seconds", "count"), [(12.0, 4), (60.0, 2)])
+@pytest.mark.parametrize(("trial_seconds", "gpus", "count"), [(12.0, 1, 4), (60.0, 1, 2), (40.0, 1, 2), (40.0, 2, 4)])
 def test_measuring_again_ends_where_it_takes_as_long_as_the_search(
-    trial_seconds: float, count: int, tmp_path: Path
+    trial_seconds: float, gpus: int, count: int, tmp_path: Path
 ) -> None:
     """Two precisions are nearly as fast as each other, where the host decides."""
-    runner = ComputedRunner(lambda c: GIB)
+    runner = ComputedRunner(lambda c: GIB, slots=gpus)
     steps = {"bf16": 1.0, "tf32": 1.01}
 
     def noisy(job: TrialJob) -> tuple[Outcome, float]:
@@ -150,7 +150,8 @@ def test_measuring_again_ends_where_it_takes_as_long_as_the_search(
     runner.answer = noisy  # type: ignore[method-assign]
     with new_store(tmp_path) as store:
         options = {"precisions": ("bf16", "tf32"), "gradient_checkpointing": "off", "cpu_affinity": "off"}
-        run = search(store, runner, effective_batch=64, **options)
+        beside = tuple(dataclasses.replace(H200, uuid=f"GPU-{index}") for index in range(1, gpus))
+        run = search(store, runner, effective_batch=64, beside=beside, **options)
     again = [trial.seconds or 0.0 for trial in run.trials if trial.stage == "final"]
     assert len(again) == count
 
