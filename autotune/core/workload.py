@@ -218,6 +218,7 @@ class Workload:
             # Left out, so that workloads recorded before the user's own code was supported keep their fingerprint.
             facts.pop("source")
         else:
-            facts["source"].pop("interface", None)
+            for name in ("interface", "is_ranked"):
+                facts["source"].pop(name, None)
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

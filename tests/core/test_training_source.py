@@ -97,7 +97,8 @@ def fingerprint(source: TrainingSource) -> str:
 
 def test_the_fingerprint_counts_the_content_and_the_options(folder: Path) -> None:
     before = fingerprint(find_script(["run_glue.py", "--x", "1"]))
-    assert fingerprint(find_script(["python", "run_glue.py", "--x", "1"])) == before
+    for launcher in ("python", "torchrun"):
+        assert fingerprint(find_script([launcher, "run_glue.py", "--x", "1"])) == before
     assert fingerprint(find_script(["run_glue.py", "--x", "2"])) != before
     (folder / "run_glue.py").write_text("print('another training')\n")
     assert fingerprint(find_script(["run_glue.py", "--x", "1"])) != before
