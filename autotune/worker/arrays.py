@@ -32,7 +32,11 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 def has_shape(value: Any) -> bool:
     """Return whether a value is an array; a batch that gives its keys as attributes may have one of this name."""
-    return isinstance(getattr(value, "shape", None), tuple)
+    try:
+        return isinstance(getattr(value, "shape", None), tuple)
+    except Exception:
+        # A dictionary whose attributes are its keys may raise KeyError, and a nested tensor has no shape.
+        return False
 
 
 def is_row(value: Any) -> bool:

@@ -36,3 +36,11 @@ class _Batch(dict[str, Any]):
 def test_a_batch_with_attributes_for_its_keys_is_no_array() -> None:
     batch = _Batch(x=torch.ones(4, 2), y=[torch.ones(4)])
     assert {place: tuple(each.shape) for place, each in arrays_by_place(batch)} == {"x": (4, 2), "y.0": (4,)}
+
+
+def test_a_value_whose_attributes_cannot_be_asked_for_is_no_array() -> None:
+    class Output(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert [place for place, _ in arrays_by_place(Output(loss=torch.ones(1), rows=nested))] == ["loss"]
