@@ -20,7 +20,7 @@ from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.anytime import MOST_LEVER_SECONDS, Anytime, Idea
+from autotune.tuning.anytime import COMPILED_QUANTIZED_BYTES, MOST_LEVER_SECONDS, Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
@@ -107,7 +107,9 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers)
+        is_quantized = prepared.request.workload.quantize is not None
+        compiled_bytes = COMPILED_QUANTIZED_BYTES * prepared.model.parameters if is_quantized else 0.0
+        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers, compiled_bytes)
         self._has_answer = False
         self._idea: Idea | None = None
 

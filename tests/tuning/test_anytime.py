@@ -368,6 +368,23 @@ class TestMemory:
         assert idea.candidate.arm == replace(compiled, checkpointed_layers=12)
 
 
+@pytest.mark.parametrize(("limit_gib", "is_compiled"), [(16, False), (80, True)])
+def test_quantized_weights_are_compiled_where_there_is_room_for_more(
+    limit_gib: int, is_compiled: bool, tmp_path: Path
+) -> None:
+    """Compiling 20 billion parameters takes 14 GiB besides; without, 4 to 13 are taken."""
+    quantized = replace(CAUSAL, peft="lora", quantize="4bit")
+    asked = request(
+        search_effort="default", cpu_affinity="off", workload=quantized, cuda_graphs="off",
+        memory_limit_bytes=limit_gib * GIB,
+    )  # fmt: skip
+    given = prepare(asked, facts(checkpointing_layers=24, parameters=20_000_000_000))
+    runner = Gpu(compile_seconds=5, sample_bytes=0.15 * GIB).runner()
+    with new_store(tmp_path) as store:
+        search(store, runner, given=given)
+    assert any(candidate.arm.torch_compile for candidate in runner.candidates) == is_compiled
+
+
 def test_a_failure_is_blamed_on_what_was_new() -> None:
     graphed = Arm("bf16", cuda_graphs=True, unpadded=True)
     root, fused = Candidate(graphed, 64), Candidate(replace(graphed, fused_loss=True), 64)
