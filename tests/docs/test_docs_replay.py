@@ -51,10 +51,14 @@ def without_numbers(line: str) -> str:
 
 
 def head_of_search(lines: list[str]) -> list[str]:
-    """Return what stands above the table, its own head with it, in any order; the device's name is this machine's."""
+    """Return what stands above the table, its own head with it, in any order; the device's name is this machine's.
+
+    The column of the baseline, which is not run here, is left out.
+    """
     end = next(number for number, line in enumerate(lines) if line.startswith(TABLE))
     name = next(line.split(", ", 1)[1] for line in lines if line.startswith("device "))
-    return sorted(without_numbers(line.replace(name, "DEVICE")) for line in lines[: end + 1])
+    told = (line.removesuffix("× baseline").rstrip().replace(name, "DEVICE") for line in lines[: end + 1])
+    return sorted(map(without_numbers, told))
 
 
 def answer_of_search(lines: list[str]) -> list[str]:
