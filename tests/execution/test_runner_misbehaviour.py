@@ -116,6 +116,14 @@ def test_progress_comes_in_order_and_complete(stand_in_runner: TrialServer) -> N
     assert records == [Progress("train"), *(Progress(step=step) for step in range(5000))]
 
 
+def test_descendants_of_a_trial_end_with_it(stand_in_runner: TrialServer, tmp_path: Path) -> None:
+    log = tmp_path / "trial.log"
+    assert isinstance(run_trial(stand_in_runner, "descend, complete", log_path=log), Completed)
+    pids = descendants_in(log)
+    assert len(pids) == 2
+    assert all_gone(pids)
+
+
 def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
 
