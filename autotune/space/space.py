@@ -83,6 +83,11 @@ class Batches:
         return self.effective_batch // self.world_size
 
     @property
+    def _shares(self) -> list[int]:
+        """Per-device batches that divide a device's share of an effective batch, none larger than the dataset."""
+        return [batch for batch in _divisors(self._per_device) if self.samples is None or batch <= self.samples]
+
+    @property
     def most(self) -> int:
         """Largest per-device batch to try where no effective batch limits it."""
         return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
@@ -113,9 +118,7 @@ class Batches:
             ladder = itertools.takewhile(lambda b: b <= self.most, (multiple * 2**i for i in range(32)))
             return tuple(ladder)
         return tuple(
-            batch
-            for batch in _divisors(self._per_device)
-            if batch % multiple == 0 and not any(batch % level == 0 for level in higher)
+            batch for batch in self._shares if batch % multiple == 0 and not any(batch % level == 0 for level in higher)
         )
 
     def accumulation(self, batch: int) -> int:
@@ -126,7 +129,7 @@ class Batches:
         """Return whether a per-device batch belongs to the space."""
         if batch < 1 or (self.multiple and batch % self.multiple) or self.only not in (None, batch):
             return False
-        return batch <= self.most if self.effective_batch is None else self._per_device % batch == 0
+        return batch <= self.most if self.effective_batch is None else batch in self._shares
 
     def baseline(self) -> tuple[int, int]:
         """Return batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
@@ -138,7 +141,7 @@ class Batches:
             return self.only, self.accumulation(self.only)
         if self.effective_batch is None:
             return min(DEFAULT_MULTIPLE, self.most), self.own_accumulation
-        batch = max(d for d in _divisors(self._per_device) if d <= DEFAULT_MULTIPLE)
+        batch = max(share for share in self._shares if share <= DEFAULT_MULTIPLE)
         return batch, self._per_device // batch
 
 

@@ -141,6 +141,13 @@ class TestFreeBatch:
         assert batches.baseline() == (baseline, 1)
         assert batches.valid(samples)
         assert not batches.valid(samples + 1)
+        # Code of the user's own may go on with the next epoch within a step.
+        shared = Batches(96, samples=samples)
+        tried = {batch for level in shared.levels() for batch in shared.at_level(level)}
+        assert tried == {batch for batch in range(1, samples + 1) if 96 % batch == 0}
+        assert all(map(shared.valid, tried))
+        assert not any(map(shared.valid, range(samples + 1, 97)))
+        assert shared.baseline()[0] == max(batch for batch in tried if batch <= 8)
 
     def test_data_without_end_is_no_larger_than_the_largest_batch(self) -> None:
         assert Batches(None, samples=10**9).at_level(8) == Batches(None).at_level(8)
