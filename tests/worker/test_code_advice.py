@@ -231,9 +231,10 @@ def test_the_placeholders_that_fit_are_offered(
 def test_the_line_of_a_configuration_file_is_named(trial_server: ServerClient, folder: Path) -> None:
     (folder / "run.py").write_text(FILE.replace("LOOP", LOOP))
     # What follows a # is a comment in most formats.
-    (folder / "conf.json").write_text('{"epochs": "# batch_size: 8",\n "train": {"batch_size": 3}}')
+    text = '{"epochs": "# batch_size: 8",\n "val": {\n  "batch_size": 8},\n "train": {\n  "batch_size": 3}}'
+    (folder / "conf.json").write_text(text)
     hint = refused(trial_server, ["python", "run.py", "conf.json"])
-    assert hint.startswith('conf.json:2 says "batch_size": 3: write "batch_size": {batch} there')
+    assert hint.startswith('conf.json:5 says "batch_size": 3: write "batch_size": {batch} there')
 
 
 def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_server: ServerClient, folder: Path) -> None:

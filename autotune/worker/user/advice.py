@@ -16,7 +16,7 @@ from typing import Any
 from autotune.core.training_source import TrainingSource
 from autotune.worker.stack import module_of
 from autotune.worker.user.script_options import watch_options
-from autotune.worker.user.seen_settings import likely_settings, line_in_config, settings_of
+from autotune.worker.user.seen_settings import OF_EVALUATION, likely_settings, line_in_config, settings_of
 
 # Names of options of well-known training codes, without dashes and in lower case, by what they decide. A name may be
 # the last part of a longer one, as in train.micro_batch_size.
@@ -48,7 +48,6 @@ _PRECISIONS = (
 _MOST_NAMED = 8
 # What the help of such an option says, whatever it is called, unless it is of an evaluation.
 _HELP = re.compile(r"\bbatch[ _-]?sizes?\b", re.IGNORECASE)
-_OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict", re.IGNORECASE)
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
 _TOKEN_BUDGETS = ("max_tokens", "max_tokens_per_batch", "max_batch_tokens", "batch_tokens")
 _LOOP_PAGE = "docs/how-to/own-loop.md"
@@ -205,13 +204,13 @@ def _numbers(frames: Sequence[FrameType]) -> list[str]:
     """Return options that take whole numbers, those first that speak of a batch."""
     spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
     names = (max(each, key=len) for each in spellings)
-    return sorted(names, key=lambda name: "batch" not in name or bool(_OF_EVALUATION.search(name)))[:_MOST_NAMED]
+    return sorted(names, key=lambda name: "batch" not in name or bool(OF_EVALUATION.search(name)))[:_MOST_NAMED]
 
 
 def _is_batch(action: argparse.Action) -> bool:
     """Return whether an option is the samples of a training batch, as its help says."""
     text = f"{' '.join(action.option_strings)} {action.help}"
-    return action.type is int and bool(_HELP.search(text)) and not _OF_EVALUATION.search(text)
+    return action.type is int and bool(_HELP.search(text)) and not OF_EVALUATION.search(text)
 
 
 def _actions(frames: Sequence[FrameType]) -> list[argparse.Action]:

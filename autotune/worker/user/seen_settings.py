@@ -21,6 +21,8 @@ _READERS = re.compile(r"\b(argv|absl|chz|cyclopts|docopt|fire|plac|sacred|tyro)\
 _CALLERS = ("fire", "tyro", "plac", "cyclopts", "chz")
 _BINDERS = (*_CALLERS, "gin")
 _DEEPEST = 3
+# What says that a batch is not that of the training.
+OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict|\bval\b", re.IGNORECASE)
 
 
 def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
@@ -90,10 +92,18 @@ def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | N
     for name in (name for name in names if len(name) > 1):
         said = re.compile(rf"""(?<![\w.])["']?{name}["']?\s*[:=]\s*\d+(?![\w.])""", re.IGNORECASE)
         for file in files:
-            for number, line in enumerate(_source_text(file).splitlines(), 1):
-                if (found := said.search(line.partition("#")[0])) is not None:
+            lines = [line.partition("#")[0] for line in _source_text(file).splitlines()]
+            for number, line in enumerate(lines, 1):
+                if (found := said.search(line)) is not None and not OF_EVALUATION.search(_section(lines[:number])):
                     return ConfigLine(f"{Path(file).name}:{number}", found[0])
     return None
+
+
+def _section(lines: Sequence[str]) -> str:
+    """Return the line above that is indented less than the last one, and so says what that belongs to."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    above = (line for line, indent in zip(lines, indents, strict=True) if line.strip() and indent < indents[-1])
+    return next(iter(reversed(list(above))), "")
 
 
 def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
