@@ -58,7 +58,11 @@ def autotune(*words: str) -> Document:
         out, err = process.communicate(timeout=_LONGEST_SECONDS)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=_SECONDS_TO_END)
+        try:
+            out, err = process.communicate(timeout=_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
     code = process.returncode
     try:
         document = json.loads(out)
@@ -125,9 +129,7 @@ def summary(parts: dict[str, Document]) -> Document:
     }
 
 
-def run_case(
-    name: str, words: list[str], asked: list[str], place: list[str], given: argparse.Namespace, folder: Path
-) -> Document:
+def run_case(name: str, words: list[str], place: list[str], given: argparse.Namespace, folder: Path) -> Document:
     """Predict, search and verify one case: the parts of it that are asked for."""
     storage = ["--storage", str(folder / f"{name}.db")]
     batch = ["--effective-batch", "16"]
@@ -139,9 +141,10 @@ def run_case(
         "usual": ["search", *tried, *_USUAL, "--study", f"{name}-usual"],
     }
     parts = {}
-    for part in (part for part in commands if part in asked):
-        parts[part] = autotune(*commands[part])
-        print(f"{name}: {part} took {parts[part]['seconds']} s", file=sys.stderr, flush=True)
+    for part, command in commands.items():
+        if part in given.parts.split(","):
+            parts[part] = autotune(*command)
+            print(f"{name}: {part} took {parts[part]['seconds']} s", file=sys.stderr, flush=True)
     return {"name": name, "summary": summary(parts), "parts": parts}
 
 
@@ -161,7 +164,7 @@ def main() -> int:
     given.memory_limit = "1GiB" if given.tries else given.memory_limit
     for name in names:
         with tempfile.TemporaryDirectory(prefix="language-models-") as folder:
-            found = run_case(name, cases[name], given.parts.split(","), place, given, Path(folder))
+            found = run_case(name, cases[name], place, given, Path(folder))
         with given.json.open("a") as file:
             file.write(json.dumps(found) + "\n")
         told = {part: (each["exit_code"], each["seconds"]) for part, each in found["parts"].items()}
