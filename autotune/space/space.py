@@ -85,7 +85,11 @@ class Batches:
     @property
     def _shares(self) -> list[int]:
         """Per-device batches that divide a device's share of an effective batch, none larger than the dataset."""
-        return [batch for batch in _divisors(self._per_device) if self.samples is None or batch <= self.samples]
+        return [batch for batch in _divisors(self._per_device) if self._is_loaded(batch)]
+
+    def _is_loaded(self, batch: int) -> bool:
+        """Return whether the dataset has the samples of a batch."""
+        return self.samples is None or batch <= self.samples
 
     @property
     def most(self) -> int:
@@ -129,7 +133,9 @@ class Batches:
         """Return whether a per-device batch belongs to the space."""
         if batch < 1 or (self.multiple and batch % self.multiple) or self.only not in (None, batch):
             return False
-        return batch <= self.most if self.effective_batch is None else batch in self._shares
+        if self.effective_batch is None:
+            return batch <= self.most
+        return self._per_device % batch == 0 and self._is_loaded(batch)
 
     def baseline(self) -> tuple[int, int]:
         """Return batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
