@@ -292,16 +292,15 @@ class Trial:
         With batches of different lengths there is one more warm-up step. Batches that are prefetched during the slow
         first steps say nothing about how fast data is loaded, so the steps that use them up count as warm-up, too.
         """
-        effort = self._effort
+        dataset = None
+        if self._data_folder is not None:
+            self._phases.enter("data")
+            dataset = PreparedDataset(self._workload, self._data_folder)
+            if dataset.varies:
+                self._worst_steps = max(3, self._worst_steps + 1)
         # Steps whose batches may be prefetched by then.
-        ready = prefetched_steps(self._candidate, effort)
-        self._effort = dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)
-        if self._data_folder is None:
-            return None
-        self._phases.enter("data")
-        dataset = PreparedDataset(self._workload, self._data_folder)
-        self._worst_steps = max(3, effort.warmup_steps + 1) if dataset.varies else effort.warmup_steps
-        self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
+        ready = prefetched_steps(self._candidate, self._effort)
+        self._effort = dataclasses.replace(self._effort, warmup_steps=self._worst_steps + ready)
         return dataset
 
     def _schedule(self, dataset: PreparedDataset) -> Schedule:
