@@ -175,7 +175,6 @@ def test_a_signal_within_a_statement_leaves_the_file_to_writers(database: Path) 
             store.intern_workload({}, "first")
         except KeyboardInterrupt:
             # The traceback refers to the statement.
-            store.intern_workload({}, "second")
-            other.intern_workload({}, "third")
+            assert store.intern_workload({}, "second") != other.intern_workload({}, "third")
         else:
             pytest.fail("nothing was struck")
