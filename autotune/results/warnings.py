@@ -133,7 +133,7 @@ def compiled_notes(report: Report) -> list[str]:
 
 
 def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Say what compiling and pinning to one core gained, or that compiling was not tried though it may help."""
+    """Say what compiling, pinning and the levers gained, what the workers are enough for, and what was not tried."""
     lines = []
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
         on, off = (

@@ -21,12 +21,13 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
+from autotune.estimate.throughput import speed_of
 from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, without
 from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
 """Gain in speed for which a second of search is worth it: a minute has to promise 6 %. A choice."""
-MOST_LEVER_SECONDS = 120.0
+_MOST_SECONDS = 120.0
 """No trial of a lever is begun that would end later after the first answer than this. A choice."""
 _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
 """A trial of a lever is ended after so many times what it is expected to take. A choice."""
@@ -37,7 +38,7 @@ _ROOM = 1.2
 _COMPILED_KEEPS = 0.7
 """Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
 H200, 23 November 2026)."""
-COMPILED_QUANTIZED_BYTES = 0.75
+_COMPILED_QUANTIZED_BYTES = 0.75
 """Bytes a parameter that compiling is expected to take besides where weights are in 4 or 8 bits. Qwen3-14B with QLoRA
 took at least 0.68 more than without, at two batches (13.6 GiB, then out of memory at 23.0; H200, torch 2.11,
 bitsandbytes 0.50.2, 23 November 2026). Why is not known."""
@@ -99,16 +100,16 @@ def _name(lever: str) -> str:
 class Anytime:
     """Proposes levers for the best candidates of a search that has its first answer."""
 
-    def __init__(self, space: Space, layers: int | None, compiled_bytes: float = 0.0) -> None:
+    def __init__(self, space: Space, layers: int | None, quantized_parameters: int = 0) -> None:
         self._space = space
         self._layers = layers
         self._late = space.late - {"cpu_affinity"}
         self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
         self._given: dict[str, list[float]] = {}
         """By lever, what it gave over what was expected of it."""
-        self._added: dict[str, float] = {"torch_compile": compiled_bytes}
+        self._added: dict[str, float] = {"torch_compile": _COMPILED_QUANTIZED_BYTES * quantized_parameters}
         """By lever with which a trial ran out of memory, how many bytes it took at least beyond what was expected.
-        Ways to compile are one lever here; ``compiled_bytes`` are known beforehand."""
+        Ways to compile are one lever here, of which something is known beforehand."""
 
     @property
     def has_levers(self) -> bool:
@@ -122,6 +123,10 @@ class Anytime:
     def is_late(self, candidate: Candidate) -> bool:
         """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
         return self.uses_levers(candidate) and candidate.arm not in self._saving
+
+    def has_time(self, seconds: float, spent_seconds: float) -> bool:
+        """Return whether a trial of so many seconds may begin after what trials with levers have taken."""
+        return spent_seconds + seconds <= _MOST_SECONDS
 
     def arms_that_save(self, history: History, among: Collection[Candidate]) -> list[Arm]:
         """Return the best candidate's arm with each lever that saves memory, where memory limits that candidate."""
@@ -150,7 +155,7 @@ class Anytime:
             for idea in self.ideas(history, among, best, usual_seconds)
             if idea.is_worth_it
             and idea.gain > 1 + history.tolerance
-            and idea.seconds + spent_seconds <= MOST_LEVER_SECONDS
+            and self.has_time(idea.seconds, spent_seconds)
             and judge.is_open(idea.candidate)
         ]
         return max(ideas, key=lambda idea: math.log(idea.gain) / idea.seconds, default=None)
@@ -172,7 +177,7 @@ class Anytime:
                     continue
                 if not self._may_fit(history, root, candidate, way):
                     continue
-                expected = gain * self._learned(way) * _speed(root) / _speed(best)
+                expected = gain * self._learned(way) * speed_of(root) / speed_of(best)
                 seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
 
@@ -395,8 +400,4 @@ def _most_telling(names: Collection[str]) -> str:
 def _samples_per_second(history: History, tried: Tried) -> float:
     """Return the pooled speed of a candidate, or that of one trial that left too little memory."""
     pooled = history.speed(tried.candidate)
-    return pooled.samples_per_second if pooled is not None else _speed(tried)
-
-
-def _speed(tried: Tried) -> float:
-    return tried.measurement.samples_per_second if tried.measurement else 0.0
+    return pooled.samples_per_second if pooled is not None else speed_of(tried)

@@ -123,12 +123,10 @@ class Narrator:
         if self._prepared is None or self._is_table_begun:
             return
         self._is_table_begun = True
-        request = self._prepared.request
-        is_compared = request.measure_baseline and request.objective == "throughput"
         head = _ROW.format(
             number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
             speed="samples/s", peak="peak", took="took",
-            verdict="× baseline" if is_compared else "",
+            verdict="× baseline" if self._prepared.request.wants_baseline else "",
         )  # fmt: skip
         self._say(head.rstrip(), "bold")
 

@@ -20,7 +20,7 @@ from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.anytime import COMPILED_QUANTIZED_BYTES, MOST_LEVER_SECONDS, Anytime, Idea
+from autotune.tuning.anytime import Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
@@ -107,9 +107,8 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-        is_quantized = prepared.request.workload.quantize is not None
-        compiled_bytes = COMPILED_QUANTIZED_BYTES * prepared.model.parameters if is_quantized else 0.0
-        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers, compiled_bytes)
+        quantized = prepared.model.parameters if prepared.request.workload.quantize is not None else 0
+        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers, quantized)
         self._has_answer = False
         self._idea: Idea | None = None
 
@@ -256,8 +255,7 @@ class Plan:
     def owes_baseline(self) -> bool:
         """Whether the baseline is wanted, has had no trial, and may fit; a script's own settings are always run."""
         request, baseline = self._request, self._prepared.baseline
-        is_wanted = request.measure_baseline and request.objective == "throughput"
-        if not is_wanted or self.history.attempts(baseline):
+        if not request.wants_baseline or self.history.attempts(baseline):
             return False
         return request.workload.source is not None or not self.history.is_ruled_out(baseline)
 
@@ -324,10 +322,9 @@ class Plan:
             return Step("final", best.candidate) if needs_another(self.history, best) else None
         if not self._is_settled:
             return None
-        owed = finals(self.history, self.in_space)
         of_finals = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")
-        if of_finals / len(self._request.slots) > max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds()):
-            owed = [best.candidate] if needs_another(self.history, best) else []
+        most = max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds())
+        owed = finals(self.history, self.in_space, tells_apart=of_finals / len(self._request.slots) <= most)
         # A reused trial took no time.
         took = [trial.seconds for trial in self.records.values() if trial.candidate == best.candidate and trial.seconds]
         if not owed and took and shows_deviation(self.history, best, max(took), self.elapsed_seconds()):
@@ -343,7 +340,7 @@ class Plan:
         if not self._anytime.is_late(best.candidate):
             return True
         seconds = self.records[best.trial_id].seconds or 0.0
-        return self._seconds_with_levers + seconds <= MOST_LEVER_SECONDS
+        return self._anytime.has_time(seconds, self._seconds_with_levers)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
         """Return the winner with more data loader workers, once all else is done, if it waits for data.

@@ -145,13 +145,16 @@ def timeout_seconds(
     return min(limit, _MOST_SECONDS) if speed is None else limit
 
 
-def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that are still to be measured again, the next one first."""
+def finals(history: History, among: Iterable[Candidate], *, tells_apart: bool = True) -> list[Candidate]:
+    """Return the candidates that are still to be measured again, the next one first.
+
+    The winner alone counts unless it is to be told apart from its rivals.
+    """
     among = set(among)
     winner = history.winner(among)
     if winner is None:
         return []
-    rivals = _rivals(history, winner, among)
+    rivals = _rivals(history, winner, among) if tells_apart else []
     contenders = [winner.candidate, *rivals] if rivals else []
     # Failed trials count as well, so that a failing candidate is not repeated forever.
     owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]

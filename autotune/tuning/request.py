@@ -215,6 +215,11 @@ class SearchRequest:
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
 
     @property
+    def wants_baseline(self) -> bool:
+        """Whether the defaults are measured, so that others can be compared with them."""
+        return self.measure_baseline and self.objective == "throughput"
+
+    @property
     def goes_on(self) -> bool:
         """Whether levers that are ``auto`` are tried once there is a first answer."""
         is_ours = self.sampler == "autotune" and self.objective == "throughput"

@@ -421,7 +421,7 @@ def test_real_trials_go_on_with_what_a_cpu_can_have(
     monkeypatch.setattr(SearchRequest, "goes_on", True)
     # However long trials take on a busy machine.
     monkeypatch.setattr(anytime, "_GAIN_A_SECOND", 0.0)
-    monkeypatch.setattr(anytime, "MOST_LEVER_SECONDS", math.inf)
+    monkeypatch.setattr(anytime, "_MOST_SECONDS", math.inf)
     asked = SearchRequest(
         tiny_workload("gpt2-tiny"), cpu, effective_batch=8, batch_multiple=8, study="levers", precisions=("fp32",),
         gradient_checkpointing="off", torch_compile="off", tolerance=0.001, measure_baseline=False,
