@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import warm
+from hypothesis import HealthCheck, settings
 from machine import Machine, compile_library
 from postgres import NoPostgresError, PostgresServer, shared_server
 
@@ -27,6 +28,10 @@ def _has_room(folder: Path) -> bool:
     """Tell whether files of tests can lie in a folder."""
     return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _ENOUGH_BYTES
 
+
+# How long an example takes, or is drawn, is the machine's matter: 200 ms pass quickly where others run on it, too.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

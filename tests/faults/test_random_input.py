@@ -35,9 +35,7 @@ counts = pytest.mark.parametrize(
 def at_random(count: int, test: Callable[..., None], **strategies: Any) -> None:
     """Run a test with so many random values."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    given(**strategies)(
-        settings(max_examples=count, deadline=None, database=None, suppress_health_check=checks)(test)
-    )()
+    given(**strategies)(settings(max_examples=count, database=None, suppress_health_check=checks)(test))()
 
 
 ODD = ["", " ", "-", "--", "0", "-1", "1e9", "nan", "∞", "٣", "8", "24GiB", "5%", "90s", "auto", "bf16,", "x" * 300,
@@ -147,7 +145,7 @@ NUMBERS = st.one_of(st.integers(-3, 200), st.integers(0, 2**40)).map(str)
 OTHER_MODELS = ["t5-tiny", "whisper-tiny-random"]
 
 
-@settings(max_examples=FEW, deadline=None)
+@settings(max_examples=FEW)
 @given(
     effective_batch=NUMBERS,
     world_size=NUMBERS,

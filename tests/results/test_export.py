@@ -59,7 +59,7 @@ def fields() -> tuple[str, ...]:
 
 
 @given(candidates(), st.sampled_from(["cpu", "cuda"]), WORDS, WORDS, st.none() | WORDS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_every_form_says_the_same_of_any_winner(
     fields: tuple[str, ...], candidate: Candidate, device_kind: str, model: str, device: str, data: str | None
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_study_comes_back_as_it_was(store: Store, new_study: NewStudy) -> None
 
 @sqlite_alone
 @given(candidates(), outcomes(), st.floats(0, 1e9))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_any_trial_comes_back_as_it_was(
     store: Store, new_study: NewStudy, candidate: Candidate, outcome: Outcome, seconds: float
 ) -> None:

@@ -74,7 +74,7 @@ class TestOnFormulas:
         mib_a_sample=st.floats(0.5, 4000),
         multiple=st.sampled_from([1, 3, 8, 24, 64]),
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def test_an_affine_peak_is_met_exactly(self, base_mib: int, mib_a_sample: float, multiple: int) -> None:
         runner = with_peaks(lambda batch: (base_mib + mib_a_sample * batch) * MIB)
         history = search(Space(arms("bf16", checkpointing="on"), Batches(None, multiple=multiple)), runner)
@@ -92,7 +92,7 @@ class TestOnFormulas:
         tooth_mib=st.integers(0, 300),
     )
     @example(floor_mib=5200, base_mib=-200000, mib_a_sample=223, tooth_mib=0)
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def test_a_floor_and_a_saw_tooth_are_met_exactly_where_peaks_grow(
         self, floor_mib: int, base_mib: int, mib_a_sample: float, tooth_mib: int
     ) -> None:
@@ -117,7 +117,7 @@ class TestOnFormulas:
         assert len(history.tried) <= 24
 
     @given(st.lists(st.integers(0, 1500), min_size=100, max_size=100), st.integers(60, 800))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_an_unsteady_peak_still_ends_with_a_proof(self, noise_mib: list[int], mib_a_sample: int) -> None:
         runner = with_peaks(lambda batch: (4000 + mib_a_sample * batch + noise_mib[batch // 8 % 100]) * MIB)
         history = search(ONE_ARM, runner)
@@ -179,7 +179,7 @@ class TestOnFormulas:
 
 class TestEffectiveBatch:
     @given(st.integers(1, 30), st.integers(20, 5000), st.integers(0, 8000))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_the_largest_divisor_that_fits(self, eights: int, mib_a_sample: int, gradients_mib: int) -> None:
         """Accumulating keeps gradients alive, so that the whole batch at once may need less than half of it twice."""
 

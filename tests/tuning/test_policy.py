@@ -156,7 +156,7 @@ class TestThroughputOnFormulas:
         assert count_out_of_memory(history) <= most_ooms
 
     @given(st.integers(1, 600), st.integers(20, 3000), st.integers(0, 4000), st.integers(6000, 40000))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_any_card_and_model_ends_with_the_best_of_an_arm_or_near_it(
         self, effective_batch: int, mib_a_sample: int, gradients_mib: int, cap_mib: int
     ) -> None:
