@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from processes import is_alive
+
 from autotune.core.jobs import Job
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.core.scratch import Scratch
@@ -30,8 +32,16 @@ def completed() -> dict[str, Any]:
 
 
 def leave_descendants() -> None:
-    """A child and a grandchild that are orphaned, have sessions of their own and ignore every polite signal."""
+    """A child and a grandchild that are orphaned, have sessions of their own and ignore every polite signal.
+
+    Returns once both have told their process ids.
+    """
+    told, tells = os.pipe()
     if os.fork():
+        os.close(tells)
+        for _ in range(2):
+            os.read(told, 1)
+        os.close(told)
         return
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -40,6 +50,7 @@ def leave_descendants() -> None:
         if os.fork() == 0:
             os.setsid()
     print(f"descendant {os.getpid()}", flush=True)
+    os.write(tells, b".")
     time.sleep(600)
     os._exit(0)
 
@@ -60,6 +71,7 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
     def send(message: Any) -> None:
         os.write(result_fd, json.dumps(message).encode() + b"\n")
 
+    mark = Path(scratch.output_dir, "mark")
     send({"progress": {"phase": "train"}})
     for behaviour in job.id.split(" | ")[rank].split(", "):
         match behaviour.split():
@@ -72,12 +84,14 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
             case ["variables"]:
                 print(json.dumps({name: os.environ.get(name) for name in VARIABLES}), flush=True)
             case ["mark"]:
-                Path(scratch.output_dir, "mark").touch()
+                mark.with_suffix(".new").write_text(str(os.getpid()))
+                mark.with_suffix(".new").rename(mark)
             case ["await"]:
-                while not Path(scratch.output_dir, "mark").exists():
+                while not mark.exists():
                     time.sleep(0.01)
-            case ["sleep", seconds]:
-                time.sleep(float(seconds))
+            case ["gone"]:
+                while is_alive(int(mark.read_text())):
+                    time.sleep(0.01)
             case ["progress", count]:
                 for step in range(int(count)):
                     send({"progress": {"step": step}})
@@ -94,7 +108,6 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
                 os.kill(os.getpid(), getattr(signal, name))
             case ["descend"]:
                 leave_descendants()
-                time.sleep(0.3)
             case ["write", text]:
                 os.write(result_fd, text.encode() + b"\n")
             case ["half"]:

@@ -115,8 +115,7 @@ except OSError:
     open("taken", "w").close()
     raise
 server.listen()
-if not os.path.exists("done-4"):
-    time.sleep(0.5)
+wait_for("taken")
 """
     beside = inspected("beside", before)
     assert Path("taken").exists()

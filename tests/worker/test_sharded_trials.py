@@ -47,7 +47,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 @pytest.mark.parametrize("of", WORKLOADS)
 def test_a_trial_shards_each_layer_and_measures_both_ranks(cpu: Device, tmp_path: Path, of: str) -> None:
     candidate = Candidate(ARM, 2, 4)
-    effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=5.0)
+    effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=90.0)
     work = TrialWork(candidate, Placement.of(cpu, cpu).rank_devices, 8 * GIB, effort, seed=1)
     job = Job("trial", WORKLOADS[of](), work, 100.0, str(tmp_path / "trial.log"), Protection())
     words = [sys.executable, str(PROGRAM), json.dumps(job.document()), str(tmp_path)]
