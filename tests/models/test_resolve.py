@@ -197,7 +197,7 @@ class Asker:
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, *names: str, timeout: float = 1.0, deadline: float = 30.0) -> list[dict[str, Any]]:
+    def __call__(self, *names: str, timeout: float = 30.0, deadline: float = 100.0) -> list[dict[str, Any]]:
         """What each name came to. stdout must hold nothing but that, and no progress bar is drawn anywhere."""
         foreign = ("HF_", "TRANSFORMERS_")
         inherited = {
@@ -219,7 +219,7 @@ class Asker:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=200,
         )
         assert child.returncode == 0, child.stderr
         assert "%|" not in child.stderr

@@ -368,6 +368,6 @@ def test_ctrl_c_ends_quietly(database: Path, capfd: pytest.CaptureFixture[str]) 
     assert ask(port, "/api/meta")[0].status == 200
     assert child.pid is not None
     os.kill(child.pid, signal.SIGINT)
-    child.join(10)
+    child.join(60)
     assert child.exitcode == 0
     assert capfd.readouterr() == ("", "")

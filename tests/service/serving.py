@@ -64,7 +64,7 @@ class StandInEngine:
     def remove_all(self) -> None:
         self._hosts.clear()
 
-    def next_run(self, seconds: float = 20.0) -> StandInRun:
+    def next_run(self, seconds: float = 60.0) -> StandInRun:
         return self._started.get(timeout=seconds)
 
     @property
@@ -103,7 +103,7 @@ def state_of(searches: Searches, job_id: str) -> str:
 
 def waits_for_state(searches: Searches, job_id: str, *states: str) -> None:
     """Wait until a job is in one of these states."""
-    assert wait_until(lambda: state_of(searches, job_id) in states, 20), state_of(searches, job_id)
+    assert wait_until(lambda: state_of(searches, job_id) in states, 60), state_of(searches, job_id)
 
 
 def run_recorded(searches: Searches, engine: StandInEngine, *, ends: bool = True, **options: object) -> StandInRun:

@@ -20,7 +20,7 @@ from autotune.store.opening import open_store
 from autotune.store.queue import JobEvent, Needs, TokenRecord
 from autotune.store.repository import Store
 
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 120
 
 
 async def heard(feed: Feeds, job_id: str, after: int, token: TokenRecord) -> bytes:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from crowd import limited
@@ -18,7 +19,7 @@ from standing_in import with_devices
 from starlette.testclient import TestClient
 
 from autotune.core.errors import ServiceError, StorageError
-from autotune.service.access import _MOST_GUESSES
+from autotune.service import access
 from autotune.service.limits import OncePerMinute
 from autotune.service.predictions import PredictionProcess, Predictions
 from autotune.service.searches import Searches
@@ -57,17 +58,19 @@ def test_what_cannot_be_accepted_is_logged_once_a_minute() -> None:
 
 
 def test_wrong_tokens_from_one_address_are_refused_without_a_look(
-    server: TestClient, writer: TestClient, store: Store
+    server: TestClient, writer: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
+    # All within the same second.
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: 0.0))
     assert writer.get("/v1/searches").status_code == 200
     event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
-    told = [with_token(server, f"at_{number}").get("/v1/searches") for number in range(_MOST_GUESSES + 30)]
-    assert [answer.status_code for answer in told] == [401] * _MOST_GUESSES + [429] * 30
+    told = [with_token(server, f"at_{number}").get("/v1/searches") for number in range(access._MOST_GUESSES + 30)]
+    assert [answer.status_code for answer in told] == [401] * access._MOST_GUESSES + [429] * 30
     assert told[0].json()["detail"] == "this token is not known"
     looks = [statement for statement in asked if "autotune_tokens" in statement]
-    # Once for each guess that is allowed, and once a second at most from then on.
-    assert len(looks) <= _MOST_GUESSES + 5
+    # Once for each guess that is allowed.
+    assert access._MOST_GUESSES <= len(looks) <= access._MOST_GUESSES + 1
     assert writer.get("/v1/searches").status_code == 200
 
 
@@ -156,10 +159,14 @@ open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
 child.wait()
 """)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    predict = PredictionProcess("a.db", most_seconds=2.0, module="sleeps_twice")
-    with pytest.raises(ServiceError, match="took longer than 2 s") as told:
-        predict("predict", {"model": "gpt2"})
-    assert told.value.status == 503
+    for most_seconds in (2.0, 20.0, 100.0):
+        predict = PredictionProcess("a.db", most_seconds=most_seconds, module="sleeps_twice")
+        with pytest.raises(ServiceError, match=f"took longer than {most_seconds:.0f} s") as told:
+            predict("predict", {"model": "gpt2"})
+        assert told.value.status == 503
+        # On a busy machine it may not have begun by then.
+        if pids.exists() and len(pids.read_text().split()) == 2:
+            break
     assert all_gone(map(int, pids.read_text().split()))
 
 

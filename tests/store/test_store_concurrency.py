@@ -124,9 +124,9 @@ def test_our_writes_and_optunas_do_not_lock_each_other_out(
     for thread in (*writers, reader):
         thread.start()
     for writer in writers:
-        writer.join(50)
+        writer.join(120)
     done.set()
-    reader.join(50)
+    reader.join(60)
     assert problems == []
     assert len(store.trials(study.id)) == len(theirs.trials) == 40
 
