@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import warm
+from printed import without_waits
 
 from autotune.cli.main import main
 
@@ -27,7 +28,7 @@ TINY_SEARCH = ("search", "--model", TINY_MODEL, "--seq-len", "32", "--device", "
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left: its exit code and all that it printed."""
+    """What a command left: its exit code and all that it printed, but for lines about a long wait."""
 
     code: int
     stdout: str
@@ -66,7 +67,7 @@ def run_process(*arguments: str, folder: Path, cold: bool = False, **variables: 
             errors="replace",
             timeout=280,
         )
-    return Ran(ended.returncode, ended.stdout, ended.stderr)
+    return Ran(ended.returncode, ended.stdout, without_waits(ended.stderr))
 
 
 @dataclass(frozen=True)
@@ -88,4 +89,4 @@ def run_within(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
         main(list(arguments))
     printed = capsys.readouterr()
     assert isinstance(ended.value.code, int)
-    return Ran(ended.value.code, printed.out, printed.err)
+    return Ran(ended.value.code, printed.out, without_waits(printed.err))

@@ -17,7 +17,8 @@ def studied(run_folder: Path) -> Studied:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ran.json").exists():
-            options = ("--effective-batch", "16", "--trials", "3", "--study", "tiny")
+            # A grid has more than three candidates, whatever is fast here, and in however few precisions.
+            options = ("--effective-batch", "16", "--sampler", "grid", "--trials", "3", "--study", "tiny")
             ran = run_process(*TINY_SEARCH, *options, "--storage", "studies.db", "--json", folder=folder, cold=True)
             (folder / "ran.json").write_text(json.dumps(dataclasses.asdict(ran)))
     ran = Ran(**json.loads((folder / "ran.json").read_text()))

@@ -66,7 +66,8 @@ def test_the_worst_batch_decides_what_fits(searched: Ran) -> None:
     best, trials = document["best"], document["trials"]
     assert best["worst_batch_tokens"] == LONG_WORDS + 2
     assert best["worst_batch_peak_reserved_bytes"] <= best["peak_reserved_bytes"] <= document["ceiling_bytes"]
-    assert best["worst_batch_step_seconds"] > best["step_seconds"]
+    # Both the least that was timed: a mean tells what else the machine did.
+    assert best["worst_batch_step_seconds"] > min(best["step_seconds_each"])
     assert best["per_device_train_batch_size"] < BATCH
     assert {trial["state"] for trial in trials} == {"completed", "out_of_memory"}
     # Samples a second of the epoch's mean batch, not of its median or worst.

@@ -16,15 +16,17 @@ from processes import all_gone, children, wait_until
 
 # Trials of a second or more each, so that a signal meets one under way.
 SLOW = ("--effective-batch", "64", "--seq-len", "128", "--study", "slow")
+# Of many seconds, so that the second signal meets the same one, too.
+SLOWER = (*SLOW, "--seq-len", "512")
 
 
 class Search:
     """A search that runs, what it has said on stderr so far, and the processes that it started."""
 
-    def __init__(self, folder: Path, *, cold: bool) -> None:
+    def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
         self.folder = folder
-        self._process = (subprocess.Popen if cold else warm.Popen)(
-            command(*TINY_SEARCH, *SLOW),
+        self._process = warm.Popen(
+            command(*TINY_SEARCH, *words),
             cwd=folder,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -82,8 +84,8 @@ class Search:
 
 @pytest.fixture
 def search(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Search]:
-    """A slow search, in an empty folder; its parameter says whether it starts cold."""
-    running = Search(tmp_path, cold=getattr(request, "param", False))
+    """A search in an empty folder, slow where its parameter does not say otherwise."""
+    running = Search(tmp_path, getattr(request, "param", SLOW))
     yield running
     running.kill()
 
@@ -105,6 +107,7 @@ def test_once_ends_after_the_running_trial(search: Search) -> None:
     assert len(document["trials"]) >= 2
 
 
+@pytest.mark.parametrize("search", [SLOWER], indirect=True, ids=["slower"])
 def test_twice_ends_at_once(search: Search) -> None:
     search.await_trial(0)
     search.interrupt()
@@ -123,9 +126,16 @@ def test_twice_ends_at_once(search: Search) -> None:
     assert document["trials"][-1]["reason"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "search", [False, pytest.param(True, marks=pytest.mark.whole)], indirect=True, ids=["warm", "cold"]
-)
+@pytest.fixture
+def endless_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes for trials that get no further than what Python imports at its start, however fast the machine is."""
+    folder = tmp_path_factory.mktemp("site")
+    server = '"autotune.worker.server" in sys.orig_argv'
+    (folder / "sitecustomize.py").write_text(f"import sys, time\nif {server}: time.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+
+
+@pytest.mark.usefixtures("endless_start")
 def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
     search.await_line("starting a process")
     search.await_server()

@@ -82,7 +82,11 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
     file = tmp_path / "training_arguments.json"
     file.write_text(json.dumps({**json.loads(exported.stdout), "learning_rate": 1e-4}))
     recorded = Path(storage).read_bytes()
-    ran = run_process("verify", str(file), "--steps", "20", "--storage", storage, folder=tmp_path)
+    # Of a run that stood still several times it cannot be told how fast it is without.
+    for _ in range(5):
+        ran = run_process("verify", str(file), "--steps", "20", "--storage", storage, folder=tmp_path)
+        if "cannot tell: " not in ran.stdout:
+            break
     assert ran.code == 11, ran.stderr
     assert "below the promised" in ran.stderr
     assert "promised" in ran.stdout

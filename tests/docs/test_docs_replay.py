@@ -14,6 +14,7 @@ import pytest
 import warm
 from checkout import ROOT
 from pages import blocks, read, shown
+from printed import without_waits
 
 from autotune.models import catalog
 
@@ -40,7 +41,7 @@ def run(*words: str, folder: Path) -> tuple[str, str]:
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": path}
     ended = warm.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout, ended.stderr
+    return ended.stdout, without_waits(ended.stderr)
 
 
 def without_numbers(line: str) -> str:
