@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.cli.output import as_printed, print_json
+from autotune.cli.output import as_printed, print_json, print_lines
 
 
 @click.command(cls=SectionedCommand, short_help="Compare GPUs for a training job: speed, hours, cost.")
@@ -56,6 +56,6 @@ def advise(
     if as_json:
         print_json(told["advice"])
         return
-    click.echo(as_printed("\n".join(told["lines"])))
+    print_lines(told["lines"])
     for note in told["notes"]:
         click.echo(as_printed(note), err=True)

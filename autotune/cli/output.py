@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 import click
@@ -44,6 +47,26 @@ def as_printed(text: object) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in str(text))
 
 
+def broken(text: str, columns: int) -> str:
+    """Return text whose lines have at most so many columns: longer ones are broken between words and go on indented."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        fits = len(line) <= columns
+        lines += (
+            [line]
+            if fits
+            else wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
+    return "\n".join(lines)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines on stdout, on a terminal none that is wider than it."""
+    text = as_printed("\n".join(lines))
+    click.echo(broken(text, get_terminal_size().columns) if sys.stdout.isatty() else text)
+
+
 def print_json(document: Any) -> None:
     """Print one document on stdout."""
     click.echo(json.dumps(document, indent=2))
@@ -51,4 +74,4 @@ def print_json(document: Any) -> None:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
     """Print columns as wide as their widest cell; those headed as in ``right`` are right-aligned."""
-    click.echo(as_printed("\n".join(table_lines(head, rows, right))))
+    print_lines(table_lines(head, rows, right))

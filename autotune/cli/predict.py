@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.cli.output import print_json
+from autotune.cli.output import print_json, print_lines
 
 
 @click.command(cls=SectionedCommand, short_help="Predict what fits on a GPU, and its speed.")
@@ -56,6 +56,6 @@ def predict(
     from autotune.results.prediction_view import gpu_view
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
-    click.echo("\n".join(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy)))
+    print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy))
     few_bits = options.get("quantize") is not None or any("8bit" in name for name in options.get("optim") or ())
     click.echo("\n".join(accuracy_lines(gpus, few_bits=few_bits)), err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from autotune.cli.output import as_printed, print_json
+from autotune.cli.output import print_json, print_lines
 from autotune.cli.view import ConsoleView, open_view
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
@@ -80,7 +80,7 @@ def show_remotely(server: str, study: str, *, as_json: bool) -> None:
     if as_json:
         print_json(client.request("GET", f"{path_of(study)}/report"))
         return
-    click.echo(as_printed(client.request("GET", f"{path_of(study)}/report", query={"format": "text"}).rstrip("\n")))
+    print_lines([client.request("GET", f"{path_of(study)}/report", query={"format": "text"}).rstrip("\n")])
 
 
 def export_remotely(server: str, study: str, form: str) -> tuple[str, list[str]]:
@@ -106,7 +106,7 @@ def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> Non
     if as_json:
         print_json(client.request("GET", f"{path}/report"))
         return
-    click.echo(as_printed(client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n")))
+    print_lines([client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n")])
     click.echo(f"\nNext:\n  {client.url}{search['links']['page']}")
     click.echo(f"  {client.url}{search['links']['export']}?format=cli")
 
@@ -160,7 +160,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
     if as_json:
         print_json(shown["verification"])
     else:
-        click.echo(as_printed("\n".join(shown["lines"])))
+        print_lines(shown["lines"])
     if shown["missed"] is not None:
         raise error_of(shown["missed"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli.options import service_of, table_options
-from autotune.cli.output import FilePath, as_printed, write_text
+from autotune.cli.output import FilePath, print_lines, write_text
 
 
 @click.command()
@@ -43,7 +43,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
         if page is None:
-            click.echo(as_printed("\n".join(report_lines(study_view(loaded)))))
+            print_lines(report_lines(study_view(loaded)))
             return
         best = loaded.best
         prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.output import print_json
+from autotune.cli.output import print_json, print_lines
 from autotune.cli.view import View, open_view
 from autotune.core.stop import StopReason
 from autotune.tuning.request import SearchRequest
@@ -37,7 +37,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     if as_json:
         print_json(report_document(study_view(report)))
         return
-    click.echo("\n".join(summary_lines(study_view(report))))
+    print_lines(summary_lines(study_view(report)))
     where = f" --storage {shlex.quote(shown_location(storage))}" if storage is not None else ""
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")

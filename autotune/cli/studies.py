@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from autotune.cli.options import service_of, table_options
-from autotune.cli.output import as_printed, print_json, print_table
+from autotune.cli.output import print_json, print_lines, print_table
 
 
 @click.command()
@@ -30,7 +30,7 @@ def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as
     if as_json:
         print_json(report_document(view))
     else:
-        click.echo(as_printed("\n".join(report_lines(view))))
+        print_lines(report_lines(view))
 
 
 @click.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import print_json
+from autotune.cli.output import print_json, print_lines
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode
 from autotune.core.units import format_seconds
@@ -71,7 +71,7 @@ def verify(
     if as_json:
         print_json(encode(verification_document(verification)))
     else:
-        click.echo("\n".join(verification_lines(verification)))
+        print_lines(verification_lines(verification))
     verification.check()
 
 
@@ -111,7 +111,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     if as_json:
         print_json({**report_document(study_view(report)), "verification": encode(verification_document(verification))})
     else:
-        click.echo("\n".join(verification_lines(verification)))
+        print_lines(verification_lines(verification))
     verification.check()
 
 

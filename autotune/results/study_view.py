@@ -56,13 +56,15 @@ class RunnerUp:
     """Half the 95 % interval of the ratio."""
     is_told_apart: bool
     """Whether the interval leaves out 1."""
+    was_faster: bool
+    """Whether it was measured to be faster than the best, which is plainer."""
 
     def describe(self) -> str:
         """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``."""
         words = f"{self.ratio:.2f} ± {self.half_width:.2f} × the next fastest ({self.candidate.describe()})"
         if self.is_told_apart:
             return words
-        return f"{words}: " + ("not distinguishable" if self.ratio >= 1 else "as fast, and the plainer is preferred")
+        return f"{words}: " + ("as fast, and the plainer is preferred" if self.was_faster else "not distinguishable")
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
         setting=setting,
         speed=speed,
         processes=report.history.processes(candidate),
-        runner_up=_runner_up(report, candidate),
+        runner_up=_runner_up(report, candidate, speed),
         limit_words=describe_limit(candidate, measured),
         utilization=utilization(report, measured, candidate.arm),
         peak_bytes=measured.judged_bytes(candidate.arm),
@@ -204,17 +206,21 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
     )
 
 
-def _runner_up(report: Report, best: Candidate) -> RunnerUp | None:
-    """Compare the winner with the fastest of the others; ``None`` without others, or where speed is not searched."""
+def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
+    """Compare the winner with the fastest of the others, by its speed as it is shown.
+
+    ``None`` without others, or where speed is not searched.
+    """
     if report.study.request["objective"] != "throughput":
         return None
     compared = {best, report.baseline.candidate if report.baseline is not None else best}
     others = [tried.candidate for tried in report.history.believed() if tried.candidate not in compared]
     speeds = [(speed, each) for each in others if (speed := report.history.speed(each)) is not None]
-    own = report.history.speed(best)
-    if not speeds or own is None:
+    measured = report.history.speed(best)
+    if not speeds or measured is None:
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
     ratio, half_width = math.exp(gain.mean), gain.half_width()
-    return RunnerUp(candidate, ratio, ratio * half_width, abs(gain.mean) > half_width)
+    was_faster = speed.samples_per_second > measured.samples_per_second
+    return RunnerUp(candidate, ratio, ratio * half_width, abs(gain.mean) > half_width, was_faster)

@@ -42,11 +42,10 @@ def notes(report: Report) -> list[str]:
         lines.append("only one configuration was measured: give the search more --trials or --time-budget")
     if best is not None and measured:
         lines += _wide_promise(report, best, measured)
-    baseline = measurement(report.baseline)
-    if baseline and best and best != report.baseline and baseline.relative_spread > _VERY_WIDE_SPREAD:
-        lines.append(
-            f"the baseline's step time is uncertain by ± {baseline.relative_spread:.0%}, and so is the speed-up over it"
-        )
+    baseline = report.speed(report.baseline)
+    if baseline and best and best != report.baseline and baseline.relative_half_width > _VERY_WIDE_SPREAD:
+        width = baseline.relative_half_width
+        lines.append(f"the baseline's step time is uncertain by ± {width:.0%}, and so is the speed-up over it")
     lines += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
         lines += [*_ddp_notes(report, best), *_faster_ones(report, best)]

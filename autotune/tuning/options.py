@@ -299,6 +299,7 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
             f"{' and '.join(named)} cannot be combined: each names what to train", "leave one of them out"
         )
     (what,) = named
+    found = find_script(script, ranks) if script else None
     for option in OPTIONS:
         if option.own_code_decides and option.name in given:
             instead = f"leave {option.parameter} out"
@@ -311,6 +312,4 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
         raise InvalidRequestError(
             f"{what} has no effective batch of its own", "give --effective-batch, the samples of an optimizer step"
         )
-    if script:
-        return Workload.of_source(find_script(script, ranks))
-    return Workload.of_source(find_loop(loop) if loop else find_trainer(trainer))
+    return Workload.of_source(found or (find_loop(loop) if loop else find_trainer(trainer)))

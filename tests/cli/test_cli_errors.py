@@ -53,6 +53,7 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("--seed -1", 2, ("'-1'", "--seed")),
     ("--task dancing", 2, ("dancing", "causal-lm")),
     ("--study a/b", 2, ("a/b", "letters")),
+    ("--packing on", 2, ("there is no file on",)),
     ("--efective-batch 64", 2, ("--efective-batch", "--effective-batch")),
     ("--storage nowhere://x", 5, ("nowhere://x", "--storage")),
 ]

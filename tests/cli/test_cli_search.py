@@ -1,5 +1,6 @@
 """Test the output of a search: a document or a summary on stdout, everything else on stderr."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -78,10 +79,27 @@ def test_the_next_commands_can_be_pasted(studied: Studied, tmp_path: Path) -> No
     assert (tmp_path / "training_arguments.json").stat().st_size > 0
 
 
+def _terminal(columns: int) -> tuple[int, int]:
+    """Both ends of a pseudo-terminal, ours first."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    return ours, theirs
+
+
+def _read_to_end(ours: int) -> bytes:
+    """What was written to a pseudo-terminal until its other end was closed."""
+    shown = b""
+    # What Linux answers once the other end is closed.
+    with contextlib.suppress(OSError):
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    os.close(ours)
+    return shown
+
+
 def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     """On a pseudo-terminal of 20 columns: what happens now is shown, and gone at the end."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    ours, theirs = _terminal(20)
     options = ("--effective-batch", "8", "--trials", "1")
     search = warm.Popen(
         command(*TINY_SEARCH, *options),
@@ -92,16 +110,8 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
         stderr=theirs,
     )
     os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    except OSError:
-        # What Linux answers once the other end of a pseudo-terminal is closed.
-        pass
-    finally:
-        os.close(ours)
-        assert wait_until(lambda: search.poll() is not None, 60)
+    shown = _read_to_end(ours)
+    assert wait_until(lambda: search.poll() is not None, 60)
     stdout = search.stdout.read().decode()
     assert search.returncode == 0, shown.decode()
     assert stdout.startswith("Best: per-device batch 8")
@@ -110,3 +120,21 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "starting" in text
     assert re.search(r" 0 +8 × 1 +fp32 ", text)
+
+
+def test_a_terminal_shows_no_line_that_is_wider(studied: Studied, tmp_path: Path) -> None:
+    """Longer ones are broken between words, and go on indented; a file gets them whole."""
+    show = ("show", studied.name, "--storage", studied.storage)
+    ours, theirs = _terminal(60)
+    shower = warm.Popen(
+        command(*show), cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = _read_to_end(ours).decode()
+    assert wait_until(lambda: shower.poll() is not None, 60)
+    whole = run_process(*show, folder=tmp_path).stdout
+    assert max(map(len, whole.splitlines())) > 60
+    # A word, such as the path of a model, is not broken.
+    assert [line for line in shown.splitlines() if len(line) > 60 and len(line.split()) > 1] == []
+    assert shown.split() == whole.split()
+    assert "\n      " in shown.replace("\r", "")

@@ -282,7 +282,7 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
     ("speed", "told"),
     [
         (250.0, "1.24 ± 0.05 × the next fastest (32 × 2  fp16)"),
-        (309.0, "1.01 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable"),
+        (309.0, "1.00 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable"),
         (313.0, "0.99 ± 0.04 × the next fastest (32 × 2  fp16): as fast, and the plainer is preferred"),
     ],
 )
@@ -305,6 +305,14 @@ def test_one_number_for_the_winner() -> None:
     assert row.seconds == pytest.approx(64 / speed.samples_per_second)
     # A row of the table is one process.
     assert document["trials"][1]["samples_per_second"] == 310.7
+
+
+def test_one_uncertainty_for_the_baseline() -> None:
+    """The note says what the chart shows: of all its processes, with what differs between them."""
+    made = report(BASELINE, trial(2, FP32, 8, completed(25.0)), WINNER)
+    (row,) = [row for row in step_chart(made).rows if row.mark == "baseline"]
+    assert row.relative_half_width > 0.2
+    assert f"the baseline's step time is uncertain by ± {row.relative_half_width:.0%}" in "\n".join(notes(made))
 
 
 def test_what_the_machine_showed_before_counts() -> None:
