@@ -323,7 +323,7 @@ class _Tried(TypedDict, total=False):
     )]
     expandable_segments: Annotated[LeverChoice | None, Option(
         "Expandable segments of CUDA's allocator. auto: try them where memory limits the best; on: always; off: never "
-        "[default: off, or on where PYTORCH_ALLOC_CONF says so].",
+        "[default: auto on one GPU where levers are searched, else off; on where PYTORCH_ALLOC_CONF says so].",
     )]
     torch_compile: Annotated[LeverChoice, Option(
         "auto: try it on the best candidates once there is a first answer, where the gain is expected to be worth its "

@@ -21,6 +21,7 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
+from autotune.estimate.pooling import replays_graphs
 from autotune.estimate.throughput import speed_of
 from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, without
 from autotune.space.space import Space
@@ -35,6 +36,10 @@ _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
 _ROOM = 1.2
 """What freed memory may gain where activations are recomputed or a larger batch did not fit. A choice."""
+_EXPANDABLE_EXCESS = 0.003
+"""Least share by which a GPU reserved more than was allocated with segments that expand: 0.003 to 0.045 (H200)."""
+_EXPANDABLE_SPEED = 0.99
+"""Speed in such segments over that without, at best: 0.90 to 0.99 (H200)."""
 _COMPILED_KEEPS = 0.7
 """Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
 H200, 23 November 2026)."""
@@ -165,12 +170,13 @@ class Anytime:
     ) -> Iterator[Idea]:
         """Yield every lever on every measured candidate, with what is expected of it.
 
-        Where a lever left too little memory, the next smaller batch with it is one, too.
+        Of what ran and left too little memory, the same in segments that expand is one, too, and with levers the next
+        smaller batch.
         """
         roots = [(root, self._changes(history, root)) for root in history.believed(set(among))]
-        roots += [
-            (over, self._smaller(history, over)) for over in history.tried if self._leaves_too_little(over, history)
-        ]
+        over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
+        roots += [(each, self._expanding(each)) for each in over if self._has_expanding(each.candidate)]
+        roots += [(each, self._smaller(history, each)) for each in over if self.uses_levers(each.candidate)]
         for root, changes in roots:
             for way, candidate, gain in changes:
                 if candidate == root.candidate or excluding(candidate.arm) or not self._space.contains(candidate):
@@ -181,9 +187,17 @@ class Anytime:
                 seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
 
-    def _leaves_too_little(self, tried: Tried, history: History) -> bool:
-        """Return whether a candidate with levers ran, with a peak over the line."""
-        return tried.measurement is not None and history.is_over(tried) and self.uses_levers(tried.candidate)
+    def _has_expanding(self, candidate: Candidate) -> bool:
+        """Return whether a candidate may be tried in segments that expand.
+
+        Not if it replays graphs, whose pools keep what they reserved.
+        """
+        arm = candidate.arm
+        return "expandable_segments" in self._late and not (arm.expandable_segments or replays_graphs(arm))
+
+    def _expanding(self, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
+        arm = changed(over.candidate.arm, expandable_segments=True)
+        yield "expandable_segments", replace(over.candidate, arm=arm), _EXPANDABLE_SPEED
 
     def _smaller(self, history: History, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
         smaller = self._beside(over.candidate, larger=False) or self._beside(
@@ -208,7 +222,7 @@ class Anytime:
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
-            if row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
+            if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 roomy = self._with_more_room(history, with_it)
                 yield from ((row.name, each, _ROOM) for each in roomy if levers_of(each.arm, [row.name]))
         if self.uses_levers(candidate):
@@ -280,6 +294,9 @@ class Anytime:
         """
         assert root.measurement is not None
         memory, before = history.memory, root.candidate
+        if way == "expandable_segments":
+            least_bytes = math.ceil(root.measurement.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
+            return history.ceiling.bounds.fits(least_bytes)
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
         more = self._more_bytes(memory, before, other) if memory is not None else None
@@ -342,8 +359,11 @@ class Anytime:
         """Return the levers that failed, with the reason of each."""
         return tuple(LeftOut((_name(way),), why) for way, why in self.failures(history).items())
 
-    def learn(self, idea: Idea, history: History) -> float | None:
-        """Take in the end of an idea's trial; return its speed over that of its root, ``None`` if it has none."""
+    def learn(self, idea: Idea, history: History, among: Collection[Candidate]) -> float | None:
+        """Take in the end of an idea's trial; return what it gave, as a factor, ``None`` if it has no speed.
+
+        That is its speed over that of its root, or over the best of ``among`` where the root left too little memory.
+        """
         one, root = (next(reversed(history.outcomes_of(c)), None) for c in (idea.candidate, idea.root))
         if root is None or root.measurement is None:
             return None
@@ -355,9 +375,11 @@ class Anytime:
                 room = history.ceiling.cap_bytes - root.measurement.judged_bytes(idea.root.arm)
                 self._added[_owner(idea.lever)] = max(room, self._added.get(_owner(idea.lever), 0.0))
             return None
-        gain = _samples_per_second(history, one) / _samples_per_second(history, root)
+        speed = _samples_per_second(history, one)
+        gain = speed / _samples_per_second(history, root)
         self._given.setdefault(idea.lever, []).append(gain / idea.root_gain)
-        return gain
+        best = history.winner({*among} - {idea.candidate}) if history.is_over(root) else None
+        return speed / speed_of(best) if best is not None else gain
 
     def _learned(self, way: str) -> float:
         """Return how much of what was expected of a lever it gave where it was tried; 1.0 where it was not yet."""

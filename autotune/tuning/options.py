@@ -63,13 +63,16 @@ def build_request(
         # As the environment sets them for training.
         "expandable_segments": "on" if device.kind == "cuda" and segments_expand(os.environ) else "off",
     }
-    return SearchRequest(
+    request = SearchRequest(
         workload=workload,
         device=device,
         others=tuple(others),
         beside=tuple(beside),
         **{**defaults, **request_fields(options)},
     )
+    expanding = replace(request, expandable_segments="auto")
+    is_left_open = options.get("expandable_segments") is None and request.expandable_segments == "off"
+    return expanding if is_left_open and "expandable_segments" in expanding.late_settings(None) else request
 
 
 def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:

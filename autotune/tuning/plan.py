@@ -143,7 +143,7 @@ class Plan:
             # A trial that is owed is this one again.
             return None
         self._idea = None
-        gain = self._anytime.learn(idea, self.history)
+        gain = self._anytime.learn(idea, self.history, self.in_space)
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"

@@ -92,13 +92,14 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         # The user's own Trainer may have another optimizer, and quantized weights.
         check_training_state_fits(request, model, facts.context_bytes)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
+    late = request.late_settings(model.checkpointing_layers)
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
         _attentions(request, model),
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
-        expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
+        expandable_segments="off" if "expandable_segments" in late else request.expandable_segments,
         liger=request.liger,
         experts=request.experts_implementations or (None,),
         settings={**request.settings(), "cpu_affinity": request.pins == "on"},
@@ -123,7 +124,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         plain = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
         arm = Arm(plain.precision, attn_implementation=default_attention, optim=plain.optim)
         own = Candidate(arm, *batches.baseline())
-    space = Space(arms, batches, own, late=request.late_settings(model.checkpointing_layers))
+    space = Space(arms, batches, own, late=late)
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))

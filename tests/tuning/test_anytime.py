@@ -13,6 +13,7 @@ from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, int
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Headroom
 from autotune.core.device import Device
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Outcome
@@ -296,6 +297,52 @@ class TestMemoryOfLevers:
         """No other way to compile has a trial at a batch where one ran out of memory."""
         _, batches = self.compiled(30, tmp_path)
         assert batches == sorted({*batches}, reverse=True)
+
+
+class TestExpandableSegments:
+    def searched(self, folder: Path, reserved: float, **options: Any) -> tuple[list[Candidate], Run]:
+        """A search where a batch of 64 allocates 22.2 of 22.7 GiB, and reserves so many times what it allocates."""
+        gpu = Gpu(host_seconds=0.001)
+
+        def allocated(job: TrialJob) -> tuple[Outcome, float]:
+            outcome, seconds = answer(job)
+            if not isinstance(outcome, Completed):
+                return outcome, seconds
+            times = 1.0 if job.candidate.arm.expandable_segments else reserved
+            measured = outcome.measurement
+            more = replace(measured, peak_reserved_bytes=round(times * measured.peak_allocated_bytes))
+            return replace(outcome, measurement=more), seconds
+
+        runner = gpu.runner()
+        answer = runner.answer
+        runner.answer = allocated  # type: ignore[method-assign]
+        settings: dict[str, Any] = {"precisions": ("bf16",), "gradient_checkpointing": "off", "workload": BERT_LARGE}
+        others = {"torch_compile": "off", "cuda_graphs": "off", "unpadded": "off"}
+        given = prepared_with_levers(**{"expandable_segments": "auto", **settings, **others, **options})
+        with new_store(folder) as store:
+            run = search(store, runner, given=given)
+        return runner.candidates, run
+
+    def test_what_reserves_too_much_is_tried_in_them(self, tmp_path: Path) -> None:
+        candidates, run = self.searched(tmp_path, 1.04)
+        assert [c.per_device_train_batch_size for c in candidates if c.arm.expandable_segments] == [64]
+        assert run.best.candidate == next(c for c in candidates if c.arm.expandable_segments)
+        told = [note for note in run.observer.notes if note.startswith("expandable segments")]
+        # Over the answer before, 32 × 2 in 2 · 34 units of time, not over what left too little memory.
+        assert told[1:] == [f"expandable segments gave {68 / 66:.2f} ×"]
+
+    @pytest.mark.parametrize(
+        ("reserved", "options"),
+        [
+            pytest.param(1.0, {}, id="all fits"),
+            pytest.param(1.04, {"expandable_segments": "off"}, id="off"),
+            pytest.param(1.04, {"search_effort": "quick", "expandable_segments": "off"}, id="no levers"),
+            pytest.param(1.04, {"headroom": Headroom(0.06)}, id="what is allocated is too much"),
+        ],
+    )
+    def test_nothing_else_is(self, reserved: float, options: dict[str, Any], tmp_path: Path) -> None:
+        candidates, _ = self.searched(tmp_path, reserved, **options)
+        assert not [c for c in candidates if c.arm.expandable_segments]
 
 
 class TestNothingFits:

@@ -14,6 +14,7 @@ from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Effort
 from autotune.tuning.allowed import check_request
+from autotune.tuning.options import request_of
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 
@@ -131,6 +132,25 @@ class TestBudgetAndEffort:
     def test_the_largest_batch_needs_one_measured_step(self) -> None:
         assert request(objective="max-batch").effort == MAX_BATCH_EFFORT
         assert request().effort == Effort()
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "chosen"),
+    [
+        ({}, "", "auto"),
+        ({"expandable_segments": "off"}, "", "off"),
+        ({"effort": "quick"}, "", "off"),
+        ({"objective": "max-batch"}, "", "off"),
+        ({}, "expandable_segments:True", "on"),
+    ],
+)
+def test_expandable_segments_are_a_lever_by_default(
+    options: dict[str, Any], environment: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", environment)
+    asked = request_of({"model": "bert-base-uncased", "effective_batch": 8, **options}, [H200])
+    assert asked.expandable_segments == chosen
+    assert len({arm.expandable_segments for arm in prepare(asked, facts()).space.arms}) == 1
 
 
 def value_in_difference(value: object) -> str:
