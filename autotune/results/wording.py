@@ -130,6 +130,8 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         )
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
+    elif report.study.request["effective_batch"] is None:
+        lines += _end_of_data(report, best)
     return lines
 
 
@@ -194,13 +196,18 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
         and isinstance(trial.outcome, OutOfMemory | Completed)
     ]
     if not over:
-        facts = data_facts(report.workload)
-        following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
-        if facts is not None and facts.samples < following:
-            return [f"the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
-        return ["no larger batch was tried in this configuration"]
+        return _end_of_data(report, best) or ["no larger batch was tried in this configuration"]
     nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
     return [f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
+
+
+def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
+    """Return that the data has no samples for a larger batch than the winner's; empty where it has."""
+    facts = data_facts(report.workload)
+    following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
+    if facts is None or facts.samples >= following:
+        return []
+    return [f"the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
 
 
 def counts_line(report: Report) -> str:

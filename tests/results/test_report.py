@@ -25,8 +25,10 @@ from reported import (
 )
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
+from autotune.core.schema import encode
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
@@ -144,6 +146,15 @@ def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     assert "batch 40 does not fit: low headroom" in text
     assert "TrainingArguments defaults" not in text
     assert "no larger batch was tried" in "\n".join(summary_lines(study_view(report(WINNER, **options))))
+
+
+@pytest.mark.parametrize(("samples", "is_told"), [(39, True), (40, False)])
+def test_data_that_ends_before_a_larger_batch_is_told_where_the_batch_is_free(samples: int, is_told: bool) -> None:
+    """The winner has 32, and batches are multiples of 8."""
+    free = report(WINNER, effective_batch=None, baseline=None)
+    data = encode(DataSpec("x.jsonl", "json", "1", facts=DataFacts(samples)))
+    told = "\n".join(summary_lines(study_view(dataclasses.replace(free, workload={**free.workload, "data": data}))))
+    assert (f"the data has {samples} samples, so no larger batch was tried" in told) is is_told
 
 
 def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> None:
