@@ -16,7 +16,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Headroom
 from autotune.core.device import Device
 from autotune.core.errors import NothingFitsError
-from autotune.core.outcome import Completed, Outcome
+from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
@@ -237,6 +237,19 @@ class TestAnswer:
             run = search(store, Gpu().runner(), observer, interruption, given=prepared_with_levers())
         assert run.study.state == "interrupted"
         assert run.study.best_trial_id is not None
+
+    def test_a_lever_whose_trial_was_killed_is_told_of_once_it_was_tried_again(self, tmp_path: Path) -> None:
+        whole, runner = search_on_gpu(Gpu(), tmp_path / "whole")
+        lever = next(c for c in runner.candidates if levers_of(c.arm, LATE))
+        again = Gpu().runner()
+        again.faults[lever] = [Failed("killed", "killed by SIGKILL")]
+        with new_store(tmp_path) as store:
+            run = search(store, again, given=prepared_with_levers())
+        at = again.candidates.index(lever)
+        assert again.candidates[at : at + 2] == [lever] * 2
+        told = [[note for note in each.observer.notes if " gave " in note] for each in (run, whole)]
+        assert told[0] == told[1] != []
+        assert not any("left out" in note for note in run.observer.notes)
 
     def test_a_study_that_goes_on_repeats_no_lever(self, tmp_path: Path) -> None:
         observer, interruption = interrupt_after(9)
