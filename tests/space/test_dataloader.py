@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recorded import ComputedRunner
-from searching import BERT_LARGE, Run, facts, new_store, request, search
+from searching import BERT_LARGE, Run, facts, new_store, request, search, with_environment
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
@@ -18,7 +18,7 @@ from autotune.core.workload import Workload
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
 from autotune.results.warnings import notes
-from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
+from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, waits_for_data
 from autotune.space.levers import memory_class
 from autotune.tuning.prepare import prepare
 
@@ -84,6 +84,7 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
         fixed: dict[str, Any] = {"precisions": ("bf16",), "gradient_checkpointing": "off", "objective": objective}
         options = request(effective_batch=8, study=name, **fixed)
         given = prepare(dataclasses.replace(options, workload=workload), facts(**model))
+        given = with_environment(given, host={"usable_cores": 20})
         runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
         with new_store(tmp_path, f"{name}.db") as store:
             found = search(store, runner, given=given)
@@ -93,16 +94,14 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
     told: dict[str, list[str]] = {}
     found = run("own", dataclasses.replace(BERT_LARGE, data=DataSpec("/x.jsonl", "json", "")))
     counts = [trial.candidate.arm.dataloader_num_workers for trial in found.trials]
-    most = 1 << (usable_cores().bit_length() - 1)
-    climbed = [2**power for power in range(1, 5) if 2**power <= most]
-    assert list(dict.fromkeys(counts)) == [0, *climbed]
-    assert found.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert list(dict.fromkeys(counts)) == [0, 2, 4, 8, 16]
+    assert found.best.candidate.arm.dataloader_num_workers == 16
     script = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
     own = OwnSettings("adamw_torch_fused", 8)
     of_script = run("script", script, samples=64, own=own)
-    assert of_script.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert of_script.best.candidate.arm.dataloader_num_workers == 16
     made_up = run("made-up", BERT_LARGE)
-    assert made_up.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert made_up.best.candidate.arm.dataloader_num_workers == 16
     assert [any("made-up samples" in note for note in told[name]) for name in ("own", "made-up")] == [False, True]
     largest = run("largest", BERT_LARGE, "max-batch")
     assert {t.candidate.arm.dataloader_num_workers for t in largest.trials} == {0}, "no batch gets larger"
