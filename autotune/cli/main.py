@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -119,7 +122,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal whose encoding lacks × shows a question mark in its place.
             stream.reconfigure(errors="replace")
-    sys.exit(_exit_code(arguments))
+    with _ended_by_signals():
+        sys.exit(_exit_code(arguments))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command as Ctrl-C does, so that no process and no temporary file of it is left.
+
+    What was told to ignore one, as ``nohup`` does, goes on ignoring it.
+    """
+    # Only the main thread may take signals.
+    is_main = threading.current_thread() is threading.main_thread()
+    asked = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    numbers = [number for number in asked if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:

@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 import warm
-from command_line import TINY_SEARCH, command, environment, run_process
-from processes import all_gone, children, wait_until
+from command_line import TINY_SEARCH, Studied, command, environment, run_process
+from processes import all_gone, children, processes_named, wait_until
 
 # Trials of a second or more each, so that a signal meets one under way.
 SLOW = ("--effective-batch", "64", "--seq-len", "128", "--study", "slow")
@@ -128,10 +128,10 @@ def test_twice_ends_at_once(search: Search) -> None:
 
 @pytest.fixture
 def endless_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes for trials that get no further than what Python imports at its start, however fast the machine is."""
+    """Processes that train get no further than what Python imports at its start, however fast the machine is."""
     folder = tmp_path_factory.mktemp("site")
-    server = '"autotune.worker.server" in sys.orig_argv'
-    (folder / "sitecustomize.py").write_text(f"import sys, time\nif {server}: time.sleep(600)\n")
+    trains = 'any(word.startswith("autotune.worker.") for word in sys.orig_argv)'
+    (folder / "sitecustomize.py").write_text(f"import sys, time\nif {trains}: time.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 
 
@@ -144,6 +144,36 @@ def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
     assert (code, stdout) == (130, "")
     assert not list(search.folder.iterdir())
     assert not any("Traceback" in line for line in search.lines)
+
+
+@pytest.mark.usefixtures("endless_start")
+def test_of_a_verification_leaves_nothing_behind_where_a_batch_system_ends_it(studied: Studied, tmp_path: Path) -> None:
+    """SIGTERM, too: no process trains on, and no checkpoint is left in the temporary folder."""
+
+    def trainers() -> list[int]:
+        return processes_named("autotune.worker.verify", children(verifier.pid))
+
+    verifier = warm.Popen(
+        command("verify", studied.name, "--storage", studied.storage),
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert wait_until(lambda: bool(trainers()), 120)
+        (trainer,) = trainers()
+        variables = Path(f"/proc/{trainer}/environ").read_bytes().decode().split("\0")
+        (temporary,) = [Path(each.removeprefix("TMPDIR=")) for each in variables if each.startswith("TMPDIR=")]
+        assert temporary.is_dir()
+        verifier.send_signal(signal.SIGTERM)
+        assert verifier.wait(60) == 130
+    finally:
+        verifier.kill()
+        verifier.wait(30)
+    assert all_gone([trainer])
+    assert not temporary.parent.exists()
 
 
 def test_within_code_that_an_import_executes(tmp_path: Path) -> None:

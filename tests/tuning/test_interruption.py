@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -18,6 +18,22 @@ def hold(interruption: Interruption, numbers: Sequence[int], done: list[str], er
             raise error
         done.append("kept together")
     done.append("went on")
+
+
+@pytest.fixture(autouse=True)
+def _no_nohup() -> Iterator[None]:
+    """However the tests were started."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_search_under_nohup_goes_on_when_the_terminal_is_closed() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interruption, done = Interruption(), list[str]()
+    with interrupted_by_signals(interruption, lambda text: None):
+        hold(interruption, (signal.SIGHUP,), done)
+    assert (done, interruption.asked) == (["kept together", "went on"], False)
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGINT)])

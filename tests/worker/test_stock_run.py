@@ -1,5 +1,8 @@
 """Test what a stock run times: its steps, and neither the evaluation nor the checkpoint between them."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,3 +63,24 @@ def test_new_lengths_are_counted_after_the_warm_up() -> None:
         watch.on_step_end(None, SimpleNamespace(global_step=step), SimpleNamespace())
     assert sum(stretch.new_shapes for stretch in watch.stretches) == 3
     assert sum(stretch.samples for stretch in watch.stretches) == 23
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_job_is_not_begun_where_nobody_waits_for_its_result(is_read: bool) -> None:
+    """The parent may die while the process imports torch, too early for the kernel to end it with its parent."""
+    read_fd, write_fd = os.pipe()
+    if not is_read:
+        os.close(read_fd)
+    code = "from autotune.worker.process import serve_one_job as serve\nserve(dict, lambda work, _: print('ran', work))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(write_fd)],
+        input='{"work": {}, "output_dir": ""}\n',
+        pass_fds=[write_fd],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(write_fd)
+    if is_read:
+        os.close(read_fd)
+    assert (ended.returncode, ended.stdout) == ((0, "ran {}\n") if is_read else (1, "")), ended.stderr
