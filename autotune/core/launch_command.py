@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -340,8 +341,23 @@ def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
 def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
     raise InvalidRequestError(
         f"{launch.command[:80]!r} is run by a shell, which starts other processes that cannot be measured from within",
-        "give the line with python that it contains: -- python train.py …",
+        f"give the line with python that it contains: -- {line_with_python(*words[:2])}",
     )
+
+
+def line_with_python(file: str = "", command: str = "", *_: str) -> str:
+    """Return what starts Python in a shell script, or in a command after ``-c``; an example where nothing does."""
+    text = command
+    if file != "-c":
+        with contextlib.suppress(OSError):
+            text = Path(file).read_text(errors="replace")
+    for line in text.replace("\\\n", " ").splitlines():
+        # Without what is done with its output, and the options of the script of the shell.
+        words = re.split(r"\s\d?(?:[|>&;]|<)", line)[0].replace('"$@"', "").removeprefix("exec ").split()
+        command = next((word for word in words if not _ASSIGNMENT.match(word)), "")
+        if _PYTHON.fullmatch(Path(command).name) or (command in _TAKE_OFF and command not in _SHELLS):
+            return " ".join(words)
+    return "python train.py …"
 
 
 def _refuse_wrapper(words: list[str], launch: _Launch) -> list[str]:

@@ -27,7 +27,7 @@ _PLACEHOLDER = re.compile(r"\{(" + "|".join(NAMES) + r")(?::([^{}]*))?\}")
 # What a shell leaves of {precision:fp32=a,bf16=b}: precision:fp32=a and bf16=b, each a word.
 _SPLIT = re.compile(r"(?:^|=)(" + "|".join(_KEYS) + r"):(?:" + "|".join((*PRECISIONS, "on", "off")) + r")=")
 
-_CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml", ".py", ".cfg", ".ini", ".conf")
+_CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml", ".py", ".cfg", ".ini", ".conf", ".gin")
 # A configuration file is no larger. A choice.
 _MOST_CONFIG_BYTES = 1024**2
 

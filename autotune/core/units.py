@@ -131,6 +131,13 @@ def in_one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def lines_with_words(text: str) -> list[str]:
+    """Return the lines of a log that say something, without what is drawn around them."""
+    # U+2500 to U+257F: the frames that rich puts around the errors of typer and others.
+    lines = (re.sub(r"[\u2500-\u257f]+", " ", line).strip() for line in text.splitlines())
+    return [line for line in lines if re.search(r"\w", line)]
+
+
 def plural(count: int, word: str) -> str:
     """Format ``1 trial``, ``2 trials``."""
     return f"{count} {word}{'' if count == 1 else 's'}"

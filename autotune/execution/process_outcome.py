@@ -10,10 +10,11 @@ from autotune.core.errors import TrainingSourceError
 from autotune.core.messages import Answer, Problem
 from autotune.core.outcome import Failed, Outcome, outcome_from_document
 from autotune.core.placement import rank_log
+from autotune.core.units import lines_with_words
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
-    """Return the last non-empty lines of a log, joined; empty where there is none."""
+    """Return the last lines of a log that say something, joined; empty where there is none."""
     try:
         with open(path, "rb") as log:
             log.seek(0, os.SEEK_END)
@@ -21,7 +22,7 @@ def tail(path: str | Path, lines: int = 3) -> str:
             text = log.read().decode(errors="replace")
     except OSError:
         return ""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+    return " | ".join(lines_with_words(text)[-lines:])
 
 
 def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:

@@ -99,6 +99,7 @@ def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
         ("uv run train.py --x", "another process", "uv run autotune search … -- python train.py --x"),
         ("poetry run python train.py", "another process", "poetry run autotune search … -- python train.py"),
         ("bash train.sh", "run by a shell", "the line with python"),
+        ("sh -c", "run by a shell", "-- python train.py …"),
         ("nohup python train.py --x", "another process", "-- python train.py --x"),
         ("srun -n 4 python train.py", "another process", "-- python train.py"),
     ],
@@ -107,6 +108,25 @@ def test_anything_else_is_refused_with_what_would_work(command: str, message: st
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
         without_launchers(command.split())
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "set -e\nexport A=1\nA=2 python \\\n  train.py --bs ${BS:-8} 2>&1 | tee log\n",
+            "A=2 python train.py --bs ${BS:-8}",
+        ),
+        ('cd "$(dirname "$0")"\nexec torchrun train.py "$@"\n', "torchrun train.py"),
+        ("make\n", "python train.py …"),
+    ],
+)
+def test_a_shell_script_is_refused_with_its_line(folder: Path, text: str, said: str) -> None:
+    (folder / "train.sh").write_text(text)
+    for words in (["bash", "train.sh"], ["bash", "-c", text]):
+        with pytest.raises(InvalidRequestError, match="run by a shell") as raised:
+            without_launchers(words)
+        assert raised.value.hint == f"give the line with python that it contains: -- {said}"
 
 
 def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Path) -> None:

@@ -15,6 +15,7 @@ from autotune.core.units import (
     format_count,
     format_rate,
     format_seconds,
+    lines_with_words,
     parse_bytes,
     parse_seconds,
 )
@@ -166,3 +167,8 @@ def test_counts_as_text(count: float, text: str) -> None:
 )
 def test_rates_as_text(rate: float, text: str) -> None:
     assert format_rate(rate) == text
+
+
+def test_the_lines_of_a_log_that_say_something() -> None:
+    log = "Traceback:\n   ^^^^\n╭─ Error ──────╮\n│ No such option │\n╰────────╯\n\n"
+    assert lines_with_words(log) == ["Traceback:", "Error", "No such option"]

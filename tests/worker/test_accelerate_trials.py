@@ -69,6 +69,31 @@ def test_a_loop_that_accumulates_by_its_own_option_is_given_another(trial_server
     assert list(folder.iterdir()) == []
 
 
+def test_a_loader_of_whole_batches_takes_no_other(trial_server: ServerClient, folder: Path) -> None:
+    """Its tensors have four channels, which are no four samples."""
+    (folder / "run.py").write_text("""
+import argparse, torch
+from accelerate import Accelerator
+p = argparse.ArgumentParser()
+p.add_argument("--train_batch_size", type=int, default=2)
+args = p.parse_args()
+net = torch.nn.Conv2d(4, 4, 1)
+batches = [torch.ones(args.train_batch_size, 4, 2, 2) for _ in range(99)]
+loader = torch.utils.data.DataLoader(batches, collate_fn=lambda items: items[0])
+net, optimizer, loader = Accelerator().prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+for batch in loader:
+    net(batch).mean().backward()
+    optimizer.step()
+""")
+    problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
+    assert (
+        problem.message == "the DataLoader of run.py takes one item of its data at a time, whatever its batch_size is"
+    )
+    assert "-- python run.py --train_batch_size '{batch}' (see" in problem.hint
+    pasted = find_script(["run.py", "--train_batch_size", "{batch}"])
+    assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
+
+
 def test_a_training_of_few_steps_is_measured_for_as_many_as_it_takes(trial_server: ServerClient, folder: Path) -> None:
     workload, _ = inspected(trial_server, "--max_train_steps", "1", "--num_train_epochs", "1")
     answer = trial_server.trial(workload, candidate(8, 1))

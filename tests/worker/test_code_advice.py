@@ -9,6 +9,7 @@ from server_client import ServerClient
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 
+PLAIN = "LOOP\ntrain(4, 1)\n"
 LOOP = """
 import torch
 def train(batch, accumulation):
@@ -112,7 +113,7 @@ args = p.parse_args()
 class Node(dict):
     def merge_from_list(self, words):
         self["SOLVER"]["IMS_PER_BATCH"] = int(words[words.index("SOLVER.IMS_PER_BATCH") + 1])
-cfg = Node(SOLVER={"IMS_PER_BATCH": 3}, SEED=1)
+cfg = Node(TEST={"IMS_PER_BATCH": 8}, SOLVER={"IMS_PER_BATCH": 3}, SEED=1)
 if "SOLVER.IMS_PER_BATCH" in args.opts:
     cfg.merge_from_list(args.opts)
 LOOP
@@ -124,7 +125,7 @@ import sys
 class Node:
     def __init__(self, **values):
         vars(self).update(values)
-config = Node(seed=1, trainer=Node(epochs=2, batch_size=3, betas=(0.9, 0.95), device=None))
+config = Node(seed=1, eval=Node(batch_size=8), trainer=Node(epochs=2, batch_size=3, betas=(0.9, 0.95), device=None))
 given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
 LOOP
 train(int(given.get("trainer.batch_size", config.trainer.batch_size)), 1)
@@ -150,11 +151,40 @@ args = p.parse_args()
 LOOP
 train(args.n_rand, 1)
 """
-FILE = """
-import json, sys
-config = json.load(open(sys.argv[1]))
+TOTAL = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--eval.batch_size", type=int)
+p.add_argument("--global-batch-size", type=int, default=3)
+args = p.parse_args()
 LOOP
-train(config["train"]["batch_size"], 1)
+train(args.global_batch_size, 1)
+"""
+WORDS = """
+import sys
+opts = dict(batch=3, epochs=2)
+opts |= {name.lstrip("-"): int(value) for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
+LOOP
+loader = torch.utils.data.DataLoader(range(8), batch_size=opts["batch"])
+train(opts["batch"], 1)
+"""
+VARIABLES = """
+import os
+LOOP
+train(int(os.environ.get("DEVICE_BATCH", 3)), int(os.getenv("GRAD_ACCUM", 1)))
+"""
+CONSTANTS = """
+BATCH_SIZE = 3  # of a step
+VAL_BATCH_SIZE: int = 8
+GRAD_ACCUM: int = 2
+LOOP
+train(BATCH_SIZE, GRAD_ACCUM)
+"""
+FILE = """
+import sys
+text = open(sys.argv[1]).read()
+LOOP
+train(3, 1)
 """
 RANKED = """
 import argparse, os
@@ -165,8 +195,7 @@ rank = int(os.environ["RANK"])
 LOOP
 train(args.batch_size, 1)
 """
-PLAIN = "LOOP\ntrain(4, 1)\n"
-LOADER = "LOOP\nloader = torch.utils.data.DataLoader(range(8), batch_size=5)\ntrain(5, 1)\n"
+LOADER = "LOOP\nloader = torch.utils.data.DataLoader(range(8), batch_size=len('a b c'))\ntrain(5, 1)\n"
 STEPS = """
 import autotune, torch
 def run(config):
@@ -217,6 +246,18 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
         (ATTRIBUTES, "", "python run.py --batch_size={batch}"),
         (CONFIG, "", "python run.py --trainer.batch_size={batch}"),
         (CONFIG, "seed=2", "python run.py seed=2 trainer.batch_size={batch}"),
+        # As the parser of Hydra, which takes any words.
+        (REST.replace("argparse.REMAINDER", "'*'"), "", "python run.py SOLVER.IMS_PER_BATCH {batch}"),
+        (TOTAL, "", "python run.py --global-batch-size {batch}"),
+        (WORDS, "-epochs 3", "python run.py -epochs 3 -batch {batch}"),
+        # As bindings of gin.
+        (
+            PLAIN,
+            "--set=train.batch_size=8 --accum 2",
+            "python run.py --set=train.batch_size={batch} --accum {accumulation}",
+        ),
+        (VARIABLES, "", "DEVICE_BATCH={batch} GRAD_ACCUM={accumulation} python run.py"),
+        (CONSTANTS, "", "BATCH={batch} ACCUMULATION={accumulation} python run.py"),
     ],
 )
 def test_the_placeholders_that_fit_are_offered(
@@ -228,13 +269,38 @@ def test_the_placeholders_that_fit_are_offered(
     assert shlex.split(command) == shlex.split(pasted)
 
 
-def test_the_line_of_a_configuration_file_is_named(trial_server: ServerClient, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        # What follows a # is a comment in most formats.
+        (
+            "conf.json",
+            '{"epochs": "# batch_size: 8",\n "val": {\n  "loader": {\n   "batch_size": 8}},\n'
+            ' "train": {\n  "batch_size": 3}}',
+            'conf.json:6 says "batch_size": 3: write "batch_size": {batch} there',
+        ),
+        (
+            "conf.py",
+            "val_loader = dict(workers=2, batch_size=8)\nloader = dict(workers=dict(test=2), batch_size=3)\n",
+            "conf.py:2 says batch_size=3: write batch_size={batch} there",
+        ),
+        ("conf.ini", "[eval]\nbatch_size = 8\n[train]\nbatch_size = 3\n", "conf.ini:4 says batch_size = 3: write "),
+        ("conf.gin", "eval.batch_size = 8\ntrain.batch_size = 3\n", "conf.gin:2 says train.batch_size = 3: write "),
+        (
+            "conf.yaml",
+            "train_batch_size: 6\ntrain_micro_batch_size_per_gpu: 3\naccum_grad: 2\n",
+            "conf.yaml:2 says train_micro_batch_size_per_gpu: 3 and conf.yaml:3 says accum_grad: 2 and conf.yaml:1 "
+            "says train_batch_size: 6: write train_micro_batch_size_per_gpu: {batch} and accum_grad: {accumulation} "
+            "and train_batch_size: {effective_batch} there",
+        ),
+    ],
+)
+def test_the_lines_of_a_configuration_file_are_named(
+    trial_server: ServerClient, folder: Path, name: str, text: str, hint: str
+) -> None:
     (folder / "run.py").write_text(FILE.replace("LOOP", LOOP))
-    # What follows a # is a comment in most formats.
-    text = '{"epochs": "# batch_size: 8",\n "val": {\n  "batch_size": 8},\n "train": {\n  "batch_size": 3}}'
-    (folder / "conf.json").write_text(text)
-    hint = refused(trial_server, ["python", "run.py", "conf.json"])
-    assert hint.startswith('conf.json:5 says "batch_size": 3: write "batch_size": {batch} there')
+    (folder / name).write_text(text)
+    assert refused(trial_server, ["python", "run.py", name]).startswith(hint)
 
 
 def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_server: ServerClient, folder: Path) -> None:
@@ -247,7 +313,8 @@ def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_serv
 
 
 @pytest.mark.parametrize(
-    ("text", "where"), [(PLAIN, "its batch, from"), (LOADER, "its batch at run.py:11, where it is 5")]
+    ("text", "where"),
+    [(PLAIN, "its batch, from"), (LOADER, "its batch at run.py:11, where it is 5")],
 )
 def test_no_option_is_made_up(trial_server: ServerClient, folder: Path, text: str, where: str) -> None:
     (folder / "run.py").write_text(text.replace("LOOP", LOOP))
@@ -255,6 +322,19 @@ def test_no_option_is_made_up(trial_server: ServerClient, folder: Path, text: st
     assert hint.startswith(f"have it take {where}")
     assert "--batch" not in hint
     assert "--loop run.py:train" in hint
+
+
+def test_what_is_offered_for_constants_works(trial_server: ServerClient, folder: Path) -> None:
+    text = CONSTANTS.replace("LOOP", LOOP)
+    (folder / "run.py").write_text(text)
+    hint = refused(trial_server, ["run.py"])
+    said, written = hint.partition(" there, ")[0].split(": write ")
+    assert said == "run.py:2 says BATCH_SIZE = 3 and run.py:4 says GRAD_ACCUM: int = 2"
+    for line, changed in zip(("BATCH_SIZE = 3", "GRAD_ACCUM: int = 2"), written.split(" and "), strict=True):
+        text = text.replace(line, changed)
+    (folder / "run.py").write_text(f"import os\n{text}")
+    model = trial_server.model(Workload.of_source(find_script(shlex.split(hint.split("-- ")[1].split(" (see")[0]))))
+    assert model.interface.searched == ("batch", "accumulation")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ p.add_argument("--compile", action="store_true")
 p.add_argument("--double", action="store_true", help="take twice the batch that was asked for, with accumulation")
 p.add_argument("--freeze", action="store_true")
 p.add_argument("--casts", action="store_true", help="each layer casts by itself")
+p.add_argument("--multiple", type=int, default=1)
 args = p.parse_args()
+assert args.batch_size % args.multiple == 0, "a batch has to be a multiple of that"
 if args.config:
     vars(args).update(json.load(open(args.config))["training"])
 batch, accum = args.batch_size, args.accum
@@ -212,6 +214,10 @@ def test_what_is_obeyed_is_seen_in_any_loop(
     assert measured.samples_per_second == pytest.approx(batch * accumulation / measured.step_seconds)
 
 
+def test_what_takes_multiples_alone_is_asked_for_larger_batches(trial_server: ServerClient) -> None:
+    assert inspected(trial_server, "-b {batch} --multiple 8")[1].interface.searched == ("batch",)
+
+
 def test_a_configuration_file_is_filled(trial_server: ServerClient, folder: Path) -> None:
     text = '{"training": {"batch_size": {batch}, "accum": {accumulation}, "ckpt": {checkpointing}}}'
     (folder / "settings.json").write_text(text)
@@ -232,6 +238,7 @@ def test_a_configuration_file_is_filled(trial_server: ServerClient, folder: Path
         ("--bs {batch}", "left with exit code 2: loop.py: error: unrecognized arguments: --bs 4"),
         ("-b {batch} --shape '{precision:fp32=plain,bf16=round}'", "argument --shape: invalid choice: 'round'"),
         ("-b {batch}x", "left with exit code 2: loop.py: error: argument -b/--batch-size: invalid int value: '4x'"),
+        ("-b {batch} --multiple 100", "raised AssertionError: a batch has to be a multiple of that"),
         ("-b {batch} --total-tokens 100", "raised AssertionError: total tokens must be a multiple of a micro-batch"),
         ("-b {batch} --steps 1", "ended before the second step of its optimizer"),
         ("-b {batch} --freeze", "steps an optimizer whose parameters get no gradients"),

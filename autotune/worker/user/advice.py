@@ -16,7 +16,14 @@ from typing import Any
 from autotune.core.training_source import TrainingSource
 from autotune.worker.stack import module_of
 from autotune.worker.user.script_options import watch_options
-from autotune.worker.user.seen_settings import OF_EVALUATION, likely_settings, line_in_config, settings_of
+from autotune.worker.user.seen_settings import (
+    OF_EVALUATION,
+    ConfigLine,
+    likely_settings,
+    line_in_config,
+    settings_of,
+    variables_read,
+)
 
 # Names of options of well-known training codes, without dashes and in lower case, by what they decide. A name may be
 # the last part of a longer one, as in train.micro_batch_size.
@@ -24,13 +31,15 @@ _NAMES = {
     "batch": (
         "per_device_train_batch_size", "per_gpu_train_batch_size", "device_batch_size", "micro_batch_size",
         "device_train_microbatch_size", "microbatch_size", "micro_train_batch_size", "train_micro_batch_size",
+        "train_micro_batch_size_per_gpu",
         "train_batch_size", "batch_size", "batchsize", "batch_size_per_gpu", "local_batch_size", "ims_per_batch",
         "samples_per_gpu", "minibatch_size", "mini_batch_size", "batch", "bs", "b",
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",
         "gradient_accumulation", "grad_accumulation", "grad_accum", "accumulate_grad_batches", "accum_freq",
-        "accum_iter", "accum_steps", "update_freq", "accumulate",
+        "accum_iter", "accum_count", "accum_grad", "accum_steps", "update_freq", "accumulate",
+        "accumulation", "accum",
     ),
     "effective_tokens": ("total_batch_size", "global_batch_tokens", "tokens_per_batch"),
     "effective_batch": ("global_batch_size", "effective_batch_size", "global_train_batch_size"),
@@ -46,8 +55,10 @@ _PRECISIONS = (
     ("no", "bf16"), ("none", "bf16"), ("32", "bf16"),
 )  # fmt: skip
 _MOST_NAMED = 8
-# What the help of such an option says, whatever it is called, unless it is of an evaluation.
-_HELP = re.compile(r"\bbatch[ _-]?sizes?\b", re.IGNORECASE)
+# What such an option, or its help, says in other words, unless it is of an evaluation.
+_HELP = re.compile(r"(?<![a-z])batch[ _-]?sizes?(?![a-z])", re.IGNORECASE)
+# What a configuration file calls the samples of a step, where it names those of a micro-step as well.
+_TOTALS = (*_NAMES["effective_batch"], "train_batch_size")
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
 _TOKEN_BUDGETS = ("max_tokens", "max_tokens_per_batch", "max_batch_tokens", "batch_tokens")
 _LOOP_PAGE = "docs/how-to/own-loop.md"
@@ -63,13 +74,23 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     if {"batch", "effective_batch"} & options.keys():
         named = ", ".join(option.name for option in options.values())
         return f"it has {named}: put placeholders there, -- {_command(source, options)} (see {_PLACEHOLDERS_PAGE})"
-    names = [name for action in _actions(frames) for name in action.option_strings]
-    if (why := why_no_budget(names)) is not None:
+    spellings = [name for action in _actions(frames) for name in action.option_strings]
+    if (why := why_no_budget(spellings)) is not None:
         return why
-    if (line := line_in_config(source.template.config_files(source.cwd), _NAMES["batch"])) is not None:
+    # A code with the last two checks that they agree.
+    names_in_files = {what: _NAMES[what] for what in ("batch", "accumulation")} | {"effective_batch": _TOTALS}
+    if lines := _lines(source.template.config_files(source.cwd), names_in_files):
         return (
-            f"{line.place} says {line.said}: write {line.said_with('{batch}')} there, of which each trial gets a copy, "
-            f"and give the same command again (see {_PLACEHOLDERS_PAGE})"
+            f"{_changed(lines, {what: f'{{{what}}}' for what in lines})} there, of which each trial gets a copy, and "
+            f"give the same command again (see {_PLACEHOLDERS_PAGE})"
+        )
+    if (words := _words_that_say_it(source.argv)) is not None:
+        return f"its batch is on its command line: -- {_command(source, {}, words)} (see {_PLACEHOLDERS_PAGE})"
+    if variables := _variables(variables_read(source.file)):
+        said = " ".join(f"{name}={{{what}}}" for what, name in variables.items())
+        return (
+            f"it reads {' and '.join(variables.values())} from its environment: put placeholders there, "
+            f"-- {said} {_command(source, {})} (see {_PLACEHOLDERS_PAGE})"
         )
     function = (
         "; else make a function train(config) of its loop that goes over autotune.steps(loader), and give "
@@ -92,6 +113,13 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
             f"it seems to take {named}: put placeholders where its command line sets that, such as "
             f"-- {_command(source, likely)} (see {_PLACEHOLDERS_PAGE}){function}"
         )
+    if constants := _lines([source.file], {what: _NAMES[what] for what in ("batch", "accumulation")}):
+        said = " ".join(f"{what.upper()}={{{what}}}" for what in constants)
+        read = {what: f'int(os.environ.get("{what.upper()}", {line.number}))' for what, line in constants.items()}
+        return (
+            f"{_changed(constants, read)} there, after import os, and give -- {said} {_command(source, {})} "
+            f"(see {_PLACEHOLDERS_PAGE}){function}"
+        )
     made = next(iter(watch_options().loaders.items()), None)
     where = f" at {made[0]}, where it is {made[1]}" if made else ""
     return (
@@ -100,10 +128,50 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     )
 
 
-def _command(source: TrainingSource, options: Mapping[str, _Option]) -> str:
+def _lines(files: Sequence[str], names: Mapping[str, Sequence[str]]) -> dict[str, ConfigLine]:
+    """Return the lines of files that say settings, by what they decide; none where none says the batch."""
+    lines: dict[str, ConfigLine] = {}
+    for what, known in names.items():
+        line = line_in_config(files, known)
+        if line is not None and line not in lines.values() and (lines or what == "batch"):
+            lines[what] = line
+    return lines
+
+
+def _changed(lines: Mapping[str, ConfigLine], values: Mapping[str, str]) -> str:
+    said = " and ".join(f"{line.place} says {line.said}" for line in lines.values())
+    return f"{said}: write {' and '.join(line.said_with(values[what]) for what, line in lines.items())}"
+
+
+def _words_that_say_it(argv: Sequence[str]) -> list[str] | None:
+    """Return a command line with placeholders where it says numbers by names that are known; ``None`` without."""
+    words = list(argv)
+    is_said = False
+    for what in ("batch", "accumulation"):
+        for at, (word, after) in enumerate(itertools.pairwise((*argv, ""))):
+            name, equals, value = word.rpartition("=")
+            if not equals and word.startswith("-"):
+                name, value = word, after
+            if value.isdecimal() and _plain(name.rpartition("=")[2]) in _NAMES[what]:
+                words[at + (not equals)] = f"{name}={{{what}}}" if equals else f"{{{what}}}"
+                is_said = is_said or what == "batch"
+                break
+    return words if is_said else None
+
+
+def _variables(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a script reads its batch and accumulation from; none without a batch."""
+    batch = next((name for name in names if "batch" in name.lower() and not OF_EVALUATION.search(name)), None)
+    accumulation = next((name for name in names if "accum" in name.lower()), None)
+    found = {"batch": batch, "accumulation": accumulation} if batch is not None else {}
+    return {what: name for what, name in found.items() if name is not None}
+
+
+def _command(source: TrainingSource, options: Mapping[str, _Option], argv: Sequence[str] | None = None) -> str:
     """Return the script's command line with placeholders, as it is to be pasted."""
     start = "torchrun" if source.is_ranked else "python"
-    return shlex.join([start, *_own_name(source), *_with_placeholders(source.argv, options)])
+    words = _with_placeholders(source.argv if argv is None else argv, options)
+    return shlex.join([start, *_own_name(source), *words])
 
 
 def why_no_budget(options: Sequence[str]) -> str | None:
@@ -166,13 +234,18 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
     """Yield the options of the script that decide what is searched, spelled as ``argv`` or its parser has them."""
     actions = _actions(frames)
     given = {word.partition("=")[0] for word in argv}
-    takes_rest = any(action.nargs == argparse.REMAINDER for action in actions)
+    # Hydra's own parser takes any number of words.
+    takes_rest = any(each.nargs in (argparse.REMAINDER, "*") and not each.option_strings for each in actions)
     settings, joined = ({}, True) if actions and not takes_rest else settings_of(frames)
     if takes_rest and not settings:
         pairs = itertools.pairwise(argv)
         settings = {key: int(value) for key, value in pairs if value.isdecimal() and not key.startswith("-")}
         joined = False
+    settings = {key: value for key, value in settings.items() if not OF_EVALUATION.search(key)}
+    has_batch = False
     for what, names in _NAMES.items():
+        # The only one that there is, whatever it is called.
+        what = "batch" if what.startswith("effective_") and not has_batch else what
         for name in names:
             action = next((action for action in actions if _is_named(action.option_strings, name)), None)
             if action is not None:
@@ -182,22 +255,30 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
             else:
                 continue
             if option is not None:
+                has_batch = has_batch or what == "batch"
                 yield what, option
                 break
         else:
             described = next((action for action in actions if what == "batch" and _is_batch(action)), None)
             if described is not None and (option := _of_action(what, described, given)) is not None:
+                has_batch = True
                 yield what, option
 
 
 def _likely_options(source: TrainingSource, frames: Sequence[FrameType]) -> Iterator[tuple[str, _Option]]:
     """Yield options for batch and accumulation by the names that they have in what the script reads, spelled alike."""
-    settings = likely_settings(frames, source.file)
-    before = "" if any(re.match(r"[A-Za-z_][\w.]*=", word) for word in source.argv) else "--"
+    settings = {
+        key: value for key, value in likely_settings(frames, source.file).items() if not OF_EVALUATION.search(key)
+    }
+    pairs = (re.match(r"(-*)([A-Za-z_][\w.-]*)(=?)", word) for word in source.argv)
+    known = next((pair for pair in pairs if pair and (pair[3] or (pair[1] and pair[2] in settings))), None)
+    before, joined = (known[1], bool(known[3])) if known else ("--", True)
     for what in ("batch", "accumulation"):
-        keys = (key for name in _NAMES[what] for key in settings if _plain(key) == name)
+        keys = (
+            key for name in _NAMES[what] for key in settings if _plain(key) == name and not OF_EVALUATION.search(key)
+        )
         if (key := next(keys, None)) is not None:
-            yield what, _Option(key if key.startswith("-") else before + key, f"{{{what}}}", joined=True)
+            yield what, _Option(key if key.startswith("-") else before + key, f"{{{what}}}", joined=joined)
 
 
 def _numbers(frames: Sequence[FrameType]) -> list[str]:
@@ -210,7 +291,9 @@ def _numbers(frames: Sequence[FrameType]) -> list[str]:
 def _is_batch(action: argparse.Action) -> bool:
     """Return whether an option is the samples of a training batch, as its help says."""
     text = f"{' '.join(action.option_strings)} {action.help}"
-    return action.type is int and bool(_HELP.search(text)) and not OF_EVALUATION.search(text)
+    totals = (*_NAMES["effective_tokens"], *_NAMES["effective_batch"])
+    is_total = any(_is_named(action.option_strings, name) for name in totals)
+    return action.type is int and bool(_HELP.search(text)) and not OF_EVALUATION.search(text) and not is_total
 
 
 def _actions(frames: Sequence[FrameType]) -> list[argparse.Action]:
@@ -239,7 +322,10 @@ def _plain(option: str) -> str:
 
 
 def _is_named(options: Sequence[str], name: str) -> bool:
-    return any(_plain(option) == name and (len(name) > 2 or len(option) <= 4) for option in options)
+    return any(
+        _plain(option) == name and (len(name) > 2 or len(option) <= 4) and not OF_EVALUATION.search(option)
+        for option in options
+    )
 
 
 def _of_action(what: str, action: argparse.Action, given: Collection[str]) -> _Option | None:

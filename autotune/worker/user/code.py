@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
+from autotune.core.units import lines_with_words
 from autotune.worker.process import flush_output
 from autotune.worker.stack import users_line
 from autotune.worker.user.on_import import on_import
@@ -142,10 +143,10 @@ def _last_words(start: int) -> str:
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
             log.seek(start)
-            lines = log.read().decode(errors="replace").splitlines()
+            lines = lines_with_words(log.read().decode(errors="replace"))
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return lines[-1] if lines else ""
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:

@@ -6,6 +6,8 @@ Python may run, with ``started_python/sitecustomize.py`` in it, which stops a tr
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
 import shlex
@@ -59,6 +61,7 @@ class Guard:
         import torch
 
         before_steps(torch, self._on_step)
+        watch_other_gradients(self._on_other_gradients)
         _watch_spawned(self._on_spawn)
         sys.addaudithook(self._on_event)
 
@@ -76,6 +79,12 @@ class Guard:
     def _on_step(self) -> None:
         if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
+
+    def _on_other_gradients(self, library: str) -> None:
+        self._end(
+            f"{self._source.name} trains with {library}, and only what trains with PyTorch can be measured",
+            "name a script that trains with PyTorch",
+        )
 
     def _on_spawn(self) -> None:
         if not self._is_lifted:
@@ -134,6 +143,38 @@ def before_steps(torch: Any, begins: Callable[[], None]) -> None:
     torch.autograd.backward = watched
     # torch.optim deletes the name of this module of its own.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
+
+
+def watch_other_gradients(begins: Callable[[str], None]) -> None:
+    """Call ``begins`` with the name of a library other than torch that computes gradients, where torch trains nothing.
+
+    The gradients of data for a training with torch are left alone: then there is an optimizer of torch already.
+    """
+
+    kind = sys.modules["torch.optim"].Optimizer
+
+    @functools.cache
+    def look(library: str) -> None:
+        if not any(isinstance(each, kind) for each in gc.get_objects()):
+            begins(library)
+
+    def watch_jax(jax: Any) -> None:
+        for name in ("grad", "value_and_grad"):
+            setattr(jax, name, functools.partial(made, getattr(jax, name)))
+
+    def made(make: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        function = make(*words, **options)
+
+        # It is called in the first step, or where that is traced.
+        @functools.wraps(function)
+        def watched(*given: Any, **named: Any) -> Any:
+            look("JAX")
+            return function(*given, **named)
+
+        return watched
+
+    on_import("jax", watch_jax)
+    on_import("tensorflow", lambda module: before(module.GradientTape, "__enter__", lambda _: look("TensorFlow")))
 
 
 def forget_steps(torch: Any) -> None:

@@ -21,12 +21,12 @@ from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.stack import module_of
+from autotune.worker.stack import lines_above, module_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.advice import next_step
 from autotune.worker.user.code import UserCodeError, foreseen, trim
-from autotune.worker.user.loader_overlay import batch_of, key_of, with_loader
+from autotune.worker.user.loader_overlay import batch_of, is_made_by_data, key_of, with_loader
 
 Finish = Callable[[InspectionAnswer], NoReturn]
 """Sends the answer, and ends the process."""
@@ -64,6 +64,7 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
 
 
 def facts_of_script(
+    source: TrainingSource,
     interface: CodeInterface,
     model: Any,
     loader: Any,
@@ -76,7 +77,13 @@ def facts_of_script(
     """Return the facts of what a script trains, its own settings, and which of them a trial can replace.
 
     ``accumulation`` and ``precision`` are the script's own. ``interface`` is what else is known of how it takes them.
+    Raises ``UserCodeError`` where the loader does not decide the batch.
     """
+    if is_made_by_data(loader):
+        raise UserCodeError(
+            f"the DataLoader of {source.name} takes one item of its data at a time, whatever its batch_size is",
+            next_step(source, [frame for frame, _ in lines_above()]),
+        )
     facts, batch = facts_of(model, loader), batch_of(loader)
     can_checkpoint = model is not None and bool(checkpointing_parts(model))
     own_checkpointing = model is not None and is_checkpointing(model)

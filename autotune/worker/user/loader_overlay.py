@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from autotune.core.code_interface import CodeInterface
 from autotune.worker.stack import module_of
+from autotune.worker.trial.training_watch import shapes_in
 
 # Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
 _LIBRARIES = (
@@ -124,6 +125,19 @@ def batch_of(loader: Any) -> int | None:
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def is_made_by_data(loader: Any) -> bool:
+    """Return whether a loader's collator takes one item alone, often a whole batch, whatever the loader's batch is."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if batch_of(loader) != 1 or not hasattr(dataset, "__getitem__"):
+        return False
+    try:
+        one, two = (shapes_in((loader.collate_fn([dataset[0] for _ in range(count)]),)) for count in (1, 2))
+    except Exception:
+        # Whatever their data and collator may raise.
+        return False
+    return bool(one) and one == two
 
 
 def _set_batch(arguments: dict[str, Any], batch: int) -> None:

@@ -46,6 +46,15 @@ _LEAST_PATIENCE_SECONDS = 15.0
 _LEAST_OF_SUM = 1.6
 
 
+# What the script is told, and what where it rejects that. Choices.
+_BATCHES = (4, 2)
+_LARGER_BATCHES = (16, 8)
+
+
+class _RejectedError(UserCodeError):
+    """The script raised an error that may be of the values that it was told."""
+
+
 def inspect(code: Code, finish: Finish, *, beside: bool | None = None) -> NoReturn:
     """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys.
 
@@ -75,11 +84,26 @@ class _Inspecting:
 
         Raises ``UserCodeError`` where it does not do what its placeholders say.
         """
+        try:
+            return self._model(_BATCHES)
+        except _RejectedError as error:
+            if "batch" not in self._template.names:
+                raise
+            # It may take multiples alone.
+            first, _ = self._two(_LARGER_BATCHES, None)
+            try:
+                _trained(self._runs(self._filled_run(first)), 0)
+            except UserCodeError:
+                raise error from None
+            self._beside = False
+            return self._model(_LARGER_BATCHES)
+
+    def _model(self, batches: tuple[int, int]) -> ModelFacts:
         # Without {batch}, the two are filled with the batch that it has by itself.
         has_batch = "batch" in self._template.names
         run_own = self._own_run()
         own = self._own_of(self._runs(run_own), 0) if run_own is not None and not has_batch else None
-        first, second = self._two(own)
+        first, second = self._two(batches, own)
         if self._template.asks_sample_tokens:
             self._sample_tokens = self._tokens_of_sample(first)
         last = [run_own] if run_own is not None and has_batch else []
@@ -99,10 +123,9 @@ class _Inspecting:
             runs.end()
         return self._facts(own, site, (first, one), (second, two))
 
-    def _two(self, own: Seen | None) -> tuple[Values, Values]:
+    def _two(self, batches: tuple[int, int], own: Seen | None) -> tuple[Values, Values]:
         """Return two sets of values that differ in everything, with the same samples of a step."""
         precisions = self._template.precisions or ("fp32", "bf16")
-        batches = (4, 2)
         if own is not None and "batch" not in self._template.names:
             rows = _likely_batch(own)
             batches = (rows, rows)
@@ -180,7 +203,8 @@ class _Inspecting:
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
-            send(Seen(problem=problem, is_doubtful=is_doubtful))
+            is_rejected = isinstance(error, AssertionError | ValueError)
+            send(Seen(problem=problem, is_rejected=is_rejected, is_doubtful=is_doubtful))
 
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
@@ -364,7 +388,8 @@ def _trained(runs: ScriptRuns[Seen], at: int) -> Seen:
     seen = runs.take(at)
     assert seen is not None
     if seen.problem is not None:
-        raise UserCodeError(seen.problem.message, seen.problem.hint)
+        kind = _RejectedError if seen.is_rejected else UserCodeError
+        raise kind(seen.problem.message, seen.problem.hint)
     return seen
 
 

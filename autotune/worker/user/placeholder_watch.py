@@ -71,6 +71,8 @@ class Seen:
     trains: bool = True
     """Whether the updates that were looked at changed weights as gradients say."""
     problem: Problem | None = None
+    is_rejected: bool = False
+    """Whether that is an error by which scripts reject a value."""
     is_doubtful: bool = False
     """Whether that may be so because of other runs beside it."""
 

@@ -19,10 +19,12 @@ from autotune.worker.stack import module_of
 _READERS = re.compile(r"\b(argv|absl|chz|cyclopts|docopt|fire|plac|sacred|tyro)\b")
 # Libraries that call a function of the script with what the command line says, or with what is bound to its arguments.
 _CALLERS = ("fire", "tyro", "plac", "cyclopts", "chz")
+# Those of them that put the name of the argument before the names within it.
+_PREFIXERS = ("tyro", "cyclopts")
 _BINDERS = (*_CALLERS, "gin")
 _DEEPEST = 3
 # What says that a batch is not that of the training.
-OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict|\bval\b", re.IGNORECASE)
+OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict|(?<![a-z])(val|dev)(?![a-z])", re.IGNORECASE)
 
 
 def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
@@ -82,28 +84,57 @@ class ConfigLine:
     said: str
     """``batch_size: 16``."""
 
+    @property
+    def number(self) -> str:
+        """What it says."""
+        return self.said[re.search(r"\d+$", self.said).start() :]  # type: ignore[union-attr]
+
     def said_with(self, value: str) -> str:
         """Return what it is to say."""
-        return re.sub(r"\d+$", lambda _: value, self.said)
+        return self.said.removesuffix(self.number) + value
 
 
 def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | None:
     """Return the first line of configuration files that gives a setting with one of these names a number."""
     for name in (name for name in names if len(name) > 1):
-        said = re.compile(rf"""(?<![\w.])["']?{name}["']?\s*[:=]\s*\d+(?![\w.])""", re.IGNORECASE)
+        said = re.compile(
+            rf"""(?<![\w.])["']?(?:\w+\.)*{name}["']?\s*(?::\s*int\s*=|[:=])\s*\d+(?![\w.])""", re.IGNORECASE
+        )
         for file in files:
             lines = [line.partition("#")[0] for line in _source_text(file).splitlines()]
             for number, line in enumerate(lines, 1):
-                if (found := said.search(line)) is not None and not OF_EVALUATION.search(_section(lines[:number])):
-                    return ConfigLine(f"{Path(file).name}:{number}", found[0])
+                for found in said.finditer(line):
+                    owners = _owners([*lines[: number - 1], line[: found.end()]])
+                    if not OF_EVALUATION.search(owners):
+                        return ConfigLine(f"{Path(file).name}:{number}", found[0])
     return None
 
 
-def _section(lines: Sequence[str]) -> str:
-    """Return the line above that is indented less than the last one, and so says what that belongs to."""
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    above = (line for line, indent in zip(lines, indents, strict=True) if line.strip() and indent < indents[-1])
-    return next(iter(reversed(list(above))), "")
+def _owners(lines: Sequence[str]) -> str:
+    """Return what the end of a text belongs to: its own line from the last bracket on, what is before each open
+    bracket, the lines above that are indented less, and the section."""
+    *above, line = lines
+    owners = []
+    while True:
+        # Groups that are closed again say nothing of what follows.
+        line, count = re.subn(r"[(\[{][^()\[\]{}]*[)\]}]", "", line)
+        if not count:
+            break
+    owners += [re.split(r",", part)[-1] for part in re.split(r"[(\[{]", line)]
+    indent = len(line) - len(line.lstrip())
+    for other in filter(str.strip, reversed(above)):
+        own = len(other) - len(other.lstrip())
+        if own < indent or re.fullmatch(r"\s*\[[^\[\]]*\]+\s*", other):
+            owners.append(other)
+            indent = min(indent, own)
+        if other.startswith("["):
+            break
+    return "\n".join(owners)
+
+
+def variables_read(file: str) -> list[str]:
+    """Return the variables of the environment that a script's text reads by their names."""
+    return re.findall(r"""\b(?:environ(?:\.get\(|\[)|getenv\()\s*["'](\w+)["']""", _source_text(file))
 
 
 def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
@@ -121,7 +152,10 @@ def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
         if package in _BINDERS:
             continue
         values = dict(frame.f_locals)
-        configs = [values] if _package(frame.f_back) in _CALLERS else []
+        configs = []
+        if (caller := _package(frame.f_back)) in _CALLERS:
+            inner = {key: _config(value) for key, value in values.items()} if caller in _PREFIXERS else {}
+            configs = [{key: inner.get(key) or value for key, value in values.items()}]
         if frame.f_code.co_filename == file:
             values = {**frame.f_globals, **values}
         values |= getattr(values.pop("self", None), "__dict__", None) or {}
@@ -130,6 +164,10 @@ def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
             if _is_number(number):
                 found.setdefault(key, number)
     return found
+
+
+_DATA = torch.utils.data
+_NO_CONFIGS = (type, FrameType, torch.nn.Module, torch.Tensor, _DATA.DataLoader, _DATA.Dataset, _DATA.Sampler)
 
 
 def _package(frame: FrameType | None) -> str:
@@ -143,7 +181,7 @@ def _is_number(value: Any) -> bool:
 
 def _config(value: Any, depth: int = _DEEPEST) -> dict[str, Any] | None:
     """Return an object that holds plain values alone as nested dictionaries; ``None`` for any other."""
-    if isinstance(value, type | FrameType | torch.nn.Module | torch.Tensor) or not depth:
+    if isinstance(value, _NO_CONFIGS) or not depth:
         return None
     try:
         # Of the class, since an object's own attributes may be looked up among its settings. absl's flags are neither a

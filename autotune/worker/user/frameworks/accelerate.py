@@ -236,6 +236,7 @@ class AccelerateInspection(LoopInspection):
         precision = accelerator.mixed_precision
         many_calls = f"its loop calls the model {self._calls} times for a backward pass"
         facts = facts_of_script(
+            source,
             CodeInterface(
                 "accelerate",
                 accumulates_by=by,

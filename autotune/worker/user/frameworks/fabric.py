@@ -121,6 +121,7 @@ class FabricInspection(LoopInspection):
         by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self._overlay.precision)
         is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
         return facts_of_script(
+            self.inspecting.source,
             CodeInterface(
                 "fabric",
                 accumulates_by=by,

@@ -70,6 +70,7 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
         precision = precision_names.OF_LIGHTNING.get(str(trainer.precision))
         is_automatic = module.automatic_optimization
         facts = facts_of_script(
+            inspecting.source,
             CodeInterface("lightning", flags=options.flags(_OPTIONS)),
             module,
             trainer.train_dataloader,
