@@ -87,6 +87,23 @@ def format_spread(spread: float | None) -> str:
     return "" if spread is None else f" ± {spread:.1%}"
 
 
+# Above this ratio of an interval's sides, ± would say something else than both ends. A choice: an interval of ± 11 % in
+# seconds has such sides as a speed.
+_LOPSIDED = 1.25
+
+
+def is_lopsided(mean: float, low: float, high: float) -> bool:
+    """Return whether one side of an interval is so much wider that ± says something else than both ends."""
+    sides = sorted((high - mean, mean - low))
+    return sides[1] > _LOPSIDED * sides[0]
+
+
+def format_deviation(half_width: float) -> str:
+    """Format half an interval of a logarithm: ``12%``, or ``a factor of 2.3`` where up and down are not alike."""
+    factor = math.exp(half_width)
+    return f"a factor of {factor:.2g}" if is_lopsided(1, 1 / factor, factor) else f"{half_width:.0%}"
+
+
 def parse_share(text: str) -> float:
     """Parse ``0.05`` or ``5%`` to a fraction from 0 to below 1; raises ``ValueError`` for anything else."""
     number, is_per_cent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text, False)

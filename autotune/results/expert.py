@@ -73,8 +73,11 @@ def expert_of(report: Report) -> Expert | None:
     fits: bool | None = True
     while fits and (larger := _larger(report, candidate)) is not None:
         fits = _may_fit(report, plain, larger) if larger.per_device_train_batch_size <= farthest else None
-        if fits:
-            candidate, speed = larger, _predicted_speed(plain, larger)
+        predicted = _predicted_speed(plain, larger) if fits else None
+        if predicted is None:
+            fits = fits and None
+        else:
+            candidate, speed = larger, predicted
     if best is not None and report.best is not None and candidate == report.best.candidate:
         # One number for the winner, everywhere.
         speed = best.samples_per_second
@@ -128,13 +131,16 @@ def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool 
     return report.ceiling.fits(int(y2 + slope * (larger.per_device_train_batch_size - b2)))
 
 
-def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float:
-    """Return the speed at a larger batch, by the line through the micro-steps of the two largest measured batches."""
+def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
+    """Return the speed at a larger batch, by the line through the micro-steps of the two largest measured batches.
+
+    ``None`` where more samples took no longer: what was measured then is noise, and says nothing of still more.
+    """
     points = _points(tried, larger.arm, lambda m: 1 / m.samples_per_second)
     (b1, s1), (b2, s2) = points[-2:]
-    slope = max(0.0, (b2 * s2 - b1 * s1) / (b2 - b1))
+    slope = (b2 * s2 - b1 * s1) / (b2 - b1)
     batch = larger.per_device_train_batch_size
-    return batch / (b2 * s2 + slope * (batch - b2))
+    return batch / (b2 * s2 + slope * (batch - b2)) if slope > 0 else None
 
 
 def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]) -> list[tuple[int, float]]:

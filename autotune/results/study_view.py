@@ -10,6 +10,7 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.statistics import difference
+from autotune.core.units import format_deviation, is_lopsided
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
 from autotune.estimate.pooling import Speed
 from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step_chart
@@ -52,16 +53,19 @@ class RunnerUp:
     candidate: Candidate
     ratio: float
     """The speed of the best over its speed."""
-    half_width: float
-    """Half the 95 % interval of the ratio."""
+    log_half_width: float
+    """Half the 95 % interval of the ratio's logarithm."""
     is_told_apart: bool
     """Whether the interval leaves out 1."""
     was_faster: bool
     """Whether it was measured to be faster than the best, which is plainer."""
 
     def describe(self) -> str:
-        """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``."""
-        words = f"{self.ratio:.2f} ± {self.half_width:.2f} × the next fastest ({self.candidate.describe()})"
+        """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``, or ``2.25 × …, give or take a factor of 2.5``."""
+        factor, other = math.exp(self.log_half_width), f"the next fastest ({self.candidate.describe()})"
+        words = f"{self.ratio:.2f} ± {self.ratio * self.log_half_width:.2f} × {other}"
+        if is_lopsided(1, 1 / factor, factor):
+            words = f"{self.ratio:.2f} × {other}, give or take {format_deviation(self.log_half_width)}"
         if self.is_told_apart:
             return words
         return f"{words}: " + ("as fast, and the plainer is preferred" if self.was_faster else "not distinguishable")
@@ -221,6 +225,6 @@ def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
-    ratio, half_width = math.exp(gain.mean), gain.half_width()
+    half_width = gain.half_width()
     was_faster = speed.samples_per_second > measured.samples_per_second
-    return RunnerUp(candidate, ratio, ratio * half_width, abs(gain.mean) > half_width, was_faster)
+    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, was_faster)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autotune.core.candidate import Arm
 from autotune.core.outcome import Completed
-from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
+from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, is_lopsided
+from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell
 from autotune.results.expert import computed_in
 from autotune.results.study_view import BestView, StudyView, TrialView
@@ -53,7 +54,7 @@ def summary_lines(view: StudyView) -> list[str]:
 def _best_lines(view: StudyView, best: BestView) -> list[str]:
     speed, tokens, request = best.speed, best.tokens_per_second, view.record.request
     lines = [
-        f"{format_rate(speed.samples_per_second)} samples/s{format_spread(speed.relative_half_width)}"
+        _speed_words(speed)
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
@@ -79,6 +80,14 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     if best.limit_words is not None:
         lines.append(best.limit_words)
     return [*lines, *best.details]
+
+
+def _speed_words(speed: Speed) -> str:
+    """Return ``297.7 samples/s ± 2.7%``, or ``18.3 samples/s (11.4 to 29.5)``, as ``verify`` says what was promised."""
+    mean, (low, high) = speed.samples_per_second, speed.interval()
+    if is_lopsided(mean, low, high):
+        return f"{format_rate(mean)} samples/s ({format_rate(low)} to {format_rate(high)})"
+    return f"{format_rate(mean)} samples/s{format_spread(speed.relative_half_width)}"
 
 
 def _memory_line(view: StudyView, best: BestView) -> str:

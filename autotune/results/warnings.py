@@ -8,7 +8,7 @@ import math
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.stop import StopReason
-from autotune.core.units import format_seconds, plural
+from autotune.core.units import format_deviation, format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
 from autotune.space.levers import LEVERS, changed, levers_of, without
@@ -44,8 +44,8 @@ def notes(report: Report) -> list[str]:
         lines += _wide_promise(report, best, measured)
     baseline = report.speed(report.baseline)
     if baseline and best and best != report.baseline and baseline.relative_half_width > _VERY_WIDE_SPREAD:
-        width = baseline.relative_half_width
-        lines.append(f"the baseline's step time is uncertain by ± {width:.0%}, and so is the speed-up over it")
+        width = format_deviation(baseline.relative_half_width)
+        lines.append(f"the baseline's step time is uncertain by {width}, and so is the speed-up over it")
     lines += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
         lines += [*_ddp_notes(report, best), *_faster_ones(report, best)]
@@ -83,7 +83,7 @@ def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> l
     speed = report.speed(best)
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
         return []
-    differs = f"the next run may differ from the winner's speed by {speed.relative_half_width:.0%}: "
+    differs = f"the next run may differ from the winner's speed by {format_deviation(speed.relative_half_width)}: "
     if report.history.is_host_bound(best.candidate):
         return [differs + "the step is host-bound, and the host's speed differs from process to process"]
     then = " when it was measured" if source_of(best.outcome) else ""

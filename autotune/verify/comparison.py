@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.core.statistics import estimate_mean
-from autotune.core.units import format_rate, format_spread
+from autotune.core.units import format_rate, format_spread, is_lopsided
 
 Verdict = Literal["kept", "missed", "cannot_tell", "faster"]
 
 TELLING_SLACK = 0.2
 """Share of slow-down that a run must be able to refute. Above it, agreement with the promise says little. A choice."""
-
-# An interval of ± 11 % in seconds has sides that differ by this factor as a speed. A choice.
-_LOPSIDED = 1.25
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,7 @@ class Interval:
     @property
     def is_lopsided(self) -> bool:
         """Whether one side is so much wider than the other that ± would say something else than both ends."""
-        sides = sorted((self.high - self.mean, self.mean - self.low))
-        return sides[1] > _LOPSIDED * sides[0]
+        return is_lopsided(self.mean, self.low, self.high)
 
 
 def describe_speed(speed: Interval) -> str:

@@ -91,7 +91,7 @@ def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> 
     assert summary.startswith("Study tiny, 20")
     for words in (
         "Best: per-device batch",
-        "samples/s ±",
+        "samples/s",
         "× the TrainingArguments defaults",
         "headroom",
         "3 trials in",

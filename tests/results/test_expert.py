@@ -64,6 +64,13 @@ def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     assert "predicted" in found.describe()
 
 
+def test_no_speed_is_predicted_from_a_larger_batch_that_took_no_longer() -> None:
+    """As on a machine that others use: 32 samples in 0.08 s and 16 in 0.11 s promise any speed at 64."""
+    found = expert_of(search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(400.0, 10.0)), best=2))
+    assert (found.candidate.per_device_train_batch_size, found.is_measured) == (32, True)
+    assert "1.00 × bf16 at the largest batch tried" in found.describe()
+
+
 def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
     for batch, words in ((32, "(32 × 2"), (1, "(1 × 64")):
         found = expert_of(search((BF16, batch, completed(200.0))))

@@ -30,7 +30,7 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.schema import encode
 from autotune.core.stop import NOTHING_LEFT, StopReason
-from autotune.core.units import GIB
+from autotune.core.units import GIB, format_rate
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
 from autotune.results.html.page import html_page
 from autotune.results.html.svg_charts import draw_speed_chart
@@ -318,12 +318,25 @@ def test_one_number_for_the_winner() -> None:
     assert document["trials"][1]["samples_per_second"] == 310.7
 
 
+def test_an_interval_that_per_cents_would_misstate_is_told_by_its_ends() -> None:
+    """Of a noisy machine: 310 ± 200 % would say that the next run may stand still."""
+    others = trial(2, BF16, 32, completed(150.0)), trial(3, FP16, 32, completed(200.0))
+    view = study_view(report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others))
+    (low, high), told = view.best.speed.interval(), "\n".join(summary_lines(view))
+    assert f" samples/s ({format_rate(low)} to {format_rate(high)})," in told
+    assert f"by a factor of {high / view.best.speed.samples_per_second:.2g}: the machine was noisy" in told
+    assert ", give or take a factor of " in told
+    assert "±" not in told
+
+
 def test_one_uncertainty_for_the_baseline() -> None:
     """The note says what the chart shows: of all its processes, with what differs between them."""
     made = report(BASELINE, trial(2, FP32, 8, completed(25.0)), WINNER)
     (row,) = [row for row in step_chart(made).rows if row.mark == "baseline"]
     assert row.relative_half_width > 0.2
-    assert f"the baseline's step time is uncertain by ± {row.relative_half_width:.0%}" in "\n".join(notes(made))
+    assert f"the baseline's step time is uncertain by a factor of {math.exp(row.relative_half_width):.2g}," in " ".join(
+        notes(made)
+    )
 
 
 def test_what_the_machine_showed_before_counts() -> None:
@@ -437,7 +450,7 @@ def test_the_result_is_that_of_all_processes_of_the_winner() -> None:
     assert promised["samples_per_second"] == pytest.approx((300 * 320) ** 0.5)
     assert promised["samples_per_second_low"] < 300 < 320 < promised["samples_per_second_high"]
     assert document["speedup"] == pytest.approx(promised["samples_per_second"] / 41.7)
-    assert f"  {promised['samples_per_second']:.1f} samples/s ± " in summary_lines(study_view(twice))[1]
+    assert f"  {promised['samples_per_second']:.1f} samples/s (" in summary_lines(study_view(twice))[1]
     assert report_document(study_view(once))["next_run"]["processes_measured"] == 1
     assert report_document(study_view(report(BASELINE, OVER, best=None)))["next_run"] is None
 
