@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from autotune.core.device import Device
 from autotune.service.app import make_app
 from autotune.service.pages import add_pages
+from autotune.service.routes import health
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
@@ -33,9 +34,15 @@ def engine() -> StandInEngine:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.service)])
 def searches(
-    request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, engine: StandInEngine
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    data_folder: Path,
+    engine: StandInEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Searches]:
     """The searches of a service; ``make test-service`` has them on a PostgreSQL server as well."""
+    # A database of a busy machine may take longer than a second to answer.
+    monkeypatch.setattr(health, "_HEALTH_SECONDS", 60.0)
     is_file = request.param == "sqlite"
     storage = str(tmp_path / "studies" / "autotune.db" if is_file else request.getfixturevalue("postgres_url"))
     if is_file:

@@ -13,7 +13,7 @@ from autotune.service import feeds
 from autotune.service.access import Access
 from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
-from autotune.service.pages.rendered import Rendered
+from autotune.service.pages import rendered
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
@@ -136,7 +136,8 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
     store.close()
 
 
-def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before() -> None:
+def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendered, "_OLD_SECONDS", 1000.0)
     changes, renderings = ChangeEvents(), []
 
     def render() -> Markup:
@@ -144,12 +145,12 @@ def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before() ->
         return Markup(changes.count)
 
     async def run() -> None:
-        rendered = Rendered(changes)
-        assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"0"}
-        assert await rendered.get("home", render) == "0"
+        parts = rendered.Rendered(changes)
+        assert set(await asyncio.gather(*(parts.get("home", render) for _ in range(20)))) == {"0"}
+        assert await parts.get("home", render) == "0"
         assert len(renderings) == 1
         changes.notify("x")
-        assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"1"}
+        assert set(await asyncio.gather(*(parts.get("home", render) for _ in range(20)))) == {"1"}
         assert renderings == [0, 1]
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
