@@ -25,7 +25,7 @@ from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
 from autotune.results.report import Report, measurement
 from autotune.results.wording import describe_data
-from autotune.space.features import allocator_variable, offloading_threads
+from autotune.space.features import allocator_variable, major_minor, offloading_threads
 from autotune.space.levers import applied_settings, variables_of
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
@@ -215,7 +215,7 @@ def make_export(report: Report) -> Export:
         source=report.source,
         on_cpu=environment["device_kind"] == "cpu",
         world_size=world_size,
-        has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
+        has_reentrant_off=major_minor(packages["transformers"]) >= _REENTRANT_OFF,
     )
 
 
@@ -229,12 +229,6 @@ def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str 
 
 # transformers 5.23.0, modeling_utils: checkpointing without kwargs has use_reentrant=False.
 _REENTRANT_OFF = (5, 23)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version; nothing where it has none."""
-    parts = text.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
 def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:

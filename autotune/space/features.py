@@ -18,6 +18,9 @@ from autotune.core.workload import Workload
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 _NEW_NAME_SINCE = (2, 9)
+# Before, what goes into the functions of bitsandbytes was kept within a compiled checkpoint (bitsandbytes 0.50.2:
+# tensors that torch 2.11.0, 2.12.0 and 2.13.0 saved on a CPU, 24 November 2026).
+_RECOMPUTES_QUANTIZED_SINCE = (2, 12)
 _EXPANDABLE = "expandable_segments"
 # Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
 # that transformers and accelerate choose by themselves when they find them.
@@ -184,7 +187,17 @@ def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) ->
     return ",".join(f"{name}:{value}" for name, value in {**settings, _EXPANDABLE: str(expand)}.items())
 
 
+def major_minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; nothing where it has none."""
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
 def allocator_variable(torch_version: str) -> str:
     """Return the environment variable for allocator settings that this torch reads without a warning."""
-    major, minor = torch_version.split(".")[:2]
-    return ALLOCATOR_VARIABLE if (int(major), int(minor)) >= _NEW_NAME_SINCE else OLD_ALLOCATOR_VARIABLE
+    return ALLOCATOR_VARIABLE if major_minor(torch_version) >= _NEW_NAME_SINCE else OLD_ALLOCATOR_VARIABLE
+
+
+def compiled_recomputes(torch_version: str) -> bool:
+    """Return whether compiled layers with quantized weights recompute their activations where they are to."""
+    return major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE

@@ -43,10 +43,6 @@ _EXPANDABLE_SPEED = 0.99
 _COMPILED_KEEPS = 0.7
 """Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
 H200, 23 November 2026)."""
-_COMPILED_QUANTIZED_BYTES = 0.75
-"""Bytes a parameter that compiling is expected to take besides where weights are in 4 or 8 bits. Qwen3-14B with QLoRA
-took at least 0.68 more than without, at two batches (13.6 GiB, then out of memory at 23.0; H200, torch 2.11,
-bitsandbytes 0.50.2, 23 November 2026). Why is not known."""
 _MOST_FAILURES = 2
 """Ways to compile that may fail before none is tried any more."""
 
@@ -105,16 +101,17 @@ def _name(lever: str) -> str:
 class Anytime:
     """Proposes levers for the best candidates of a search that has its first answer."""
 
-    def __init__(self, space: Space, layers: int | None, quantized_parameters: int = 0) -> None:
+    def __init__(self, space: Space, layers: int | None, *, compiled_recomputes: bool = True) -> None:
         self._space = space
         self._layers = layers
         self._late = space.late - {"cpu_affinity"}
         self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
         self._given: dict[str, list[float]] = {}
         """By lever, what it gave over what was expected of it."""
-        self._added: dict[str, float] = {"torch_compile": _COMPILED_QUANTIZED_BYTES * quantized_parameters}
+        self._compiled_recomputes = compiled_recomputes
+        self._added: dict[str, float] = {}
         """By lever with which a trial ran out of memory, how many bytes it took at least beyond what was expected.
-        Ways to compile are one lever here, of which something is known beforehand."""
+        Ways to compile are one lever here."""
 
     @property
     def has_levers(self) -> bool:
@@ -299,11 +296,14 @@ class Anytime:
             return history.ceiling.bounds.fits(least_bytes)
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
-        more = self._more_bytes(memory, before, other) if memory is not None else None
+        is_compiled_anew, after = other.arm.torch_compile and not before.arm.torch_compile, other
+        if is_compiled_anew and not self._compiled_recomputes:
+            after = replace(other, arm=changed(other.arm, gradient_checkpointing=False))
+        more = self._more_bytes(memory, before, after) if memory is not None else None
         if more is None:
             times = other.per_device_train_batch_size / before.per_device_train_batch_size
             more = root.measurement.judged_bytes(before.arm) * (times - 1) if other.arm == before.arm else 0.0
-        elif other.arm.torch_compile and not before.arm.torch_compile:
+        elif is_compiled_anew:
             more *= _COMPILED_KEEPS
         more += self._added.get(_owner(way), 0.0)
         return more <= 0 or self._leaves_room(history, root, more)

@@ -18,6 +18,7 @@ from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
+from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.tuning.anytime import Anytime, Idea
@@ -107,8 +108,12 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-        quantized = prepared.model.parameters if prepared.request.workload.quantize is not None else 0
-        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers, quantized)
+        is_quantized, torch = prepared.request.workload.quantize is not None, prepared.environment["packages"]["torch"]
+        self._anytime = Anytime(
+            prepared.space,
+            prepared.model.checkpointing_layers,
+            compiled_recomputes=not is_quantized or compiled_recomputes(torch),
+        )
         self._has_answer = False
         self._idea: Idea | None = None
 

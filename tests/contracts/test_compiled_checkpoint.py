@@ -1,0 +1,41 @@
+"""Test what torch keeps for the backward pass within a compiled checkpoint."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autotune.space.features import compiled_recomputes
+
+bnb = pytest.importorskip("bitsandbytes")
+
+
+class Layer(torch.nn.Module):
+    """Frozen weights in 4 bits beside trained ones, as in a layer with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        self.frozen.weight.requires_grad_(False)
+        self.trained = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        quantized = self.frozen(torch.nn.functional.silu(hidden))
+        return torch.nn.functional.silu(quantized) + self.trained(hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(self.compute, hidden, use_reentrant=False)
+        return output
+
+
+def test_what_goes_into_quantized_layers_is_recomputed_since_a_version() -> None:
+    hidden, kept = torch.randn(3, 5, 64, dtype=torch.bfloat16, requires_grad=True), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    compiled = torch.compile(Layer().to("cpu"), backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compiled(hidden)
+    # Its input, and no activation.
+    assert (kept.count((3, 5, 64)) == 1) == compiled_recomputes(torch.__version__)
