@@ -277,8 +277,8 @@ def shared_server(folder: Path) -> Iterator[PostgresServer]:
 
 
 def _wait_for_others(users: int) -> None:
-    """Wait until no other test process uses the server, at most two minutes."""
-    deadline = time.monotonic() + 120
+    """Wait until no other test process uses the server, nearly as long as a test may take."""
+    deadline = time.monotonic() + 280
     while time.monotonic() < deadline:
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,8 +65,9 @@ class Connection:
         return answer
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Answer what was heard last."""
-        self._send(message, [])
+        """Answer what was heard last, where whoever asked is still there."""
+        with contextlib.suppress(BrokenPipeError):
+            self._send(message, [])
 
     def hear(self) -> tuple[dict[str, Any], list[int]]:
         """The next message and the file descriptors that came with it; ``EOFError`` where none will come."""

@@ -72,9 +72,12 @@ def test_out_of_memory_of_one_rank_is_the_trials(ranks: TrialServer) -> None:
 def test_ranks_that_hang_are_ended_at_the_time_limit(ranks: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     for behaviour in ("hang | hang", "complete | hang", "descend, hang | hang"):
-        outcome = run_trial(ranks, behaviour, timeout_seconds=2.0, log_path=log)
-        why = "stopped after the time limit of 2 s, before its first step ended; --trial-timeout gives it longer"
-        assert outcome == Failed("timeout", why, "train")
+        for limit_seconds in (2.0, 20.0, 100.0):
+            outcome = run_trial(ranks, behaviour, timeout_seconds=limit_seconds, log_path=log)
+            if outcome.during == "train":
+                break
+        why = f"stopped after the time limit of {limit_seconds:.0f} s, before its first step ended; "
+        assert outcome == Failed("timeout", f"{why}--trial-timeout gives it longer", "train")
     assert all_gone([int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("descendant")])
     assert under_way(ranks) == []
 

@@ -110,7 +110,7 @@ def ignore_precision(overrides: dict[str, Any]) -> Trainer:
 
 
 class SlowSamples(torch.utils.data.Dataset[Any]):
-    """Each takes 5 ms to come by."""
+    """Each takes 20 ms to come by."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -119,7 +119,7 @@ class SlowSamples(torch.utils.data.Dataset[Any]):
         return len(self._samples)
 
     def __getitem__(self, at: int) -> Any:
-        time.sleep(0.005)
+        time.sleep(0.02)
         return self._samples[at]
 
 
