@@ -45,6 +45,8 @@ class HowItSteps:
     """The optimizer, in the order of their first steps, whose step ends a whole step."""
     passes: int = 1
     """Backward passes of a micro-step."""
+    passes_once: int = 0
+    """As many more for each step, such as that of a loss of the whole batch whose gradients are then passed on."""
     calls_without_gradients: int = 0
     """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
     calls_without_gradients_each: int = 0

@@ -294,6 +294,61 @@ def test_no_batch_is_larger_than_the_data(trial_server: ServerClient, folder: Pa
     assert inspected(trial_server, "-b {batch} --epochs 4")[1].samples is None
 
 
+def test_a_batch_of_most_of_the_data_is_measured_with_the_evaluation_of_each_epoch(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    """An epoch of it is a whole step and a short one."""
+    (folder / "loop.py").write_text("""
+import sys, torch
+net = torch.nn.Linear(8, 1)
+opt = torch.optim.SGD(net.parameters(), 0.01)
+data = torch.randn(64, 8)
+for epoch in range(99):
+    for part in data.split(int(sys.argv[1])):
+        net(part).square().mean().backward()
+        opt.step(), opt.zero_grad()
+    with torch.no_grad():
+        net(data)
+""")
+    told, _ = inspected(trial_server, "loop.py {batch}")
+    assert trial_server.trial(told, Candidate(Arm(), 40, 1)).completed.measurement.step_seconds > 0
+
+
+# The loss of the whole batch is differentiated to the outputs, and each part of the model's computed again.
+CACHED = """
+import sys, torch
+batch, part = int(sys.argv[1]), int(sys.argv[2])
+net = torch.nn.Linear(8, 4)
+opt = torch.optim.SGD(net.parameters(), 0.01)
+for step in range(60):
+    x = torch.randn(batch, 8)
+    with torch.no_grad():
+        kept = torch.cat([net(each) for each in x.split(part)])
+    kept.requires_grad_()
+    (kept @ kept.T).logsumexp(-1).mean().backward()
+    for each, gradient in zip(x.split(part), kept.grad.split(part)):
+        net(each).backward(gradient)
+    opt.step(), opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "searched", "tried"),
+    [
+        ("{batch} 4", ("batch",), Candidate(Arm(), 16, 1)),
+        ("{effective_batch} {batch}", ("batch", "accumulation"), Candidate(Arm(), 4, 4)),
+    ],
+)
+def test_gradients_of_outputs_may_be_kept_and_passed_on(
+    trial_server: ServerClient, folder: Path, options: str, searched: tuple[str, ...], tried: Candidate
+) -> None:
+    (folder / "loop.py").write_text(CACHED)
+    told, model = inspected(trial_server, f"loop.py {options}")
+    assert model.interface.searched == searched
+    measured = trial_server.trial(told, tried).completed.measurement
+    assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
+
+
 UPDATES = """
 import sys, torch
 batch, kind = int(sys.argv[1]), sys.argv[2]

@@ -246,7 +246,7 @@ class _Inspecting:
                 f"{_describe(one)} and {_describe(two)}",
                 self._why_no_budget() or self._where_batch_is(one, two),
             )
-        if self._tells_total and not _follows(values, one, others, two):
+        if self._tells_total and _passes(values, one, others, two) is None:
             raise UserCodeError(
                 f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
                 f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
@@ -277,13 +277,16 @@ class _Inspecting:
         (values, one), (others, two) = first, second
         names, tells_total = self._template.names, self._tells_total
         accumulation, fixed = values.accumulation, Fixed()
+        followed = _passes(values, one, others, two)
         if not tells_total:
             # Of several optimizers in turn, each has its own backward passes.
             accumulation = min((count for _, count in one.cycle if count), default=1)
+            if site is not None and site.calls:
+                # Some of them may be of parts of a loss.
+                accumulation = math.gcd(accumulation, _calls(one, site))
             total = values.batch * accumulation
-            follows = _follows(values, one, others, two)
-            fixed = Fixed(effective_batch=total) if follows else Fixed(accumulation=accumulation)
-        passes = max(1, one.passes // accumulation)
+            fixed = Fixed(effective_batch=total) if followed is not None else Fixed(accumulation=accumulation)
+        passes, once = (max(1, one.passes // accumulation), 0) if not tells_total or followed is None else followed
         if site is None:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
@@ -301,7 +304,7 @@ class _Inspecting:
         each = max(0, math.ceil((counts[1] - counts[0]) / more)) if more > 0 else 0
         # An evaluation may have been between the steps of one run.
         least = min(counts[0] - each * values.accumulation, counts[1] - each * others.accumulation)
-        how = HowItSteps(one.anchor, passes, max(0, least) if more else min(counts), each, site)
+        how = HowItSteps(one.anchor, passes, once, max(0, least) if more else min(counts), each, site)
         assert one.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
         loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == (values.batch, others.batch)
@@ -376,7 +379,7 @@ class _Inspecting:
                 )
 
     def _own_settings(self, own: Seen, how: HowItSteps) -> OwnSettings:
-        micro_steps = max(1, own.passes // how.passes)
+        micro_steps = max(1, (own.passes - how.passes_once) // how.passes)
         site = how.site
         rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
         batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
@@ -393,10 +396,11 @@ def _trained(runs: ScriptRuns[Seen], at: int) -> Seen:
     return seen
 
 
-def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:
-    """Return whether the backward passes of a step followed the accumulation."""
-    each = one.passes / values.accumulation
-    return each >= 1 and each == int(each) and two.passes == each * others.accumulation
+def _passes(values: Values, one: Seen, others: Values, two: Seen) -> tuple[int, int] | None:
+    """Return the backward passes of each micro-step, and those beside them; ``None`` where accumulation made none."""
+    each, rest = divmod(two.passes - one.passes, others.accumulation - values.accumulation)
+    once = one.passes - each * values.accumulation
+    return (each, once) if each >= 1 and not rest and once >= 0 else None
 
 
 Calls = tuple[tuple[str, ShapesByPlace], ...]

@@ -68,6 +68,7 @@ class PlaceholderTrial(StepsTrial):
             self._candidate,
             interface.steps,
             self._timer,
+            is_told_passes="accumulation" in interface.searched,
             on_begin=self.begins,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
@@ -107,6 +108,7 @@ class HookedSteps(MarkedSteps):
         how: HowItSteps,
         timer: StepTimer,
         *,
+        is_told_passes: bool,
         on_begin: Callable[[], None],
         on_step: Callable[[], None],
         refuse: Callable[[str], NoReturn],
@@ -119,10 +121,12 @@ class HookedSteps(MarkedSteps):
         self._on_step = on_step
         self._refuse = refuse
         accumulation, site = candidate.gradient_accumulation_steps, how.site
-        self._wanted_passes = how.passes * accumulation
+        self._wanted_passes = how.passes_once + how.passes * accumulation
         self._most_without_gradients = how.calls_without_gradients + how.calls_without_gradients_each * accumulation
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
+        self._is_told_passes = is_told_passes or not self._wanted_rows
+        """Whether a step is to have just as many; else what it makes of its samples is its own."""
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
         self._has_begun = False
@@ -177,9 +181,11 @@ class HookedSteps(MarkedSteps):
     def backward_ends(self) -> None:
         """Mark the end of a micro-step, unless it is the last."""
         self._passes += 1
-        if self._passes % self._how.passes == 0 and self._passes < self._wanted_passes:
+        passes = self._passes - self._how.passes_once
+        if passes > 0 and passes % self._how.passes == 0 and self._passes < self._wanted_passes:
             self._timer.micro_step_ends()
-        if self._passes > _MOST_LATER * self._wanted_passes:
+        most = self._wanted_passes if self._is_told_passes else max(self._wanted_passes, self._wanted_rows)
+        if self._passes > _MOST_LATER * most:
             self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -196,11 +202,14 @@ class HookedSteps(MarkedSteps):
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         evaluates = self._calls_without_gradients > self._most_without_gradients
-        self._evaluations = self._evaluations + 1 if evaluates else 0
+        is_whole = rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes)
+        if is_whole:
+            # Between two of them may be the short step of an epoch.
+            self._evaluations = self._evaluations + 1 if evaluates else 0
         self._marks = None
         self._passes = self._rows = self._calls_without_gradients = 0
         wait_seconds = self._loading.take()
-        if (passes, rows) != (self._wanted_passes, self._wanted_rows):
+        if not is_whole:
             self._refuse_if_lasting(passes, rows)
             self._timer.step_is_dropped()
         elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
