@@ -48,7 +48,8 @@ def without_numbers(line: str) -> str:
     """Return a line without what differs from run to run: numbers, their units, the winner's precision."""
     line = re.sub(r"\b(?:bf16|fp32)\b", "PRECISION", line)
     line = re.sub(r"\d[\d.,]*[kMG]?(?:m\d+)?", "0", line)
-    return re.sub(r"0 (?:[KMGT]iB|ms|s)\b", "0", line)
+    # A wide interval is told by its ends.
+    return re.sub(r"0 (?:[KMGT]iB|ms|s)\b", "0", line).replace("(0 to 0)", "± 0%")
 
 
 def head_of_search(lines: list[str]) -> list[str]:
