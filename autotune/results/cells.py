@@ -10,7 +10,12 @@ from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
 
 if TYPE_CHECKING:
+    from autotune.estimate.pooling import Speed
     from autotune.store.records import TrialRecord
+
+
+# Speeds that differ by no more look the same. A choice.
+_SAME_SPEED = 0.005
 
 
 def batch_cell(candidate: Candidate) -> str:
@@ -28,6 +33,18 @@ def speed_cell(outcome: Outcome | None) -> str:
         case Failed(reason=reason):
             return "failed" if reason == "error" else reason
     return "running"
+
+
+def verdict_cell(verdict: str, outcome: Outcome | None, speed: Speed | None) -> str:
+    """Return a verdict by a candidate's speed, with that speed where it is not this process's own.
+
+    It is then the mean of several processes, or corrected for the candidate's having been chosen for its speed.
+    """
+    if speed is None or not isinstance(outcome, Completed):
+        return verdict
+    is_own = abs(speed.samples_per_second / outcome.measurement.samples_per_second - 1) < _SAME_SPEED
+    how = "mean" if speed.processes > 1 else None if is_own else "counts as"
+    return ", ".join(filter(None, (verdict, how and f"{how} {format_rate(speed.samples_per_second)}")))
 
 
 def peak_cell(outcome: Outcome | None) -> str:

@@ -6,7 +6,7 @@ from autotune.core.candidate import Arm
 from autotune.core.outcome import Completed
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, is_lopsided
 from autotune.estimate.pooling import Speed
-from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
 from autotune.results.expert import computed_in
 from autotune.results.study_view import BestView, StudyView, TrialView
 
@@ -23,7 +23,7 @@ def report_lines(view: StudyView) -> list[str]:
             speed_cell(trial.record.outcome) if isinstance(trial.record.outcome, Completed) else "",
             _tokens_cell(trial) if has_tokens else took_cell(trial.record),
             peak_cell(trial.record.outcome),
-            trial.verdict,
+            _verdict_cell(view, trial),
         )
         for trial in view.trials
     ]
@@ -34,6 +34,13 @@ def report_lines(view: StudyView) -> list[str]:
         "",
         *table_lines(head, rows, right=("#", "batch×acc", "samples/s", "tokens/s", "took", "peak")),
     ]
+
+
+def _verdict_cell(view: StudyView, trial: TrialView) -> str:
+    best = view.best
+    if best is None or trial.record.id != best.record.id:
+        return trial.verdict
+    return verdict_cell(best.verdict, trial.record.outcome, best.speed)
 
 
 def _tokens_cell(trial: TrialView) -> str:

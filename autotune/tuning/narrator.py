@@ -10,7 +10,7 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
-from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell, verdict_cell
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
@@ -202,11 +202,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
         words.append(times(speed.samples_per_second / baseline.samples_per_second))
     if is_best:
         words.append("best")
-    told = " ".join(words)
-    # The result has the mean of all processes that measured the candidate; this line's speed is that of one.
-    return (
-        f"{told}, mean {format_rate(speed.samples_per_second)}" if speed is not None and speed.processes > 1 else told
-    )
+    return verdict_cell(" ".join(words), outcome, speed)
 
 
 def _speed_of_best(history: History, prepared: Prepared, best: Tried) -> Speed | None:

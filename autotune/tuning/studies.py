@@ -152,7 +152,7 @@ def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> st
         return "the dataset may have changed"
     document = json.loads(json.dumps({**request.workload.recorded_document(), **request.document()}))
     recorded = {**store.workload_of(known), **known.request}
-    changed = differences({name: recorded.get(name) for name in document}, document)
+    changed = differences(recorded, document)
     if changed:
         return changed[0]
     environment = store.environment(known.environment_id)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
+from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds, plural
 from autotune.core.verification import StockResult
 from autotune.estimate.bottleneck import what_limits
 from autotune.estimate.pooling import replays_graphs
@@ -288,7 +288,7 @@ class Verification:
         stall = max(stalls, key=lambda stretch: stretch.seconds)
         times, expected = "once" if len(stalls) == 1 else f"{len(stalls)} times", usual * stall.samples
         return (
-            f"it stood still {times}, {format_count(stall.steps)} steps took {format_seconds(stall.seconds)} where "
+            f"it stood still {times}, {plural(stall.steps, 'step')} took {format_seconds(stall.seconds)} where "
             f"such steps take {format_seconds(expected)}; give --steps more, or verify again"
         )
 

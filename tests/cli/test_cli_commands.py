@@ -101,7 +101,8 @@ def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> 
     assert len(rows) == 3
     # It may be the best as well.
     assert "  baseline" in rows[0]
-    assert sum(row.endswith("best") for row in rows) == 1
+    # Where several processes measured it, their mean comes after it.
+    assert sum("best" in row for row in rows) == 1
     assert {len(row[: row.index("±")].rstrip()) for row in rows} <= {head.index("samples/s") + n for n in range(10)}
 
 

@@ -1,6 +1,7 @@
 """Test the progress view with an invented study: every kind of line, in narrow and wide terminals."""
 
 import io
+import re
 import threading
 from dataclasses import replace
 
@@ -88,6 +89,18 @@ def test_every_kind_of_line() -> None:
     assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
     assert line.endswith("RuntimeError: no")
     assert "timeout" in shown.ends(Arm("tf32"), 32, Failed("timeout", "stopped after the time limit of 180 s"))
+
+
+def test_a_speed_that_counts_as_another_says_so() -> None:
+    """The winner was chosen among three that cannot be told apart."""
+    shown = Shown()
+    shown.ends(FP32, 8, completed(41.7, 11.5), "baseline")
+    for batch, speed in ((8, 305.0), (16, 305.0)):
+        shown.ends(BF16, batch, completed(speed, 14.0))
+    told = shown.ends(BF16, 32, completed(312.0, 22.1))
+    times, counts = re.search(r" ([\d.]+)× best, counts as ([\d.]+)$", told).groups()
+    assert 305 < float(counts) < 311
+    assert float(times) == pytest.approx(float(counts) / 41.7, abs=0.01)
 
 
 def test_the_usual_lines_fit_into_eighty_columns_and_stand_below_their_heads() -> None:

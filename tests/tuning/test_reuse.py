@@ -480,6 +480,12 @@ class TestTheSameSearchAgain:
         # More may be spent on it.
         assert self.differs(store, trials=50) is None
 
+    def test_without_what_was_said_of_a_lever_it_is_another_search(self, store: Store) -> None:
+        """Such a field is recorded only where it was given."""
+        search(store, RecordedRunner(EFFECTIVE_64), study="first", unpadded="off")
+        assert self.differs(store, unpadded="off") is None
+        assert self.differs(store) == "unpadded: 'off', now not given"
+
     def test_of_anything_else_is_told_what_differs(self, store: Store) -> None:
         search(store, RecordedRunner(EFFECTIVE_64), study="first")
         assert self.differs(store, fresh=True) == "--fresh measures again"
