@@ -108,11 +108,11 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-        is_quantized, torch = prepared.request.workload.quantize is not None, prepared.environment["packages"]["torch"]
+        is_quantized = prepared.request.workload.quantize is not None
         self._anytime = Anytime(
             prepared.space,
             prepared.model.checkpointing_layers,
-            compiled_recomputes=not is_quantized or compiled_recomputes(torch),
+            compiled_recomputes=not is_quantized or compiled_recomputes(prepared.environment["packages"]["torch"]),
         )
         self._has_answer = False
         self._idea: Idea | None = None
