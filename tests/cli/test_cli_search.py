@@ -10,7 +10,6 @@ import subprocess
 import termios
 from pathlib import Path
 
-import pytest
 import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until
@@ -23,7 +22,11 @@ def test_the_document_tells_what_was_measured(studied: Studied) -> None:
     assert document["environment"]["packages"]["torch"]
     assert document["ceiling_bytes"] > 0
     assert document["baseline"]["number"] == document["trials"][0]["number"]
-    assert document["baseline"]["samples_per_second"] == pytest.approx(document["trials"][0]["samples_per_second"])
+    # The mean of its processes: where it is the winner, too, it may have been measured again.
+    settings = ("per_device_train_batch_size", "precision", "gradient_checkpointing")
+    own = [each for each in document["trials"] if all(each[name] == document["baseline"][name] for name in settings)]
+    speeds = [each["samples_per_second"] for each in own]
+    assert 0.999 * min(speeds) < document["baseline"]["samples_per_second"] < 1.001 * max(speeds)
     for trial in document["trials"]:
         assert trial["state"] == "completed"
         assert trial["per_device_train_batch_size"] * trial["gradient_accumulation_steps"] == 16
