@@ -119,9 +119,12 @@ def first_line(error: BaseException) -> str:
     """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``.
 
     NCCL's errors say what went wrong in their last line, so the lines of such a message are joined. A first line that
-    ends with a colon, as dynamo's "backend='inductor' raised:", is joined with the next.
+    ends with a colon, as dynamo's "backend='inductor' raised:", is joined with the next. For an error without a message
+    its line of code stands, such as that of an ``assert``.
     """
-    lines = str(error).strip().splitlines() or [""]
+    lines = str(error).strip().splitlines()
+    if not lines:
+        lines = [trace.line or "" for trace in traceback.extract_tb(error.__traceback__)[-1:]] or [""]
     joined = len(lines) if lines[0].startswith("NCCL error") else 2 if lines[0].endswith(":") else 1
     said = " ".join(lines[:joined])
     line = f"{type(error).__name__}: {said}".rstrip(": ")

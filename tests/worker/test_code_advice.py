@@ -68,9 +68,12 @@ import argparse
 p = argparse.ArgumentParser()
 p.add_argument("epochs", type=int)
 p.add_argument("--name", default="a")
+p.add_argument("--width", type=int, default=5)
 p.add_argument("--rows", type=int, default=3)
 p.add_argument("--updates", type=int, default=1)
 args = p.parse_args()
+import torch
+rows = torch.ones(args.rows, 2)
 LOOP
 train(args.rows, args.updates)
 """
@@ -78,7 +81,7 @@ CLICK = """
 import click
 @click.command()
 @click.argument("batch_size", default=3)
-@click.option("--bs", default=3)
+@click.option("--size", "bs", default=3, help="Batch size.")
 @click.option("--mixed-precision", default="fp32")
 @click.option("--amp", is_flag=True)
 def main(batch_size, bs, mixed_precision, amp):
@@ -156,9 +159,10 @@ import argparse
 p = argparse.ArgumentParser()
 p.add_argument("--eval.batch_size", type=int)
 p.add_argument("--global-batch-size", type=int, default=3)
+p.add_argument("--grad-accumulate-every", type=int, default=1)
 args = p.parse_args()
 LOOP
-train(args.global_batch_size, 1)
+train(args.global_batch_size, args.grad_accumulate_every)
 """
 WORDS = """
 import sys
@@ -167,6 +171,14 @@ opts |= {name.lstrip("-"): int(value) for name, value in zip(sys.argv[1::2], sys
 LOOP
 loader = torch.utils.data.DataLoader(range(8), batch_size=opts["batch"])
 train(opts["batch"], 1)
+"""
+NUMBERS = """
+import sys, torch
+opts = dict(width=2, n=3, epochs=2)
+opts |= {name: int(value) for name, value in (word.split("=") for word in sys.argv[1:])}
+x = torch.ones(opts["n"], opts["width"])
+LOOP
+train(opts["n"], 1)
 """
 VARIABLES = """
 import os
@@ -238,7 +250,7 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
             "--dtype={precision:fp32=float32,bf16=bfloat16}",
         ),
         (OTHER_NAMES, "5 --rows 2 --name b", "python run.py 5 --rows {batch} --name b"),
-        (CLICK, "--bs 2", "python run.py --bs {batch} --mixed-precision '{precision:fp32=fp32,bf16=bf16}'"),
+        (CLICK, "--size 2", "python run.py --size {batch} --mixed-precision '{precision:fp32=fp32,bf16=bf16}'"),
         (REST, "", "python run.py SOLVER.IMS_PER_BATCH {batch}"),
         (REST, "SOLVER.IMS_PER_BATCH 2 SEED 2", "python run.py SOLVER.IMS_PER_BATCH {batch} SEED 2"),
         (PAIRS, "data.batch_size 2", "python run.py data.batch_size {batch}"),
@@ -248,8 +260,9 @@ def refused(trial_server: ServerClient, words: list[str]) -> str:
         (CONFIG, "seed=2", "python run.py seed=2 trainer.batch_size={batch}"),
         # As the parser of Hydra, which takes any words.
         (REST.replace("argparse.REMAINDER", "'*'"), "", "python run.py SOLVER.IMS_PER_BATCH {batch}"),
-        (TOTAL, "", "python run.py --global-batch-size {batch}"),
+        (TOTAL, "", "python run.py --grad-accumulate-every {accumulation} --global-batch-size {batch}"),
         (WORDS, "-epochs 3", "python run.py -epochs 3 -batch {batch}"),
+        (NUMBERS, "epochs=3", "python run.py epochs=3 n={batch}"),
         # As bindings of gin.
         (
             PLAIN,

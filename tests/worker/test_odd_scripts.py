@@ -32,6 +32,7 @@ def sgd(model): return torch.optim.SGD(model.parameters(), 0.1)
 """
 ASKS = TRAINS + "input('Go on? [y/n] ')\n"
 ANOTHER_MODEL = TRAINS + "optimizer = sgd(model)\ntrain(torch.nn.Linear(4, 2), DataLoader(data), optimizer)\n"
+SAYS_MORE = "print('Could not override x.', 'See --help.', sep='\\n'); raise SystemExit(2)"
 DAEMON = """
 import os, time
 if os.fork(): os._exit(0)
@@ -67,8 +68,9 @@ def script(folder: Path, text: str) -> TrainingSource:
     [
         (ASKS, "run.py asks for input, and nobody answers in a trial"),
         (ANOTHER_MODEL, "run.py steps an optimizer whose parameters get no gradients"),
+        (SAYS_MORE, "run.py left with exit code 2: Could not override x."),
     ],
-    ids=["asks", "another model"],
+    ids=["asks", "another model", "says more"],
 )
 def test_it_is_told(trial_server: ServerClient, folder: Path, text: str, message: str) -> None:
     problem = trial_server.inspection(Workload.of_source(script(folder, text))).problem

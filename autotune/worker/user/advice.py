@@ -22,6 +22,7 @@ from autotune.worker.user.seen_settings import (
     likely_settings,
     line_in_config,
     settings_of,
+    sizes_at_hand,
     variables_read,
 )
 
@@ -33,7 +34,7 @@ _NAMES = {
         "device_train_microbatch_size", "microbatch_size", "micro_train_batch_size", "train_micro_batch_size",
         "train_micro_batch_size_per_gpu",
         "train_batch_size", "batch_size", "batchsize", "batch_size_per_gpu", "local_batch_size", "ims_per_batch",
-        "samples_per_gpu", "minibatch_size", "mini_batch_size", "batch", "bs", "b",
+        "samples_per_gpu", "minibatch_size", "mini_batch_size", "batch", "bsz", "bs", "b",
     ),
     "accumulation": (
         "gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "accumulation_steps",
@@ -57,6 +58,7 @@ _PRECISIONS = (
 _MOST_NAMED = 8
 # What such an option, or its help, says in other words, unless it is of an evaluation.
 _HELP = re.compile(r"(?<![a-z])batch[ _-]?sizes?(?![a-z])", re.IGNORECASE)
+_ACCUMULATES = re.compile(r"grad[a-z]*_?accum|accum[a-z]*_?(grad|step|iter|count|freq)")
 # What a configuration file calls the samples of a step, where it names those of a micro-step as well.
 _TOTALS = (*_NAMES["effective_batch"], "train_batch_size")
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
@@ -99,14 +101,14 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     if not source.file.endswith(".py") or "site-packages" in source.file:
         # It is nobody's to change.
         function = ""
-    numbers = _numbers(frames)
-    if numbers:
-        command = _command(source, {"batch": _Option(numbers[0], "{batch}")})
+    likely, others = _likely_options(source, frames)
+    if numbers := _numbers(frames) or others:
+        command = _command(source, {"batch": numbers[0]})
+        names = ", ".join(each.name for each in numbers)
         return (
-            f"where it takes its batch on its command line (one of {', '.join(numbers)}?), or from a file that this "
-            f"names, put {{batch}} there, such as -- {command} (see {_PLACEHOLDERS_PAGE}){function}"
+            f"where it takes its batch on its command line (one of {names}?), or from a file that this names, put "
+            f"{{batch}} there, such as -- {command} (see {_PLACEHOLDERS_PAGE}){function}"
         )
-    likely = dict(_likely_options(source, frames))
     if "batch" in likely:
         named = ", ".join(option.name for option in likely.values())
         return (
@@ -259,37 +261,58 @@ def _found_options(frames: Sequence[FrameType], argv: Sequence[str]) -> Iterator
                 yield what, option
                 break
         else:
-            described = next((action for action in actions if what == "batch" and _is_batch(action)), None)
+            described = next((action for action in actions if _is_described(what, action)), None)
             if described is not None and (option := _of_action(what, described, given)) is not None:
-                has_batch = True
+                has_batch = has_batch or what == "batch"
                 yield what, option
 
 
-def _likely_options(source: TrainingSource, frames: Sequence[FrameType]) -> Iterator[tuple[str, _Option]]:
-    """Yield options for batch and accumulation by the names that they have in what the script reads, spelled alike."""
+def _likely_options(source: TrainingSource, frames: Sequence[FrameType]) -> tuple[dict[str, _Option], list[_Option]]:
+    """Return options for batch and accumulation by the names that they have in what the script reads, spelled alike.
+
+    Where none is named like a batch, all of them that are numbers, if a word of the command line shows how they are
+    spelled.
+    """
     settings = {
         key: value for key, value in likely_settings(frames, source.file).items() if not OF_EVALUATION.search(key)
     }
     pairs = (re.match(r"(-*)([A-Za-z_][\w.-]*)(=?)", word) for word in source.argv)
     known = next((pair for pair in pairs if pair and (pair[3] or (pair[1] and pair[2] in settings))), None)
     before, joined = (known[1], bool(known[3])) if known else ("--", True)
-    for what in ("batch", "accumulation"):
-        keys = (
-            key for name in _NAMES[what] for key in settings if _plain(key) == name and not OF_EVALUATION.search(key)
-        )
-        if (key := next(keys, None)) is not None:
-            yield what, _Option(key if key.startswith("-") else before + key, f"{{{what}}}", joined=joined)
+
+    def option(key: str, what: str = "batch") -> _Option:
+        return _Option(key if key.startswith("-") else before + key, f"{{{what}}}", joined=joined)
+
+    named = {
+        what: option(key, what)
+        for what in ("batch", "accumulation")
+        for key in [key for name in _NAMES[what] for key in settings if _plain(key) == name][:1]
+    }
+    if "batch" in named or known is None:
+        return named, []
+    sizes = sizes_at_hand(frames)
+    return named, [option(key) for key in sorted(settings, key=lambda key: settings[key] not in sizes)][:_MOST_NAMED]
 
 
-def _numbers(frames: Sequence[FrameType]) -> list[str]:
-    """Return options that take whole numbers, those first that speak of a batch."""
-    spellings = [each.option_strings for each in _actions(frames) if each.type is int and each.option_strings]
-    names = (max(each, key=len) for each in spellings)
-    return sorted(names, key=lambda name: "batch" not in name or bool(OF_EVALUATION.search(name)))[:_MOST_NAMED]
+def _numbers(frames: Sequence[FrameType]) -> list[_Option]:
+    """Return options that take whole numbers, those first that speak of a batch, or have the size of a tensor."""
+    values, sizes = watch_options().values, sizes_at_hand(frames)
+
+    def rank(action: argparse.Action) -> tuple[bool, bool]:
+        name = max(action.option_strings, key=len)
+        value = values.get(action.dest, action.default)
+        return "batch" not in name or bool(OF_EVALUATION.search(name)), value not in sizes
+
+    actions = sorted((each for each in _actions(frames) if each.type is int and each.option_strings), key=rank)
+    return [_Option(max(each.option_strings, key=len), "{batch}") for each in actions[:_MOST_NAMED]]
 
 
-def _is_batch(action: argparse.Action) -> bool:
-    """Return whether an option is the samples of a training batch, as its help says."""
+def _is_described(what: str, action: argparse.Action) -> bool:
+    """Return whether an option is the samples of a training batch, or the accumulation, as its words or help say."""
+    if what == "accumulation":
+        return action.type is int and any(_ACCUMULATES.search(_plain(name)) for name in action.option_strings)
+    if what != "batch":
+        return False
     text = f"{' '.join(action.option_strings)} {action.help}"
     totals = (*_NAMES["effective_tokens"], *_NAMES["effective_batch"])
     is_total = any(_is_named(action.option_strings, name) for name in totals)
@@ -311,6 +334,7 @@ def _of_click(parameter: Any) -> argparse.Action:
         parameter.opts,
         parameter.name,
         nargs=0 if getattr(parameter, "is_flag", False) else None,
+        help=getattr(parameter, "help", None),
         default=parameter.default,
         type=int if type(parameter.default) is int else None,
         choices=getattr(getattr(parameter, "type", None), "choices", None),

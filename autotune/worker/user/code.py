@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -120,6 +121,11 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
+# After what was wrong some libraries say how to learn more, in so many lines at most. A choice.
+_LAST_WORDS = 8
+_ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can't|no such|not found)\b", re.IGNORECASE)
+
+
 def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
     """Return what to say of code that ends its process, with its own last words."""
     said = error.code if isinstance(error.code, str) else _last_words(log_start)
@@ -138,7 +144,7 @@ def log_size() -> int:
 
 
 def _last_words(start: int) -> str:
-    """Return the last line that this process wrote into its log from ``start`` on."""
+    """Return the last line of an error that this process wrote into its log from ``start`` on, or its last line."""
     log_size()
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
@@ -146,7 +152,8 @@ def _last_words(start: int) -> str:
             lines = lines_with_words(log.read().decode(errors="replace"))
     except OSError:
         return ""
-    return lines[-1] if lines else ""
+    said = [line for line in lines[-_LAST_WORDS:] if _ERROR.search(line)]
+    return (said or lines or [""])[-1]
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:

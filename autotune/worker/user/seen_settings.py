@@ -166,8 +166,15 @@ def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
     return found
 
 
+def sizes_at_hand(frames: Sequence[FrameType]) -> set[int]:
+    """Return the first dimensions of the tensors that the functions at work hold: one of them is likely the batch."""
+    values = (value for frame in frames for value in frame.f_locals.values())
+    return {len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim}
+
+
 _DATA = torch.utils.data
-_NO_CONFIGS = (type, FrameType, torch.nn.Module, torch.Tensor, _DATA.DataLoader, _DATA.Dataset, _DATA.Sampler)
+_TRAINING = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, _DATA.DataLoader, _DATA.Dataset, _DATA.Sampler)
+_NO_CONFIGS = (type, FrameType, *_TRAINING)
 
 
 def _package(frame: FrameType | None) -> str:
