@@ -6,6 +6,7 @@ autograd engine, and the recomputation of a checkpoint would take another path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +93,12 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
     return kernel
 
 
+@functools.cache
 def install_cuda_autocast() -> torch.library.Library:
-    """Make CPU autocast use CUDA's float32 list. Keep the returned library alive."""
+    """Make CPU autocast use CUDA's float32 list, once and for the rest of this process.
+
+    The library has to stay alive. torch 2.11 refuses a second one.
+    """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_OPERATIONS:
         library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]

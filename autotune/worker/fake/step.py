@@ -229,11 +229,10 @@ def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
     return with_float32_outputs(autocast(forward))
 
 
-def install_cuda_semantics(chip: Chip, *, padded: bool) -> Any:
-    """Make fake CPU tensors allocate as on a chip, in the rest of this process. Keep what is returned alive."""
-    library = install_cuda_autocast()
+def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
+    """Make fake CPU tensors allocate as on a chip, in the rest of this process."""
+    install_cuda_autocast()
     install_cuda_functions(flash=chip.has_flash_attention, padded=padded)
-    return library
 
 
 class _BuiltIn:
@@ -277,7 +276,7 @@ class FakeTraining:
         """What the operations of the last traced step compute and move."""
         # A mesh reads values, so it is made before tensors are fake.
         self._mesh = join_fake_ranks(arm.ranks) if arm.is_sharded else None
-        self._library = install_cuda_semantics(chip, padded=workload.padding > 0)
+        install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
         """Return the allocations of a step at any batch, derived from a trace at one batch."""

@@ -132,7 +132,7 @@ class _TracedLoop(Listener):
         self._optimizers = {id(each): each for each in _alive(torch.optim.Optimizer)}
         step = OwnStep(self._model, shapes)
         size = batch_to_trace(self._model, shapes)
-        library = install_cuda_semantics(self._chip, padded=shapes.is_padded)
+        install_cuda_semantics(self._chip, padded=shapes.is_padded)
         self._config.set_batch(size)
         self._operations = operations = OperationTally(size)
         with tracing(self._model, self._chip, operations, padded=shapes.is_padded) as tracer:
@@ -173,7 +173,6 @@ class _TracedLoop(Listener):
             finally:
                 # The next batch was asked for, or the loop was left.
                 self._finish()
-        del library
 
     def _answer(self, size: int, ended: int, begun: int) -> NoReturn:
         """Send the trace: up to its end, and what is freed before anything else is allocated."""

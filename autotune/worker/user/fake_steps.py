@@ -272,12 +272,11 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         forget_steps(torch)
         compute_on_cpu()
         fold_logits_as_on_gpu()
-        library = install_cuda_semantics(chip, padded=step.shapes.is_padded)
+        install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
         batch = batch_to_trace(step.model, step.shapes)
         trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
         answer = Traced(packed(trace, batch, step.most_inputs, operations))
-        del library
     except BaseException as error:
         answer = Traced(why=why_not(error))
     send(answer)
