@@ -101,7 +101,9 @@ def is_lopsided(mean: float, low: float, high: float) -> bool:
 def format_deviation(half_width: float) -> str:
     """Format half an interval of a logarithm: ``12%``, or ``a factor of 2.3`` where up and down are not alike."""
     factor = math.exp(half_width)
-    return f"a factor of {factor:.2g}" if is_lopsided(1, 1 / factor, factor) else f"{half_width:.0%}"
+    if not is_lopsided(1, 1 / factor, factor):
+        return f"{half_width:.0%}"
+    return f"a factor of {factor:,.0f}" if factor >= 9.95 else f"a factor of {factor:.1f}"
 
 
 def parse_share(text: str) -> float:

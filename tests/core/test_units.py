@@ -13,6 +13,7 @@ from autotune.core.units import (
     TIB,
     format_bytes,
     format_count,
+    format_deviation,
     format_rate,
     format_seconds,
     lines_with_words,
@@ -172,3 +173,18 @@ def test_rates_as_text(rate: float, text: str) -> None:
 def test_the_lines_of_a_log_that_say_something() -> None:
     log = "Traceback:\n   ^^^^\n╭─ Error ──────╮\n│ No such option │\n╰────────╯\n\n"
     assert lines_with_words(log) == ["Traceback:", "Error", "No such option"]
+
+
+@pytest.mark.parametrize(
+    ("half_width", "text"),
+    [
+        (0.027, "3%"),
+        (0.2, "20%"),
+        (0.476, "a factor of 1.6"),
+        (2.294, "a factor of 9.9"),
+        (2.299, "a factor of 10"),
+        (7.0, "a factor of 1,097"),
+    ],
+)
+def test_a_deviation_is_a_factor_where_up_and_down_are_not_alike(half_width: float, text: str) -> None:
+    assert format_deviation(half_width) == text

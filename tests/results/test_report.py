@@ -30,7 +30,7 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.schema import encode
 from autotune.core.stop import NOTHING_LEFT, StopReason
-from autotune.core.units import GIB, format_rate
+from autotune.core.units import GIB, format_deviation, format_rate
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
 from autotune.results.html.page import html_page
 from autotune.results.html.svg_charts import draw_speed_chart
@@ -324,7 +324,7 @@ def test_an_interval_that_per_cents_would_misstate_is_told_by_its_ends() -> None
     view = study_view(report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others))
     (low, high), told = view.best.speed.interval(), "\n".join(summary_lines(view))
     assert f" samples/s ({format_rate(low)} to {format_rate(high)})," in told
-    assert f"by a factor of {high / view.best.speed.samples_per_second:.2g}: the machine was noisy" in told
+    assert f"by {format_deviation(view.best.speed.relative_half_width)}: the machine was noisy" in told
     assert ", give or take a factor of " in told
     assert "±" not in told
 
@@ -334,7 +334,7 @@ def test_one_uncertainty_for_the_baseline() -> None:
     made = report(BASELINE, trial(2, FP32, 8, completed(25.0)), WINNER)
     (row,) = [row for row in step_chart(made).rows if row.mark == "baseline"]
     assert row.relative_half_width > 0.2
-    assert f"the baseline's step time is uncertain by a factor of {math.exp(row.relative_half_width):.2g}," in " ".join(
+    assert f"the baseline's step time is uncertain by {format_deviation(row.relative_half_width)}," in " ".join(
         notes(made)
     )
 
