@@ -96,6 +96,8 @@ class CodeInterface:
     """Settings that the script passes to it, so that ``accelerate launch`` does not decide them."""
     flags: dict[str, str] = field(default_factory=dict)
     """Options of the script's own parser, by what they decide: one of ``SETTINGS``, or ``workers``."""
+    samples: int | None = None
+    """Those of an epoch; ``None`` where that is not known."""
     fixed: Fixed = Fixed()
     precisions: tuple[Precision, ...] = ()
     """Those that a placeholder says the script's names of; none where it says no names."""

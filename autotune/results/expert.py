@@ -19,7 +19,7 @@ from autotune.estimate.step_time import peak_flops
 from autotune.estimate.throughput import speed_of
 from autotune.results.report import Report
 from autotune.space.levers import LEVERS, levers_of
-from autotune.space.space import LARGEST_FREE_BATCH, Batches
+from autotune.space.space import Batches
 
 # What an expert chooses, or what follows from the model and the GPUs.
 _CHOSEN = frozenset(("precision", "gradient_checkpointing", "attn_implementation", "optim", *OF_RANKS))
@@ -106,12 +106,14 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     """Return the candidate at the next larger batch, twice as large where there is no effective batch."""
     request = report.study.request
     try:
-        batches = Batches(request["effective_batch"], request["world_size"], request["batch_multiple"])
+        batches = Batches(
+            request["effective_batch"], request["world_size"], request["batch_multiple"], samples=report.samples
+        )
     except (InvalidRequestError, KeyError):
         return None
     batch = candidate.per_device_train_batch_size
     if batches.effective_batch is None or not batches.valid(batch):
-        return replace(candidate, per_device_train_batch_size=2 * batch) if batch < LARGEST_FREE_BATCH else None
+        return replace(candidate, per_device_train_batch_size=2 * batch) if 2 * batch <= batches.most else None
     larger = min((b for level in batches.levels() for b in batches.at_level(level) if b > batch), default=None)
     return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None
 

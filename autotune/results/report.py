@@ -70,6 +70,12 @@ class Report:
         return "the LoopConfig defaults" if self.is_loop else "your own settings"
 
     @property
+    def samples(self) -> int | None:
+        """Samples of the user's own data; ``None`` where there is none, or that is not known."""
+        facts = data_facts(self.workload)
+        return facts.samples if facts is not None else self.source.interface.samples if self.source else None
+
+    @property
     def is_loop(self) -> bool:
         """Whether a training loop of the user's own was searched."""
         return self.source is not None and self.source.kind == "loop"

@@ -11,7 +11,7 @@ from autotune.core.stop import StopReason
 from autotune.core.units import GIB, format_bytes, format_seconds, plural
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits
-from autotune.results.report import Report, data_facts, measurement
+from autotune.results.report import Report, measurement
 from autotune.space.dataloader import waits_for_data
 from autotune.store.records import StudyRecord, TrialRecord
 
@@ -203,11 +203,11 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
 
 def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
     """Return that the data has no samples for a larger batch than the winner's; empty where it has."""
-    facts = data_facts(report.workload)
+    samples = report.samples
     following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
-    if facts is None or facts.samples >= following:
+    if samples is None or samples >= following:
         return []
-    return [f"the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
+    return [f"the data has {plural(samples, 'sample')}, so no larger batch was tried"]
 
 
 def counts_line(report: Report) -> str:

@@ -60,7 +60,7 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
             request.workload,
             config=model.config,
             dtype=model.dtype,
-            source=replace(source, interface=model.interface),
+            source=replace(source, interface=replace(model.interface, samples=model.samples)),
         ),
         effective_batch=effective_batch,
         optims=request.optims or (optim,),

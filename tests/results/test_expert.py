@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from reported import BASELINE, BF16, completed, report, trial
+from reported import BASELINE, BF16, SOURCE, completed, report, trial
 
 from autotune.core.candidate import Arm
 from autotune.core.outcome import Completed, OutOfMemory
@@ -62,6 +62,15 @@ def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
     assert not found.is_measured
     assert found.samples_per_second == pytest.approx(64 / (2 * 32 / 200 - 16 / 150 + 32 / 200 - 16 / 150))
     assert "predicted" in found.describe()
+
+
+@pytest.mark.parametrize("effective_batch", [64, None])
+def test_no_batch_is_predicted_that_is_larger_than_the_data(effective_batch: int | None) -> None:
+    tried = [trial(1, BF16, 16, completed(150.0, 6.0)), trial(2, BF16, 32, completed(200.0, 10.0))]
+    found = report(BASELINE, *tried, best=2, effective_batch=effective_batch)
+    source = {**SOURCE, "interface": {"samples": 63}}
+    assert not expert_of(found).is_measured
+    assert expert_of(dataclasses.replace(found, workload={**found.workload, "source": source})).is_measured
 
 
 def test_no_speed_is_predicted_from_a_larger_batch_that_took_no_longer() -> None:
