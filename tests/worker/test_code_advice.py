@@ -186,6 +186,7 @@ LOOP
 train(int(os.environ.get("DEVICE_BATCH", 3)), int(os.getenv("GRAD_ACCUM", 1)))
 """
 CONSTANTS = """
+text = '--batch_size=16'
 BATCH_SIZE = 3  # of a step
 VAL_BATCH_SIZE: int = 8
 GRAD_ACCUM: int = 2
@@ -342,7 +343,7 @@ def test_what_is_offered_for_constants_works(trial_server: ServerClient, folder:
     (folder / "run.py").write_text(text)
     hint = refused(trial_server, ["run.py"])
     said, written = hint.partition(" there, ")[0].split(": write ")
-    assert said == "run.py:2 says BATCH_SIZE = 3 and run.py:4 says GRAD_ACCUM: int = 2"
+    assert said == "run.py:3 says BATCH_SIZE = 3 and run.py:5 says GRAD_ACCUM: int = 2"
     for line, changed in zip(("BATCH_SIZE = 3", "GRAD_ACCUM: int = 2"), written.split(" and "), strict=True):
         text = text.replace(line, changed)
     (folder / "run.py").write_text(f"import os\n{text}")

@@ -59,6 +59,7 @@ _MOST_NAMED = 8
 # What such an option, or its help, says in other words, unless it is of an evaluation.
 _HELP = re.compile(r"(?<![a-z])batch[ _-]?sizes?(?![a-z])", re.IGNORECASE)
 _ACCUMULATES = re.compile(r"grad[a-z]*_?accum|accum[a-z]*_?(grad|step|iter|count|freq)")
+_SIZES = {what: _NAMES[what] for what in ("batch", "accumulation")}
 # What a configuration file calls the samples of a step, where it names those of a micro-step as well.
 _TOTALS = (*_NAMES["effective_batch"], "train_batch_size")
 # What codes call the most tokens of a batch, which then has as many samples as that leaves room for.
@@ -79,9 +80,8 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
     spellings = [name for action in _actions(frames) for name in action.option_strings]
     if (why := why_no_budget(spellings)) is not None:
         return why
-    # A code with the last two checks that they agree.
-    names_in_files = {what: _NAMES[what] for what in ("batch", "accumulation")} | {"effective_batch": _TOTALS}
-    if lines := _lines(source.template.config_files(source.cwd), names_in_files):
+    # What names all three checks that they agree.
+    if lines := _lines(source.template.config_files(source.cwd), {**_SIZES, "effective_batch": _TOTALS}):
         return (
             f"{_changed(lines, {what: f'{{{what}}}' for what in lines})} there, of which each trial gets a copy, and "
             f"give the same command again (see {_PLACEHOLDERS_PAGE})"
@@ -115,7 +115,7 @@ def next_step(source: TrainingSource, frames: Sequence[FrameType]) -> str:
             f"it seems to take {named}: put placeholders where its command line sets that, such as "
             f"-- {_command(source, likely)} (see {_PLACEHOLDERS_PAGE}){function}"
         )
-    if constants := _lines([source.file], {what: _NAMES[what] for what in ("batch", "accumulation")}):
+    if function and (constants := _lines([source.file], _SIZES)):
         said = " ".join(f"{what.upper()}={{{what}}}" for what in constants)
         read = {what: f'int(os.environ.get("{what.upper()}", {line.number}))' for what, line in constants.items()}
         return (
@@ -149,12 +149,12 @@ def _words_that_say_it(argv: Sequence[str]) -> list[str] | None:
     """Return a command line with placeholders where it says numbers by names that are known; ``None`` without."""
     words = list(argv)
     is_said = False
-    for what in ("batch", "accumulation"):
+    for what, known in _SIZES.items():
         for at, (word, after) in enumerate(itertools.pairwise((*argv, ""))):
             name, equals, value = word.rpartition("=")
             if not equals and word.startswith("-"):
                 name, value = word, after
-            if value.isdecimal() and _plain(name.rpartition("=")[2]) in _NAMES[what]:
+            if value.isdecimal() and _plain(name.rpartition("=")[2]) in known:
                 words[at + (not equals)] = f"{name}={{{what}}}" if equals else f"{{{what}}}"
                 is_said = is_said or what == "batch"
                 break
@@ -163,7 +163,8 @@ def _words_that_say_it(argv: Sequence[str]) -> list[str] | None:
 
 def _variables(names: Sequence[str]) -> dict[str, str]:
     """Return the variables that a script reads its batch and accumulation from; none without a batch."""
-    batch = next((name for name in names if "batch" in name.lower() and not OF_EVALUATION.search(name)), None)
+    of_training = [name for name in names if not OF_EVALUATION.search(name)]
+    batch = next((name for name in of_training if re.search("batch(?!es)", name.lower())), None)
     accumulation = next((name for name in names if "accum" in name.lower()), None)
     found = {"batch": batch, "accumulation": accumulation} if batch is not None else {}
     return {what: name for what, name in found.items() if name is not None}
@@ -285,8 +286,8 @@ def _likely_options(source: TrainingSource, frames: Sequence[FrameType]) -> tupl
 
     named = {
         what: option(key, what)
-        for what in ("batch", "accumulation")
-        for key in [key for name in _NAMES[what] for key in settings if _plain(key) == name][:1]
+        for what, names in _SIZES.items()
+        for key in [key for name in names for key in settings if _plain(key) == name][:1]
     }
     if "batch" in named or known is None:
         return named, []

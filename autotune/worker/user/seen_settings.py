@@ -98,7 +98,7 @@ def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | N
     """Return the first line of configuration files that gives a setting with one of these names a number."""
     for name in (name for name in names if len(name) > 1):
         said = re.compile(
-            rf"""(?<![\w.])["']?(?:\w+\.)*{name}["']?\s*(?::\s*int\s*=|[:=])\s*\d+(?![\w.])""", re.IGNORECASE
+            rf"""(?<![\w.-])["']?(?:\w+\.)*{name}["']?\s*(?::\s*int\s*=|[:=])\s*\d+(?![\w.])""", re.IGNORECASE
         )
         for file in files:
             lines = [line.partition("#")[0] for line in _source_text(file).splitlines()]
