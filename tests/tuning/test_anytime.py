@@ -97,7 +97,9 @@ class Gpu:
 
 
 def prepared_with_levers(**options: Any) -> Prepared:
-    defaults: dict[str, Any] = {"search_effort": "default", "cpu_affinity": "off", "workload": CAUSAL}
+    defaults: dict[str, Any] = {
+        "search_effort": "default", "cpu_affinity": "off", "expandable_segments": "auto", "workload": CAUSAL,
+    }  # fmt: skip
     return prepare(request(**{**defaults, **options}), facts(checkpointing_layers=24))
 
 
