@@ -100,10 +100,21 @@ def is_lopsided(mean: float, low: float, high: float) -> bool:
 
 def format_deviation(half_width: float) -> str:
     """Format half an interval of a logarithm: ``12%``, or ``a factor of 2.3`` where up and down are not alike."""
+    factor = _factor(half_width)
+    return f"{half_width:.0%}" if factor is None else f"a factor of {factor}"
+
+
+def format_next_run(half_width: float) -> str:
+    """Format half an interval of a logarithm to follow a figure: `` ± 2.7%``, or `` ×/÷ 2.3``."""
+    factor = _factor(half_width)
+    return format_spread(half_width) if factor is None else f" ×/÷ {factor}"
+
+
+def _factor(half_width: float) -> str | None:
     factor = math.exp(half_width)
     if not is_lopsided(1, 1 / factor, factor):
-        return f"{half_width:.0%}"
-    return f"a factor of {factor:,.0f}" if factor >= 9.95 else f"a factor of {factor:.1f}"
+        return None
+    return f"{factor:,.0f}" if factor >= 9.95 else f"{factor:.1f}"
 
 
 def parse_share(text: str) -> float:

@@ -327,6 +327,8 @@ def test_an_interval_that_per_cents_would_misstate_is_told_by_its_ends() -> None
     assert f"by {format_deviation(view.best.speed.relative_half_width)}: the machine was noisy" in told
     assert ", give or take a factor of " in told
     assert "±" not in told
+    step = f"{format_rate(1000 * view.best.measured.step_seconds)} ms ×/÷ "
+    assert step in html_page(report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others))
 
 
 def test_one_uncertainty_for_the_baseline() -> None:

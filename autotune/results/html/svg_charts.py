@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autotune.core.units import GIB, MIB, format_bytes, format_rate
+from autotune.core.units import GIB, MIB, format_bytes, format_next_run, format_rate
 from autotune.results.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
 from autotune.results.html.axes import Box, Scale, place_label, shortened, text_width
 from autotune.results.html.markup import Child, element
@@ -232,7 +232,7 @@ def draw_step_chart(chart: StepChart, rows: Sequence[StepRow], key: str, width: 
     intervals = [
         IntervalRow(
             row.candidate.describe() + (f" ({row.mark})" if row.mark else ""),
-            f"{format_rate(row.seconds / seconds)} {name} ± {row.relative_half_width:.1%}",
+            f"{format_rate(row.seconds / seconds)} {name}{format_next_run(row.relative_half_width)}",
             row.told,
             row.seconds / seconds,
             row.low_seconds / seconds,

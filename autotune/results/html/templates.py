@@ -10,13 +10,13 @@ import jinja2
 from markupsafe import Markup
 
 from autotune import __version__
-from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
+from autotune.core.units import format_bytes, format_next_run, format_rate, format_seconds, plural
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.html.markup import legible
 from autotune.results.wording import times
 
 FOLDER = Path(__file__).with_name("templates")
-_FORMATS = (format_bytes, format_rate, format_seconds, format_spread, plural, times)
+_FORMATS = (format_bytes, format_rate, format_next_run, format_seconds, plural, times)
 _CELLS = (batch_cell, peak_cell, speed_cell, took_cell)
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.statistics import Estimate, difference
-from autotune.core.units import format_rate
+from autotune.core.units import format_next_run, format_rate
 from autotune.results.html.page import drawn
 from autotune.results.html.svg_charts import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView, study_view
@@ -81,7 +81,7 @@ class Group:
 def _interval(each: Compared, number: int) -> IntervalRow:
     speed = each.best.speed
     low, high = speed.interval()
-    value = f"{format_rate(speed.samples_per_second)} ± {speed.relative_half_width:.1%}"
+    value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
     told = f"{each.job.study}: {value} samples/s, next run {format_rate(low)} to {format_rate(high)} (95 %)"
     return IntervalRow(each.job.study, value, told, speed.samples_per_second, low, high, number)
 
