@@ -286,6 +286,11 @@ def test_a_refusal_says_what_to_change(trial_server: ServerClient, folder: Path,
     assert hint in trial_server.inspection(workload(options)).problem.hint
 
 
+def test_what_decides_the_backward_passes_is_no_batch(trial_server: ServerClient) -> None:
+    hint = "it makes as many backward passes as {batch} says: put {accumulation} there"
+    assert trial_server.inspection(workload("--accum {batch}")).problem.hint == hint
+
+
 def test_no_batch_is_larger_than_the_data(trial_server: ServerClient, folder: Path) -> None:
     (folder / "loop.py").write_text(NEXT_STEPS)
     assert inspected(trial_server, "-b {batch}")[1].samples == 64

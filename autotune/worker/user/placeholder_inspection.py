@@ -51,6 +51,9 @@ _BATCHES = (4, 2)
 _LARGER_BATCHES = (16, 8)
 
 
+_AS_PASSES = "it makes as many backward passes as {batch} says: put {accumulation} there"
+
+
 class _RejectedError(UserCodeError):
     """The script raised an error that may be of the values that it was told."""
 
@@ -244,7 +247,9 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
                 f"{_describe(one)} and {_describe(two)}",
-                self._why_no_budget() or self._where_batch_is(one, two),
+                self._why_no_budget()
+                or (_AS_PASSES if one.passes * others.batch == two.passes * values.batch else "")
+                or self._where_batch_is(one, two),
             )
         if self._tells_total and _passes(values, one, others, two) is None:
             raise UserCodeError(
