@@ -35,7 +35,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
             ran_out = "out of memory" if where == "device" else "out of host memory"
             return f"{ran_out} ({source.describe()})" if source else ran_out
         case Failed(reason=reason, message=message):
-            return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
+            what = "failed" if reason in ("error", "non_finite") else reason
+            return message if message.startswith(what) else f"{what}: {message}"
         case _ if not report.feasible(trial):
             return why_not_feasible(measured, trial.candidate.arm, report.ceiling) if measured else "does not fit"
     if trial.id == report.study.baseline_trial_id:

@@ -52,6 +52,7 @@ def test_verdicts() -> None:
         4: (trial(4, BF16, 8, OutOfMemory("killed", where="host")), "out of host memory"),
         5: (trial(5, FP16, 8, Failed("error", "ValueError: no")), "failed: ValueError: no"),
         6: (trial(6, FP16, 16, Failed("timeout", "after 180 s")), "timeout: after 180 s"),
+        9: (trial(9, FP16, 32, Failed("killed", "killed by SIGSEGV")), "killed by SIGSEGV"),
         7: (trial(7, FP16, 32, completed(300.0, 22.9)), "low headroom"),
         8: (trial(8, FP16, 64, None), "running"),
     }
