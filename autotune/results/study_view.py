@@ -201,7 +201,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
         **common,
         setting=setting,
         speed=speed,
-        processes=report.history.processes(candidate),
+        processes=speed.processes,
         runner_up=_runner_up(report, candidate, speed),
         limit_words=describe_limit(candidate, measured),
         utilization=utilization(report, measured, candidate.arm),
