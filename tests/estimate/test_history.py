@@ -117,7 +117,11 @@ class TestBelieved:
         in_part = completed(BF16, 8, 8, speed=110, run=3)
         in_full = completed(BF16, 8, 8, speed=100)
         for order in itertools.permutations((in_part, in_full)):
-            assert history_of(*order).believed() == [in_full]
+            history = history_of(*order)
+            assert history.believed() == [in_full]
+            speed = history.speed(in_full.candidate)
+            assert speed is not None
+            assert (speed.processes, history.processes(in_full.candidate)) == (1, 2)
 
     def test_else_the_latest_counts(self) -> None:
         first, second = completed(BF16, 32, speed=110), completed(BF16, 32, speed=100)
