@@ -247,7 +247,8 @@ class Pool:
         following = next_value(logs, variance, own_error)
         error = math.hypot(variance.deviation / math.sqrt(count), own_error)
         mean = Estimate(following.mean, error, variance.degrees)
-        return Speed(1 / math.exp(mean.mean), count, mean, following)
+        processes = distinct_processes((tried.trial_id, tried.outcome) for tried in counting)
+        return Speed(1 / math.exp(mean.mean), processes, mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
         """Return the prior of such a candidate, updated with what repeated candidates of its kind showed."""

@@ -1,5 +1,6 @@
 """Test what a search concludes from its trials: what cannot fit, and what is best."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -115,7 +116,7 @@ class TestRuledOut:
 class TestBelieved:
     def test_a_measurement_in_full_goes_before_one_in_part(self) -> None:
         in_part = completed(BF16, 8, 8, speed=110, run=3)
-        in_full = completed(BF16, 8, 8, speed=100)
+        in_full = dataclasses.replace(completed(BF16, 8, 8, speed=100), trial_id="another process")
         for order in itertools.permutations((in_part, in_full)):
             history = history_of(*order)
             assert history.believed() == [in_full]
