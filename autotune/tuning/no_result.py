@@ -22,7 +22,7 @@ def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folde
     if not any(history.is_over(t) for t in tried):
         if failed:
             return NoResultError(
-                f"no candidate completed; the last one failed: {failed[-1].message}",
+                f"no candidate of the search space completed; the last one failed: {failed[-1].message}",
                 f"its log is in {log_folder}",
             )
         if not is_certain:
