@@ -342,6 +342,7 @@ for step in range(60):
     [
         ("{batch} 4", ("batch",), Candidate(Arm(), 16, 1)),
         ("{effective_batch} {batch}", ("batch", "accumulation"), Candidate(Arm(), 4, 4)),
+        ("16 {batch}", ("batch", "accumulation"), Candidate(Arm(), 8, 2)),
     ],
 )
 def test_gradients_of_outputs_may_be_kept_and_passed_on(

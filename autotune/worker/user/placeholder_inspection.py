@@ -282,16 +282,20 @@ class _Inspecting:
         (values, one), (others, two) = first, second
         names, tells_total = self._template.names, self._tells_total
         accumulation, fixed = values.accumulation, Fixed()
-        followed = _passes(values, one, others, two)
+        passes, once = _passes(values, one, others, two) or (1, 0)
         if not tells_total:
+            # Half the batch takes twice the passes where the samples of a step are always as many.
+            more = two.passes - one.passes
+            has_total = 0 < more <= one.passes
+            once = one.passes - more if has_total else 0
             # Of several optimizers in turn, each has its own backward passes.
-            accumulation = min((count for _, count in one.cycle if count), default=1)
+            accumulation = min((count for _, count in one.cycle if count), default=1 + once) - once
             if site is not None and site.calls:
                 # Some of them may be of parts of a loss.
                 accumulation = math.gcd(accumulation, _calls(one, site))
             total = values.batch * accumulation
-            fixed = Fixed(effective_batch=total) if followed is not None else Fixed(accumulation=accumulation)
-        passes, once = (max(1, one.passes // accumulation), 0) if not tells_total or followed is None else followed
+            fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
+            passes = max(1, (one.passes - once) // accumulation)
         if site is None:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
