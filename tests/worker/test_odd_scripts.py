@@ -82,7 +82,9 @@ def test_it_is_told(trial_server: ServerClient, folder: Path, text: str, message
 def test_what_trains_with_jax_is_told_so(trial_server: ServerClient, folder: Path, optimizer: str) -> None:
     """A module of that name stands for it; gradients beside an optimizer of torch may be of its data."""
     (folder / "jax.py").write_text("def value_and_grad(function):\n    return function\n\ngrad = value_and_grad\n")
-    text = f"{optimizer}import jax\nstep = jax.value_and_grad(abs)\nstep(-1)\n"
+    # An object whose class cannot be asked for is none of them.
+    gone = "import weakref\nclass Gone: pass\ngone = weakref.proxy(Gone())\n"
+    text = f"{optimizer}{gone}import jax\nstep = jax.value_and_grad(abs)\nstep(-1)\n"
     problem = trial_server.inspection(Workload.of_source(script(folder, text))).problem
     is_torch = bool(optimizer)
     assert problem.message.startswith("run.py ended without" if is_torch else "run.py trains with JAX, and only what")

@@ -83,7 +83,7 @@ class Guard:
     def _on_other_gradients(self, library: str) -> None:
         self._end(
             f"{self._source.name} trains with {library}, and only what trains with PyTorch can be measured",
-            "name a script that trains with PyTorch",
+            "name a script that trains with PyTorch; where this one does so later, have it make its optimizer before",
         )
 
     def _on_spawn(self) -> None:
@@ -155,7 +155,8 @@ def watch_other_gradients(begins: Callable[[str], None]) -> None:
 
     @functools.cache
     def look(library: str) -> None:
-        if not any(isinstance(each, kind) for each in gc.get_objects()):
+        # Asking the type runs no code of the object's own.
+        if not any(issubclass(type(each), kind) for each in gc.get_objects()):
             begins(library)
 
     def watch_jax(jax: Any) -> None:
