@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import placeholders_in
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
@@ -353,7 +354,8 @@ def line_with_python(file: str = "", command: str = "", *_: str) -> str:
             text = Path(file).read_text(errors="replace")
     for line in text.replace("\\\n", " ").splitlines():
         # Without what is done with its output, and the options of the script of the shell.
-        words = re.split(r"\s\d?(?:[|>&;]|<)", line)[0].replace('"$@"', "").removeprefix("exec ").split()
+        said = re.split(r"\s(?:\d?[<>]|[|&;])|[;&](?=\s|$)", line)[0].strip().removeprefix("exec ")
+        words = mask_secrets(said.replace('"$@"', "").split())
         command = next((word for word in words if not _ASSIGNMENT.match(word)), "")
         if _PYTHON.fullmatch(Path(command).name) or (command in _TAKE_OFF and command not in _SHELLS):
             return " ".join(words)

@@ -114,10 +114,10 @@ def test_anything_else_is_refused_with_what_would_work(command: str, message: st
     ("text", "said"),
     [
         (
-            "set -e\nexport A=1\nA=2 python \\\n  train.py --bs ${BS:-8} 2>&1 | tee log\n",
-            "A=2 python train.py --bs ${BS:-8}",
+            "set -e\nexport A=1\nA=2 API_KEY=3 python \\\n  train.py --bs ${BS:-8} 2>&1 | tee log\n",
+            "A=2 API_KEY=*** python train.py --bs ${BS:-8}",
         ),
-        ('cd "$(dirname "$0")"\nexec torchrun train.py "$@"\n', "torchrun train.py"),
+        ('cd "$(dirname "$0")"\n  exec torchrun train.py --lr 1; exit "$@"\n', "torchrun train.py --lr 1"),
         ("make\n", "python train.py …"),
     ],
 )
