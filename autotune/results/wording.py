@@ -203,10 +203,10 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
 
 
 def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
-    """Return that the data has no samples for a larger batch than the winner's; empty where it has."""
-    samples = report.samples
-    following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
-    if samples is None or samples >= following:
+    """Return that the data has too few samples for a larger batch than the winner's; empty where one was tried."""
+    samples, batch = report.samples, best.candidate.per_device_train_batch_size
+    is_tried = any(trial.candidate.per_device_train_batch_size > batch for trial in report.trials)
+    if samples is None or is_tried or samples >= batch + (report.study.request["batch_multiple"] or 8):
         return []
     return [f"the data has {plural(samples, 'sample')}, so no larger batch was tried"]
 

@@ -8,7 +8,6 @@ import ipaddress
 import json
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
 from autotune.store.records import now
 from autotune.store.repository import Store
+from autotune.tuning.interruption import ending_signals
 
 DEFAULT_PORT = 8321
 # Listeners leave at the next poll; a request under way has so long to end.
@@ -191,7 +191,7 @@ async def _run(
         is_to_end.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ending_signals():
         loop.add_signal_handler(number, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():

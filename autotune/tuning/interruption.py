@@ -39,6 +39,12 @@ class Interruption:
             raise KeyboardInterrupt
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end. Where SIGHUP is ignored, as nohup has it, that goes on."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
 @contextlib.contextmanager
 def interrupted_by_signals(interruption: Interruption, note: Callable[[str], None]) -> Iterator[None]:
     """End the search after the running trial on a first Ctrl-C, and at once on a second; ignore further ones.
@@ -62,10 +68,7 @@ def interrupted_by_signals(interruption: Interruption, note: Callable[[str], Non
         elif asked == 2:
             interruption.end_at_once()
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
+    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
     try:
         yield
     finally:

@@ -92,14 +92,14 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         # The user's own Trainer may have another optimizer, and quantized weights.
         check_training_state_fits(request, model, facts.context_bytes)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
-    late = request.late_settings(model.checkpointing_layers)
+    late, is_cpu = request.late_settings(model.checkpointing_layers), request.device.kind == "cpu"
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
         _attentions(request, model),
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
-        expandable_segments="off" if "expandable_segments" in late else request.expandable_segments,
+        expandable_segments="off" if is_cpu or "expandable_segments" in late else request.expandable_segments,
         liger=request.liger,
         experts=request.experts_implementations or (None,),
         settings={**request.settings(), "cpu_affinity": request.pins == "on"},

@@ -149,10 +149,13 @@ def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     assert "no larger batch was tried" in "\n".join(summary_lines(study_view(report(WINNER, **options))))
 
 
-@pytest.mark.parametrize(("samples", "is_told"), [(39, True), (40, False)])
-def test_data_that_ends_before_a_larger_batch_is_told_where_the_batch_is_free(samples: int, is_told: bool) -> None:
-    """The winner has 32, and batches are multiples of 8."""
-    free = report(WINNER, effective_batch=None, baseline=None)
+@pytest.mark.parametrize(("samples", "larger", "is_told"), [(39, 16, True), (40, 16, False), (39, 36, False)])
+def test_data_that_ends_before_a_larger_batch_is_told_where_the_batch_is_free(
+    samples: int, larger: int, is_told: bool
+) -> None:
+    """The winner has 32, and batches are multiples of 8, or of 4 where that is too much."""
+    other = trial(8, BF16, larger, OutOfMemory("out of memory"))
+    free = report(WINNER, other, effective_batch=None, baseline=None)
     data = encode(DataSpec("x.jsonl", "json", "1", facts=DataFacts(samples)))
     told = "\n".join(summary_lines(study_view(dataclasses.replace(free, workload={**free.workload, "data": data}))))
     assert (f"the data has {samples} samples, so no larger batch was tried" in told) is is_told

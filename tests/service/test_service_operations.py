@@ -306,11 +306,19 @@ def test_forgetting_goes_on_after_any_error(
 
 
 def test_a_service_answers_until_its_searches_have_ended(store: Store) -> None:
-    """Whoever listens hears that they wait again."""
+    """Whoever listens hears that they wait again. Under nohup, no terminal that is closed ends it."""
+    on_hangup = []
+
+    def end() -> None:
+        on_hangup.append(signal.getsignal(signal.SIGHUP))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         engine = Answering(listener.getsockname()[1])
         searches = Searches(store, "a.db", engine)
         running = server._Server(uvicorn.Config(make_app(searches), log_config=None))
-        ended = server._run(running, listener, searches, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        ended = server._run(running, listener, searches, end)
         asyncio.run(asyncio.wait_for(ended, 60))
-    assert engine.status == 200
+    signal.signal(signal.SIGHUP, before)
+    assert (engine.status, on_hangup) == (200, [signal.SIG_IGN])

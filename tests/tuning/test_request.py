@@ -153,6 +153,11 @@ def test_expandable_segments_are_a_lever_by_default(
     assert len({arm.expandable_segments for arm in prepare(asked, facts()).space.arms}) == 1
 
 
+def test_a_cpu_has_no_expandable_segments_to_try() -> None:
+    asked = dataclasses.replace(request(expandable_segments="auto"), device=dataclasses.replace(H200, kind="cpu"))
+    assert not any(arm.expandable_segments for arm in prepare(asked, facts()).space.arms)
+
+
 def value_in_difference(value: object) -> str:
     """As differences name a value."""
     return "not given" if value is None else ", ".join(value) if isinstance(value, list) else repr(value)
