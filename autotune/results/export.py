@@ -26,7 +26,7 @@ from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_a
 from autotune.results.report import Report, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, major_minor, offloading_threads
-from autotune.space.levers import applied_settings, variables_of
+from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
     TunedArguments,
@@ -233,8 +233,7 @@ _REENTRANT_OFF = (5, 23)
 
 def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
     expands = candidate.arm.expandable_segments
-    allocator = {allocator_variable(torch_version): "expandable_segments:True"} if expands else {}
-    return {**allocator, **variables_of(candidate.arm)}
+    return {allocator_variable(torch_version): "expandable_segments:True"} if expands else {}
 
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:

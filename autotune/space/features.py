@@ -21,6 +21,8 @@ _NEW_NAME_SINCE = (2, 9)
 # Before, what goes into the functions of bitsandbytes was kept within a compiled checkpoint (bitsandbytes 0.50.2:
 # tensors that torch 2.11.0, 2.12.0 and 2.13.0 saved on a CPU, 24 November 2026).
 _RECOMPUTES_QUANTIZED_SINCE = (2, 12)
+# A layer checkpoints its forward; before, what called it did (5.22.2 and 5.23.0, modeling_layers.py).
+_CHECKPOINTS_WITHIN_SINCE = (5, 23)
 _EXPANDABLE = "expandable_segments"
 # Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
 # that transformers and accelerate choose by themselves when they find them.
@@ -198,6 +200,7 @@ def allocator_variable(torch_version: str) -> str:
     return ALLOCATOR_VARIABLE if major_minor(torch_version) >= _NEW_NAME_SINCE else OLD_ALLOCATOR_VARIABLE
 
 
-def compiled_recomputes(torch_version: str) -> bool:
+def compiled_recomputes(torch_version: str, transformers_version: str) -> bool:
     """Return whether compiled layers with quantized weights recompute their activations where they are to."""
-    return major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE
+    is_within_checkpoint = major_minor(transformers_version) < _CHECKPOINTS_WITHIN_SINCE
+    return is_within_checkpoint or major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE

@@ -131,8 +131,6 @@ class Lever:
     """Other settings that have to be at their defaults beside it."""
     is_applied: bool = False
     """Whether ``autotune.training.apply`` sets it, under its name."""
-    variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables that training needs from its start where it is on."""
     obstacle: Callable[[Training], str | None] | None = None
     """Why a training cannot have it, in words; ``None`` where it can."""
     option: str | None = None
@@ -323,10 +321,8 @@ LEVERS: tuple[Lever, ...] = (
             host=0.2, passing=0.5, seconds=60.0, is_unmasked=True, accumulates=False,
         ),
     ),
-    # What accelerate reads: with torch_compile=True a stock Trainer compiles the layers that repeat.
     Lever(
-        "regional_compilation", part_of="torch_compile",
-        variables=(("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"),),
+        "regional_compilation", part_of="torch_compile", is_applied=True,
         prior=Prior(
             "compiling by layer",
             "H200, 23 November 2026: 1.2 × BERT-large, 1.5 × Qwen2.5-0.5B; in CUDA graphs another 1.2 × bert-base and "
@@ -504,13 +500,6 @@ def excluding(arm: Arm) -> str | None:
     if arm.padding_free and arm.zero_stage == 3:
         return "padding_free is tried on whole weights, which ZeRO-3 has divided"
     return "DeepSpeed's steps are not searched compiled" if arm.torch_compile and arm.zero_stage is not None else None
-
-
-def variables_of(arm: Arm) -> dict[str, str]:
-    """Return the environment variables that training with an arm needs from its start, besides the allocator's."""
-    return {
-        name: value for row in LEVERS for name, value in row.variables if getattr(arm, row.name) != _DEFAULTS[row.name]
-    }
 
 
 def applied_settings(arm: Arm) -> dict[str, Any]:

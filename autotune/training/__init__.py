@@ -17,6 +17,7 @@ from autotune.training.checkpointing import checkpoint_some_layers, keep_no_cast
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
 from autotune.training.graphs import use_cuda_graphs
+from autotune.training.layers import compile_layers
 from autotune.training.loss import fuse_loss
 from autotune.training.masks import leave_out_full_masks
 from autotune.training.rows import join_samples
@@ -28,6 +29,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 def apply(
     trainer: AnyTrainer,
     *,
+    regional_compilation: bool = False,
     checkpointed_layers: int | None = None,
     experts_implementation: str | None = None,
     uncached_casts: bool = False,
@@ -38,6 +40,7 @@ def apply(
 ) -> AnyTrainer:
     """Apply settings to a ``Trainer`` that has not begun to train, and return it.
 
+    ``regional_compilation``: compile the layers that repeat, each in place, and not the whole model.
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
     ``TrainingArguments``. ``experts_implementation``: compute a mixture of experts in the way that transformers calls
     so. ``uncached_casts``: have autocast keep no 16-bit copies of the weights until the end of the forward pass.
@@ -46,6 +49,8 @@ def apply(
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
     """
+    if regional_compilation:
+        compile_layers(trainer)
     if checkpointed_layers is not None:
         checkpoint_some_layers(trainer, checkpointed_layers)
     if experts_implementation is not None:

@@ -108,11 +108,11 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-        is_quantized = prepared.request.workload.quantize is not None
+        is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
         self._anytime = Anytime(
             prepared.space,
             prepared.model.checkpointing_layers,
-            compiled_recomputes=not is_quantized or compiled_recomputes(prepared.environment["packages"]["torch"]),
+            compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
         )
         self._has_answer = False
         self._idea: Idea | None = None

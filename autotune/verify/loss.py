@@ -12,7 +12,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
 from autotune.core.verification import LossCurve
 from autotune.execution.oneshot import run_fresh
-from autotune.space.levers import applied_settings, variables_of
+from autotune.space.levers import applied_settings
 from autotune.space.space import Batches
 from autotune.space.training_arguments import training_arguments
 from autotune.verify.target import Target
@@ -196,5 +196,4 @@ def _curve(target: Target, candidate: Candidate, steps: int, log_path: Path) -> 
         log_path,
         _TIMEOUT_SECONDS,
         offline=work.workload.weights is None,
-        variables=variables_of(candidate.arm),
     )

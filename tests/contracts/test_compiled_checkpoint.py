@@ -1,15 +1,19 @@
-"""Test what torch keeps for the backward pass within a compiled checkpoint."""
+"""Test what torch keeps for the backward pass of a compiled layer that checkpoints."""
+
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.space.features import compiled_recomputes
 
 bnb = pytest.importorskip("bitsandbytes")
 
 
-class Layer(torch.nn.Module):
+class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
     """Frozen weights in 4 bits beside trained ones, as in a layer with an adapter."""
 
     def __init__(self) -> None:
@@ -18,13 +22,12 @@ class Layer(torch.nn.Module):
         self.frozen.weight.requires_grad_(False)
         self.trained = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        quantized = self.frozen(torch.nn.functional.silu(hidden))
-        return torch.nn.functional.silu(quantized) + self.trained(hidden)
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(self.compute, hidden, use_reentrant=False)
-        return output
+        quantized = self.frozen(torch.nn.functional.silu(hidden))
+        return torch.nn.functional.silu(quantized) + self.trained(hidden)
 
 
 def test_what_goes_into_quantized_layers_is_recomputed_since_a_version() -> None:
@@ -34,8 +37,9 @@ def test_what_goes_into_quantized_layers_is_recomputed_since_a_version() -> None
         kept.append(tuple(tensor.shape))
         return tensor
 
-    compiled = torch.compile(Layer().to("cpu"), backend="aot_eager_decomp_partition")
+    layer = Layer().to("cpu")
+    layer.compile(backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compiled(hidden)
+        layer(hidden)
     # Its input, and no activation.
-    assert (kept.count((3, 5, 64)) == 1) == compiled_recomputes(torch.__version__)
+    assert (kept.count((3, 5, 64)) == 1) == compiled_recomputes(torch.__version__, transformers.__version__)

@@ -22,7 +22,6 @@ from autotune.space.levers import (
     needs_at_least,
     never_slower,
     prediction_class,
-    variables_of,
     without,
 )
 
@@ -150,9 +149,3 @@ def with_lengths(shortest: int, longest: int, padding: str = "longest") -> Workl
     lengths = Lengths(shortest, longest, longest, longest, float(longest), 0.0, 0.0, (1,))
     data = DataSpec("/data", "json", "0", padding=padding, facts=DataFacts(8, lengths=lengths))
     return dataclasses.replace(BERT_LARGE, task="causal-lm", data=data)
-
-
-def test_regional_compilation_is_in_the_environment() -> None:
-    assert variables_of(Arm(torch_compile=True)) == {}
-    found = variables_of(Arm(torch_compile=True, regional_compilation=True))
-    assert found == {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}

