@@ -33,12 +33,20 @@ def compile_layers(trainer: Trainer) -> None:
 
     Raises ``SettingUnavailableError`` for a model without layers that repeat.
     """
-    layers = list(repeated_layers(trainer.model))
+    make = trainer.call_model_init
+    # One with a function that makes its model makes another when training starts.
+    trainer.call_model_init = lambda trial=None: _compiled(trainer, make(trial))
+    _compiled(trainer, trainer.model)
+    # With torch_compile=True it would compile the model whole as well.
+    trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+
+
+def _compiled(trainer: Trainer, model: torch.nn.Module) -> torch.nn.Module:
+    layers = list(repeated_layers(model))
     if not layers:
         raise SettingUnavailableError(
-            f"{type(trainer.model).__name__} has no layers that repeat; train without regional_compilation"
+            f"{type(model).__name__} has no layers that repeat; train without regional_compilation"
         )
     for layer in layers:
         layer.compile(backend=trainer.args.torch_compile_backend or "inductor", mode=trainer.args.torch_compile_mode)
-    # With torch_compile=True it would compile the model whole as well.
-    trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    return model

@@ -407,6 +407,15 @@ class TestCompiledLayers:
         assert {module for module in model.modules() if module._compiled_call_impl is not None} == set(layers)
         assert trainer.accelerator.prepare(model) is model
 
+    def test_a_model_that_is_made_when_training_starts_is_compiled(self, tmp_path: Path) -> None:
+        arguments = trainer_of(language_model(), [], tmp_path, torch_compile_backend="eager", max_steps=1).args
+        trainer = Trainer(model_init=lambda: language_model(), args=arguments, train_dataset=samples())
+        apply(trainer, regional_compilation=True)
+        first = trainer.model
+        trainer.train()
+        assert trainer.model is not first
+        assert all(layer._compiled_call_impl is not None for layer in trainer.model.model.layers)
+
     def test_a_model_without_layers_that_repeat_is_refused(self, tmp_path: Path) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         with pytest.raises(SettingUnavailableError, match="Sequential has no layers that repeat"):
