@@ -346,6 +346,11 @@ def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
     )
 
 
+# A command of a shell up to what ends it or is done with its output, outside of quotes.
+_UP_TO_END = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|(?!\s(?:\d?[<>]|[|&;#])|[;&](?:\s|$)).)*""")
+_NO_SCRIPT = re.compile(r"\S*python\S* (?:-m (?:pip|venv)\b|-c |-(?: |$))")
+
+
 def line_with_python(file: str = "", command: str = "", *_: str) -> str:
     """Return what starts Python in a shell script, or in a command after ``-c``; an example where nothing does."""
     text = command
@@ -354,10 +359,11 @@ def line_with_python(file: str = "", command: str = "", *_: str) -> str:
             text = Path(file).read_text(errors="replace")
     for line in text.replace("\\\n", " ").splitlines():
         # Without what is done with its output, and the options of the script of the shell.
-        said = re.split(r"\s(?:\d?[<>]|[|&;])|[;&](?=\s|$)", line)[0].strip().removeprefix("exec ")
+        said = _UP_TO_END.match(line)[0].strip().removeprefix("exec ")  # type: ignore[index]
         words = mask_secrets(said.replace('"$@"', "").split())
         command = next((word for word in words if not _ASSIGNMENT.match(word)), "")
-        if _PYTHON.fullmatch(Path(command).name) or (command in _TAKE_OFF and command not in _SHELLS):
+        is_python = _PYTHON.fullmatch(Path(command).name) and not _NO_SCRIPT.search(said)
+        if is_python or (command in _TAKE_OFF and command not in _SHELLS):
             return " ".join(words)
     return "python train.py …"
 

@@ -118,6 +118,7 @@ def test_anything_else_is_refused_with_what_would_work(command: str, message: st
             "A=2 API_KEY=*** python train.py --bs ${BS:-8}",
         ),
         ('cd "$(dirname "$0")"\n  exec torchrun train.py --lr 1; exit "$@"\n', "torchrun train.py --lr 1"),
+        ('python -m pip install x\npython train.py --say "a; b" # once\n', 'python train.py --say "a; b"'),
         ("make\n", "python train.py …"),
     ],
 )

@@ -90,6 +90,13 @@ def test_what_trains_with_jax_is_told_so(trial_server: ServerClient, folder: Pat
     assert problem.message.startswith("run.py ended without" if is_torch else "run.py trains with JAX, and only what")
 
 
+def test_a_file_that_merely_has_the_name_of_a_library_is_left_alone(trial_server: ServerClient, folder: Path) -> None:
+    for name in ("jax", "tensorflow"):
+        (folder / f"{name}.py").write_text("")
+    problem = trial_server.inspection(Workload.of_source(script(folder, "import jax, tensorflow\n"))).problem
+    assert problem.message.startswith("run.py ended without")
+
+
 def test_nothing_is_left_of_a_daemon(trial_server: ServerClient, folder: Path) -> None:
     answer = trial_server.inspection(Workload.of_source(script(folder, DAEMON)))
     assert [message.get("exit_code") for message in answer.messages] == [1]

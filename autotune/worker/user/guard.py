@@ -149,8 +149,8 @@ def watch_other_gradients(begins: Callable[[str], None]) -> None:
     """Call ``begins`` with the name of a library other than torch that computes gradients, where torch trains nothing.
 
     The gradients of data for a training with torch are left alone: then there is an optimizer of torch already.
+    What merely has the name of such a library is left alone, too.
     """
-
     kind = sys.modules["torch.optim"].Optimizer
 
     @functools.cache
@@ -160,7 +160,7 @@ def watch_other_gradients(begins: Callable[[str], None]) -> None:
             begins(library)
 
     def watch_jax(jax: Any) -> None:
-        for name in ("grad", "value_and_grad"):
+        for name in {"grad", "value_and_grad"} & vars(jax).keys():
             setattr(jax, name, functools.partial(made, getattr(jax, name)))
 
     def made(make: Callable[..., Any], *words: Any, **options: Any) -> Any:
@@ -174,8 +174,12 @@ def watch_other_gradients(begins: Callable[[str], None]) -> None:
 
         return watched
 
+    def watch_tensorflow(tensorflow: Any) -> None:
+        if hasattr(tensorflow, "GradientTape"):
+            before(tensorflow.GradientTape, "__enter__", lambda _: look("TensorFlow"))
+
     on_import("jax", watch_jax)
-    on_import("tensorflow", lambda module: before(module.GradientTape, "__enter__", lambda _: look("TensorFlow")))
+    on_import("tensorflow", watch_tensorflow)
 
 
 def forget_steps(torch: Any) -> None:
