@@ -9,13 +9,15 @@ that failed at several batches and completed at none is doubtful: its other batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History
-from autotune.estimate.pooling import Tried
+from autotune.estimate.pooling import Tried, replays_graphs
+from autotune.space.levers import changed
 from autotune.space.space import Space
 
 # An arm with failures at this many batches and no success is doubtful. Policies try the next batch halfway between the
@@ -23,6 +25,8 @@ from autotune.space.space import Space
 _DOUBTFUL_FROM = 3
 # How many more batches of a doubtful arm are tried once nothing else is left.
 _LAST_TRIES = 2
+# Least share by which a GPU reserved more than was allocated with segments that expand: 0.003 to 0.045 (H200).
+_EXPANDABLE_EXCESS = 0.003
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,21 @@ class Judge:
         """Return whether an arm failed at several batches and completed at none."""
         completed = any(t.measurement for t in self._history.tried if t.candidate.arm == arm)
         return not completed and self._failures(arm) >= _DOUBTFUL_FROM
+
+    def in_expandable_segments(self, tried: Tried) -> Candidate | None:
+        """Return what left too little memory in segments that expand; ``None`` where that cannot help, or is tried.
+
+        It cannot if too much was allocated, or where graphs are replayed, whose pools keep what they reserved.
+        """
+        arm, measured = tried.candidate.arm, tried.measurement
+        if arm.expandable_segments or "expandable_segments" not in self._space.late or replays_graphs(arm):
+            return None
+        if measured is None or not self._history.is_over(tried):
+            return None
+        if not self._history.ceiling.bounds.fits(math.ceil(measured.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))):
+            return None
+        candidate = replace(tried.candidate, arm=changed(arm, expandable_segments=True))
+        return candidate if self.is_open(candidate) and self._space.contains(candidate) else None
 
     def fits_at(self, multiple: int) -> bool:
         """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.

@@ -15,6 +15,8 @@ its loss, and the gradients of the one that writes them.
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +126,23 @@ class GraphedSteps:
             self._compare(model, expected, (loss, self._norms()))
         return loss
 
+    def release(self) -> bool:
+        """Give back the memory of the graphs, which are captured again when they are needed; return whether it did.
+
+        Not within an optimizer step, whose gradients are in that memory.
+        """
+        shapes = self._shapes.values()
+        if not any(shape.writing for shape in shapes) or any(p.grad is not None for p in self._parameters):
+            return False
+        for shape in shapes:
+            shape.writing = shape.adding = None
+        self._gradients = ()
+        # A pool ends with the last of its graphs.
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return True
+
     def _key(self, leaves: list[Any], structure: Any) -> Hashable:
         """Return what a graph is captured for; ``None`` for inputs that are neither on the device nor plain values."""
         described: list[Hashable] = [structure, getattr(self._trainer, "current_gradient_accumulation_steps", None)]
@@ -227,6 +246,29 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def evaluate_in_their_memory(trainer: Trainer, steps: GraphedSteps) -> None:
+    """Have an evaluation that runs out of memory run again in what the graphs give back.
+
+    Eager steps leave their memory to an evaluation. Graphs keep theirs: with whisper-small under 24 GiB, 22.1 GiB of it
+    were left to none (H200, torch 2.11.0, 24 November 2026).
+    """
+    evaluate = trainer.evaluation_loop
+
+    @functools.wraps(evaluate)
+    def evaluates(*args: Any, **kwargs: Any) -> Any:
+        random = torch.get_rng_state()
+        try:
+            return evaluate(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not steps.release():
+                raise
+        # A loader draws a seed each time that it begins.
+        torch.set_rng_state(random)
+        return evaluate(*args, **kwargs)
+
+    trainer.evaluation_loop = evaluates
+
+
 def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
     """Have a ``Trainer`` run its micro-steps as CUDA graphs.
 
@@ -249,4 +291,5 @@ def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
         raise SettingUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
     steps = GraphedSteps(trainer)
     trainer.training_step = steps
+    evaluate_in_their_memory(trainer, steps)
     return steps

@@ -21,7 +21,6 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
-from autotune.estimate.pooling import replays_graphs
 from autotune.estimate.throughput import speed_of
 from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, without
 from autotune.space.space import Space
@@ -36,8 +35,7 @@ _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
 _ROOM = 1.2
 """What freed memory may gain where activations are recomputed or a larger batch did not fit. A choice."""
-_EXPANDABLE_EXCESS = 0.003
-"""Least share by which a GPU reserved more than was allocated with segments that expand: 0.003 to 0.045 (H200)."""
+_EXPANDABLE = "expandable_segments"
 _EXPANDABLE_SPEED = 0.99
 """Speed in such segments over that without, at best: 0.90 to 0.99 (H200)."""
 _COMPILED_KEEPS = 0.7
@@ -124,7 +122,8 @@ class Anytime:
 
     def is_late(self, candidate: Candidate) -> bool:
         """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
-        return self.uses_levers(candidate) and candidate.arm not in self._saving
+        arm = without(candidate.arm, self._late & {_EXPANDABLE})
+        return bool(levers_of(arm, self._late)) and arm not in self._saving
 
     def has_time(self, seconds: float, spent_seconds: float) -> bool:
         """Return whether a trial of so many seconds may begin after what trials with levers have taken."""
@@ -172,7 +171,7 @@ class Anytime:
         """
         roots = [(root, self._changes(history, root)) for root in history.believed(set(among))]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
-        roots += [(each, self._expanding(each)) for each in over if self._has_expanding(each.candidate)]
+        roots += [(each, self._expanding(history, each)) for each in over]
         roots += [(each, self._smaller(history, each)) for each in over if self.uses_levers(each.candidate)]
         for root, changes in roots:
             for way, candidate, gain in changes:
@@ -184,17 +183,10 @@ class Anytime:
                 seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
 
-    def _has_expanding(self, candidate: Candidate) -> bool:
-        """Return whether a candidate may be tried in segments that expand.
-
-        Not if it replays graphs, whose pools keep what they reserved.
-        """
-        arm = candidate.arm
-        return "expandable_segments" in self._late and not (arm.expandable_segments or replays_graphs(arm))
-
-    def _expanding(self, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
-        arm = changed(over.candidate.arm, expandable_segments=True)
-        yield "expandable_segments", replace(over.candidate, arm=arm), _EXPANDABLE_SPEED
+    def _expanding(self, history: History, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
+        candidate = Judge(self._space, history).in_expandable_segments(over)
+        if candidate is not None and _EXPANDABLE not in self.failures(history):
+            yield _EXPANDABLE, candidate, _EXPANDABLE_SPEED
 
     def _smaller(self, history: History, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
         smaller = self._beside(over.candidate, larger=False) or self._beside(
@@ -291,9 +283,8 @@ class Anytime:
         """
         assert root.measurement is not None
         memory, before = history.memory, root.candidate
-        if way == "expandable_segments":
-            least_bytes = math.ceil(root.measurement.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
-            return history.ceiling.bounds.fits(least_bytes)
+        if way == _EXPANDABLE:
+            return True
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
         is_compiled_anew, after = other.arm.torch_compile and not before.arm.torch_compile, other

@@ -43,3 +43,42 @@ def test_graphs_train_as_eager_steps_do(accumulation: int, precision: str, tmp_p
     noise = max(abs(one - other) for one, other in zip(losses, again, strict=True))
     assert graphed == pytest.approx(losses, abs=max(10 * noise, 1e-5))
     assert torch.linalg.vector_norm(of_graphs - weights) <= 1e-2 * torch.linalg.vector_norm(weights)
+
+
+def test_an_evaluation_gets_the_memory_of_graphs(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from autotune.training import apply
+
+    ids = torch.randint(5, 32000, (64, 512))
+    config = AutoConfig.for_model(
+        "llama", hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=32000
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=16, bf16=True,
+        eval_strategy="steps", eval_steps=6, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer: Any = Trainer(
+        model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=data, eval_dataset=data[:8]
+    )
+    apply(trainer, unpadded=True, cuda_graphs=True)
+    evaluate, replays, limited = trainer.evaluation_loop, [], []
+
+    def limit(*args: Any, **kwargs: Any) -> Any:
+        # Little more than the graphs hold.
+        replays.append(trainer.training_step.replays)
+        torch.cuda.empty_cache()
+        share = (torch.cuda.memory_reserved() + 2**28) / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(share)
+        limited.append(share)
+        try:
+            return evaluate(*args, **kwargs)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    trainer.evaluation_loop = limit
+    trainer.train()
+    assert len(limited) >= 2
+    assert replays[1] > replays[0] > 0
+    assert all("eval_loss" in entry for entry in trainer.state.log_history if "eval_runtime" in entry)

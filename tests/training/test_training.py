@@ -26,7 +26,7 @@ from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
-from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
+from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, evaluate_in_their_memory
 from autotune.training.loss import linear_cross_entropy
 
 VOCABULARY = 200
@@ -58,7 +58,7 @@ def samples(tokens: int = 16, count: int = 256, *, classes: bool = False, padded
     ]
 
 
-def trainer_of(model: Any, data: Any, folder: Path, **arguments: Any) -> Trainer:
+def trainer_of(model: Any, data: Any, folder: Path, eval_dataset: Any = None, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 5, "learning_rate": 1e-3} | arguments
     return Trainer(
         model=model,
@@ -67,6 +67,7 @@ def trainer_of(model: Any, data: Any, folder: Path, **arguments: Any) -> Trainer
             disable_tqdm=True, **settings,
         ),
         train_dataset=data,
+        eval_dataset=eval_dataset,
     )  # fmt: skip
 
 
@@ -112,6 +113,44 @@ class TestGraphs:
         assert losses == pytest.approx(stock[0], rel=1e-5)
         assert torch.allclose(weights, stock[1], atol=1e-6)
         assert steps.replays > 8
+
+    def test_an_evaluation_gets_the_memory_of_graphs(self, tmp_path: Path) -> None:
+        data = samples(classes=True)
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_strategy": "steps", "eval_steps": 5}
+        expected_losses, expected_weights = train(trainer_of(classifier(), data, tmp_path, data[:8], **settings))
+        trainer = trainer_of(classifier(), data, tmp_path, data[:8], **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        evaluate_in_their_memory(trainer, steps)
+        ran_out = []
+        predict = trainer.prediction_step
+
+        def predict_in_little_memory(*args: Any, **kwargs: Any) -> Any:
+            if any(shape.writing for shape in steps._shapes.values()):
+                ran_out.append(steps.replays)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return predict(*args, **kwargs)
+
+        trainer.prediction_step = predict_in_little_memory
+        losses, weights = train(trainer)
+        assert losses == expected_losses
+        assert torch.equal(weights, expected_weights)
+        # Captured again after the first evaluation, and released for the second.
+        assert len(ran_out) >= 2
+        assert ran_out[-1] > ran_out[0]
+
+    def test_an_evaluation_that_needs_more_than_that_is_not_repeated(self, tmp_path: Path) -> None:
+        data, calls = samples(classes=True), []
+        trainer = trainer_of(classifier(), data, tmp_path, data[:8])
+        evaluate_in_their_memory(trainer, GraphedSteps(trainer))
+
+        def runs_out(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        trainer.prediction_step = runs_out
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.evaluate()
+        assert len(calls) == 1
 
     def test_a_graph_that_computes_something_else_is_not_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -315,9 +315,10 @@ class TestMemoryOfLevers:
 
 
 class TestExpandableSegments:
-    def searched(self, folder: Path, reserved: float, **options: Any) -> tuple[list[Candidate], Run]:
-        """A search where a batch of 64 allocates 22.2 of 22.7 GiB, and reserves so many times what it allocates."""
-        gpu = Gpu(host_seconds=0.001)
+    def searched(self, folder: Path, reserved: float, largest: int = 64, **options: Any) -> tuple[list[Candidate], Run]:
+        """A search where the ``largest`` batch allocates 22.2 of 22.7 GiB, and reserves so many times what it
+        allocates."""
+        gpu = Gpu(host_seconds=0.001, sample_bytes=19.2 * GIB / largest)
 
         def allocated(job: TrialJob) -> tuple[Outcome, float]:
             outcome, seconds = answer(job)
@@ -345,6 +346,12 @@ class TestExpandableSegments:
         told = [note for note in run.observer.notes if note.startswith("expandable segments")]
         # Over the answer before, 32 × 2 in 2 · 34 units of time, not over what left too little memory.
         assert told[1:] == [f"expandable segments gave {68 / 66:.2f} ×"]
+
+    def test_they_come_before_smaller_multiples(self, tmp_path: Path) -> None:
+        candidates, run = self.searched(tmp_path, 1.04, largest=8)
+        assert run.best.candidate == candidates[-1] == replace(candidates[-2], arm=candidates[-1].arm)
+        assert run.best.candidate.arm.expandable_segments
+        assert min(c.per_device_train_batch_size for c in candidates) == 8
 
     @pytest.mark.parametrize(
         ("reserved", "options"),
