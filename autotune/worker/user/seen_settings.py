@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autotune.worker.stack import module_of
 
@@ -23,6 +24,8 @@ _CALLERS = ("fire", "tyro", "plac", "cyclopts", "chz")
 _PREFIXERS = ("tyro", "cyclopts")
 _BINDERS = (*_CALLERS, "gin")
 _DEEPEST = 3
+# What holds numbers that are no settings.
+_NO_CONFIGS = (type, FrameType, torch.nn.Module, torch.Tensor, torch.optim.Optimizer, DataLoader, Dataset, Sampler)
 # What says that a batch is not that of the training.
 OF_EVALUATION = re.compile(r"eval|valid|test|infer|predict|(?<![a-z])(val|dev)(?![a-z])", re.IGNORECASE)
 
@@ -83,11 +86,7 @@ class ConfigLine:
     """``conf.yaml:12``."""
     said: str
     """``batch_size: 16``."""
-
-    @property
-    def number(self) -> str:
-        """What it says."""
-        return self.said[re.search(r"\d+$", self.said).start() :]  # type: ignore[union-attr]
+    number: str
 
     def said_with(self, value: str) -> str:
         """Return what it is to say."""
@@ -98,15 +97,14 @@ def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | N
     """Return the first line of configuration files that gives a setting with one of these names a number."""
     for name in (name for name in names if len(name) > 1):
         said = re.compile(
-            rf"""(?<![\w.-])["']?(?:\w+\.)*{name}["']?\s*(?::\s*int\s*=|[:=])\s*\d+(?![\w.])""", re.IGNORECASE
+            rf"""(?<![\w.-])["']?(?:\w+\.)*{name}["']?\s*(?::\s*int\s*=|[:=])\s*(\d+)(?![\w.])""", re.IGNORECASE
         )
         for file in files:
             lines = [line.partition("#")[0] for line in _source_text(file).splitlines()]
             for number, line in enumerate(lines, 1):
                 for found in said.finditer(line):
-                    owners = _owners([*lines[: number - 1], line[: found.end()]])
-                    if not OF_EVALUATION.search(owners):
-                        return ConfigLine(f"{Path(file).name}:{number}", found[0])
+                    if not OF_EVALUATION.search(_owners([*lines[: number - 1], line[: found.end()]])):
+                        return ConfigLine(f"{Path(file).name}:{number}", found[0], found[1])
     return None
 
 
@@ -114,13 +112,11 @@ def _owners(lines: Sequence[str]) -> str:
     """Return what the end of a text belongs to: its own line from the last bracket on, what is before each open
     bracket, the lines above that are indented less, and the section."""
     *above, line = lines
-    owners = []
-    while True:
+    is_nested = 1
+    while is_nested:
         # Groups that are closed again say nothing of what follows.
-        line, count = re.subn(r"[(\[{][^()\[\]{}]*[)\]}]", "", line)
-        if not count:
-            break
-    owners += [re.split(r",", part)[-1] for part in re.split(r"[(\[{]", line)]
+        line, is_nested = re.subn(r"[(\[{][^()\[\]{}]*[)\]}]", "", line)
+    owners = [part.rpartition(",")[2] for part in re.split(r"[(\[{]", line)]
     indent = len(line) - len(line.lstrip())
     for other in filter(str.strip, reversed(above)):
         own = len(other) - len(other.lstrip())
@@ -170,11 +166,6 @@ def sizes_at_hand(frames: Sequence[FrameType]) -> set[int]:
     """Return the first dimensions of the tensors that the functions at work hold: one of them is likely the batch."""
     values = (value for frame in frames for value in frame.f_locals.values())
     return {len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim}
-
-
-_DATA = torch.utils.data
-_TRAINING = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, _DATA.DataLoader, _DATA.Dataset, _DATA.Sampler)
-_NO_CONFIGS = (type, FrameType, *_TRAINING)
 
 
 def _package(frame: FrameType | None) -> str:
