@@ -70,7 +70,9 @@ def use_kernels(device: torch.device, *, convolves: bool) -> None:
     model = parts.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.int64, device=device)
-    with torch.autocast(device.type, _autocast(device)):
+    # The precision that a trial may use: bfloat16 arithmetic from compute capability 8.0 (CUDA C++ Programming Guide).
+    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+    with torch.autocast(device.type, torch.bfloat16 if has_bf16 else torch.float16):
         hidden = model[0](tokens)
         if convolves:
             images = torch.zeros((_SAMPLES, 3, 224, 224), device=device)
@@ -80,10 +82,3 @@ def use_kernels(device: torch.device, *, convolves: bool) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-
-
-def _autocast(device: torch.device) -> torch.dtype:
-    """Return the 16-bit precision that a trial may use on the device."""
-    # CUDA C++ Programming Guide: bfloat16 arithmetic from compute capability 8.0.
-    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if has_bf16 else torch.float16

@@ -230,13 +230,10 @@ class Server:
                 if "job" in message:
                     self._take_job(message["job"])
                 elif "log_path" in message:
-                    self._adopt(message)
-
-    def _adopt(self, message: dict[str, Any]) -> None:
-        """Serve another search from now on."""
-        process.append_output(message["log_path"])
-        import_model(message["workload"])
-        self.report(Adopted(os.getpid()))
+                    # Another search is served from now on.
+                    process.append_output(message["log_path"])
+                    import_model(message["workload"])
+                    self.report(Adopted(os.getpid()))
 
     def _patience_seconds(self) -> float:
         deadlines = [job.deadline for job in self._jobs if not job.timed_out]

@@ -59,7 +59,9 @@ def fill(model: Any, device: torch.device) -> None:
     anew for a module around theirs, which is not done here. No training begins from these weights.
     """
     model.to_empty(device=device)
-    _tie(model)
+    # peft's models hand it on to the model inside.
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
     with init.guard_torch_init_functions():
         for module, owner in _with_owners(model, None):
             if owner is not None:
@@ -101,12 +103,6 @@ def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
     # Without communication: every rank has the whole.
     mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
     part.to_local().copy_(mine.to_local())
-
-
-def _tie(model: Any) -> None:
-    # peft's models hand it on to the model inside.
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
 
 
 @torch.no_grad()

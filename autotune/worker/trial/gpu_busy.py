@@ -129,17 +129,13 @@ class BusyStep:
         if self._takes_all:
             return
         if number == 2:
-            self._stop()
+            self.stop()
         if number in (1, self._run - 1):
             self._start()
 
-    def step_is_void(self) -> None:
-        """Discard the step, which was cut short."""
-        self._stop()
-
     def step_ends(self, step_seconds: float, cost: float) -> None:
         """Record the step. ``cost`` is the size of its batches over the mean that ``step_seconds`` stands for."""
-        self._stop()
+        self.stop()
         self._cost_seconds += time.perf_counter() - self._began
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
             return
@@ -182,7 +178,8 @@ class BusyStep:
     def _start(self) -> None:
         self._guarded(self._profiler.start, starts=True)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Record no more of this step."""
         if self._is_recording:
             self._guarded(self._profiler.stop, starts=False)
 

@@ -394,7 +394,7 @@ class StepTimer(StepListener):
         """Discard the step that ends, and start the clock of the next one."""
         self._saving_seconds = 0.0
         if self._is_profiled and self._busy is not None:
-            self._busy.step_is_void()
+            self._busy.stop()
         self._meter.synchronize()
         self._rehearsals.forget()
         self.checks.step_is_dropped()

@@ -86,7 +86,7 @@ def _size(value: Any) -> int:
 def _scaled(two: Any, three: Any, size: int) -> Any:
     """Return a value of batches of any size, given those of a batch of two and one of three samples."""
     if isinstance(two, torch.Tensor):
-        shape = [_grown(a, b, size) for a, b in zip(two.shape, three.shape, strict=True)]
+        shape = [_scaled(a, b, size) for a, b in zip(two.shape, three.shape, strict=True)]
         return torch.zeros(shape, dtype=two.dtype)
     if isinstance(two, Mapping):
         return {name: _scaled(value, three[name], size) for name, value in two.items()}
@@ -95,13 +95,8 @@ def _scaled(two: Any, three: Any, size: int) -> Any:
             raise NotTraceableError("its batches are lists with an entry for each sample")
         return type(two)(_scaled(a, b, size) for a, b in zip(two, three, strict=True))
     if isinstance(two, int) and not isinstance(two, bool):
-        return _grown(two, three, size)
+        return two + (three - two) * (size - 2)
     return two
-
-
-def _grown(two: int, three: int, size: int) -> int:
-    each = three - two
-    return two + each * (size - 2)
 
 
 def _has_padding(batch: Any) -> bool:

@@ -245,10 +245,6 @@ def _of_exec(arguments: tuple[Any, ...]) -> _Started:
     return [_text(path), *(_text(word) for word in list(words)[1:])], environment
 
 
-def _of_system(arguments: tuple[Any, ...]) -> _Started:
-    return _of_shell(["sh", "-c", _text(arguments[0])]), None
-
-
 def _of_shell(words: list[str]) -> list[str]:
     """Return the words of the command that a shell is given; other words as they are."""
     if len(words) > 2 and Path(words[0]).name in ("sh", "bash") and words[1] == "-c":
@@ -264,7 +260,7 @@ _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
     "os.exec": _of_exec,
     "os.posix_spawn": _of_exec,
     "os.spawn": _of_exec,
-    "os.system": _of_system,
+    "os.system": lambda arguments: (_of_shell(["sh", "-c", _text(arguments[0])]), None),
 }
 
 

@@ -40,9 +40,10 @@ class MarkedSteps(Listener):
     def optimizer_begins(self, optimizer: Any) -> None:
         """Mark the end of the backward pass; of several optimizers the first counts."""
         if self._marks is None:
-            self._mark_both()
+            self.mark_both()
 
-    def _mark_both(self) -> None:
+    def mark_both(self) -> None:
+        """Mark the end of a backward pass: of one before the optimizer's step, or of one within it."""
         mark = self._listener.mark()
         self._marks = mark, mark
 
@@ -84,10 +85,6 @@ class LoopSteps(MarkedSteps):
         """Record the pass and its loss."""
         self._backward_passes += 1
         super().backward_begins(tensors)
-
-    def backward_within_step_ends(self) -> None:
-        """Mark the end of a backward pass that was a part of the optimizer's step."""
-        self._mark_both()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update; of several optimizers the last counts."""

@@ -42,7 +42,8 @@ def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
             configs = [value for value in values if isinstance(value, module.DictConfig)]
             if configs:
                 return dict(_flat(module.OmegaConf.to_container(configs[0]))), True
-        config = next((value for value in values if isinstance(value, dict) and _takes_pairs(value)), None)
+        configs = [value for value in values if isinstance(value, dict)]
+        config = next((each for each in configs if callable(getattr(type(each), "merge_from_list", None))), None)
         if config is not None:
             return dict(_flat(config)), False
         if module_of(frame) == "__main__":
@@ -52,10 +53,6 @@ def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
                 found = {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
                 return found, True
     return {}, True
-
-
-def _takes_pairs(config: dict[Any, Any]) -> bool:
-    return callable(getattr(type(config), "merge_from_list", None))
 
 
 def _configurator(text: str) -> str:

@@ -195,7 +195,7 @@ class LightningOverlay:
 
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
                 # The optimizer's step contains the forward and the backward pass.
-                steps.backward_within_step_ends()
+                steps.mark_both()
 
             def on_train_batch_end(
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
