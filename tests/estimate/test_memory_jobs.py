@@ -413,13 +413,6 @@ def test_an_unchecked_prediction_rules_nothing_out() -> None:
         assert not model.surely_over(over)
 
 
-def test_a_checked_prediction_rules_out() -> None:
-    over = Candidate(Arm("bf16"), 64, 1)
-    model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
-    model.learn(Candidate(Arm("bf16"), 16, 4), peak(14140))
-    assert model.surely_over(over)
-
-
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_on_one_gpu_what_is_reserved_rules_out_with_the_doubt_of_what_is_allocated(checkpointing: bool) -> None:
     """A peak may be 5 % below its prediction, and so may what is reserved for it."""

@@ -158,12 +158,6 @@ def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
         find_chip("voodoo-2", CHIPS)
 
 
-def test_rates_decide_nothing_about_memory() -> None:
-    chip = CHIPS["rtx-3090"]
-    assert chip.decisive().rates is None
-    assert replace(chip, rates=None).decisive() == chip.decisive()
-
-
 def test_the_share_of_operations_of_no_known_kind_is_told(bert_large: Operations) -> None:
     candidate = Candidate(BF16, 16, 4)
     plain = StepTimeModel(H200).predict(bert_large, candidate)

@@ -141,13 +141,3 @@ def test_checkpointing_is_left_out_without_a_gpu_time_where_the_plain_arm_is_far
     arms = (FP32, BF16, checkpointed)
     found = speeds((FP32, 16, 0.045), (BF16, 16, seconds), busy_share=None, arms=arms).left_out(checkpointed)
     assert found == (None if seconds == 0.05 else "without checkpointing it only reached 22% of the best")
-
-
-def test_arms_that_are_left_out_together_are_named_together() -> None:
-    arms = tuple(Arm(p, c) for p in ("bf16", "fp16", "tf32") for c in (False, True))  # type: ignore[arg-type]
-    left_out = speeds((BF16, 16, 0.0475), (BF16, 64, 0.2), arms=arms).left_out_arms()
-    assert [each.describe() for each in left_out] == [
-        f"bf16, checkpointing: {RECOMPUTING}",
-        "all fp16: fp16 is never faster than bf16 and needs as much memory",
-        "all tf32: tf32 takes at least 1.4 times the GPU time measured in bf16: too slow to reach the best",
-    ]

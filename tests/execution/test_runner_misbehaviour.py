@@ -219,31 +219,29 @@ def test_a_server_that_cannot_start_says_why(cpu: Device, tmp_path: Path, monkey
             assert str(tmp_path / "logs" / "server.log") in raised.value.hint
 
 
-def test_a_missing_package_is_named(cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with (
-        TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
-        pytest.raises(TrialServerError, match="cannot import what it needs: ImportError: libcudart") as raised,
-    ):
-        runner.inspect()
-    assert "install torch" in raised.value.hint
-
-
-def test_a_package_that_does_not_fit_is_named_with_its_own_error(
-    cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "raises", "message", "hint"),
+    [
+        ("torch", "ImportError('libcudart.so.13: no such file')", "cannot import what it needs: ImportError: libcudart",
+         "install torch"),
+        # What transformers makes of it hides both.
+        ("accelerate", "RuntimeError('operator accelerate::nms does not exist')",
+         "RuntimeError: operator accelerate::nms does not exist", "install another version of accelerate, or remove"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_missing_or_does_not_fit_is_named_with_its_own_error(
+    cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, raises: str, message: str, hint: str
 ) -> None:
-    """What transformers makes of it hides both."""
-    package = tmp_path / "site-packages" / "accelerate"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError('operator accelerate::nms does not exist')\n")
-    monkeypatch.syspath_prepend(package.parent)
+    folder = tmp_path / "site-packages" / package
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f"raise {raises}\n")
+    monkeypatch.syspath_prepend(folder.parent)
     with (
         TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
-        pytest.raises(TrialServerError, match="RuntimeError: operator accelerate::nms does not exist") as raised,
+        pytest.raises(TrialServerError, match=message) as raised,
     ):
         runner.inspect()
-    assert raised.value.hint.startswith("install another version of accelerate, or remove it")
+    assert hint in raised.value.hint
 
 
 def test_two_runners_at_once_do_not_meet(stand_in: None, cpu: Device, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_comparison import around
 from test_throughput_promise import GPU, stock_result, stretches, target
 
 from autotune.core.errors import DeviceError, PromiseMissedError, TrialServerError
@@ -23,11 +24,6 @@ from autotune.verify.comparison import Interval, Verdict, compare
 from autotune.verify.json_document import verification_document
 from autotune.verify.text import verification_lines
 from autotune.verify.throughput import Verification, verify
-
-
-def around(mean: float, share: float) -> Interval:
-    return Interval(mean, mean * (1 - share), mean * (1 + share))
-
 
 # gpt2-medium on two H200, 22 November 2026: what was promised, and what a stock run reached.
 GPT2_PROMISE, GPT2_RUN = Interval(140.8, 123.8, 160.2), around(110.5, 0.05)
@@ -142,33 +138,32 @@ def test_a_machine_that_is_slower_is_told_and_the_promise_stays_missed() -> None
     assert f"{SLOWER}: this machine is slower now" in document["why"]
 
 
-def test_where_the_host_limits_the_step_the_host_is_slower() -> None:
-    found = verification_of(250.0, 253.0, busy=0.46)
-    assert f"{SLOWER}: this host is slower now" in found.again_lines()
-    assert hint_of_miss(found).startswith("this host is slower than at the time of the search")
-
-
-def test_other_libraries_may_be_what_is_slower() -> None:
-    found = verification_of(250.0, 253.0, packages={"torch": "2.14.0"})
-    assert f"{SLOWER}: this machine is slower now, or its other versions of libraries are" in found.again_lines()
-    assert hint_of_miss(found).startswith("search again with these versions of the libraries")
-
-
-def test_a_run_that_differs_from_its_trial_is_told() -> None:
-    found = verification_of(250.0, 318.0)
-    machine, run = found.again_lines()
-    assert machine.endswith("318.0 ± 1.0% samples/s, 0.6% below the search's 320.0: this machine is no slower now")
-    assert run == "the stock run is 21.4% below that: it was disturbed, or differs from a trial"
-    assert "verify again" in hint_of_miss(found)
-    assert "report it" in hint_of_miss(found)
-
-
-def test_a_machine_whose_speed_changes_is_told() -> None:
-    found = verification_of(250.0, 200.0)
-    assert found.again_lines()[1] == (
-        "the stock run is 25.0% above that: the speed of this machine changes from minute to minute"
-    )
-    assert "verify again on an idle machine" in hint_of_miss(found)
+@pytest.mark.parametrize(
+    ("again", "changes", "told", "hint"),
+    [
+        pytest.param(
+            253.0, {"busy": 0.46}, f"{SLOWER}: this host is slower now",
+            "this host is slower than at the time of the search", id="where the host limits the step",
+        ),
+        pytest.param(
+            253.0, {"packages": {"torch": "2.14.0"}},
+            f"{SLOWER}: this machine is slower now, or its other versions of libraries are",
+            "search again with these versions of the libraries", id="other libraries",
+        ),
+        pytest.param(
+            318.0, {}, "the stock run is 21.4% below that: it was disturbed, or differs from a trial",
+            "verify again", id="the run alone is slower",
+        ),
+        pytest.param(
+            200.0, {}, "the stock run is 25.0% above that: the speed of this machine changes from minute to minute",
+            "verify again on an idle machine", id="the machine varies",
+        ),
+    ],
+)  # fmt: skip
+def test_what_made_the_run_slower_is_told(again: float, changes: dict[str, Any], told: str, hint: str) -> None:
+    found = verification_of(250.0, again, **changes)
+    assert told in found.again_lines()
+    assert hint_of_miss(found).startswith(hint)
 
 
 def test_a_trial_between_the_two_decides_nothing() -> None:
