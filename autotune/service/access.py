@@ -45,13 +45,10 @@ class Access:
     """When there were wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
-    def identify(self, request: Request) -> TokenRecord | None:
-        """Return the token of a request, from its header or from the page's cookie."""
-        return self.check(token_of(request), request.client.host if request.client else "")
-
     async def identify_soon(self, request: Request) -> TokenRecord | None:
         """Return the token of a request; mostly without a thread, since it was just looked up."""
-        return self._believed(digest(token_of(request))) or await run_in_threadpool(self.identify, request)
+        token, address = token_of(request), request.client.host if request.client else ""
+        return self._believed(digest(token)) or await run_in_threadpool(self.check, token, address)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
         """Return the record of a token; ``ServiceError`` for an address that has guessed too often."""
@@ -130,16 +127,9 @@ def access_of(request: Request) -> Access:
     return cast(Access, request.app.state.access)
 
 
-def searches_of(request: Request) -> Searches:
-    """Return the searches of the application that serves a request."""
-    return cast(Searches, request.app.state.searches)
-
-
 # FastAPI runs a dependency that is not asynchronous in a thread, which takes longer than what these do.
-
-
 async def _known(request: Request) -> Searches:
-    return searches_of(request)
+    return cast(Searches, request.app.state.searches)
 
 
 def _no_token(*, was_given: bool) -> ServiceError:

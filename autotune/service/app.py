@@ -36,24 +36,22 @@ def problem_response(error: AutotuneError) -> JSONResponse:
 def _on_error(request: Request, error: Exception) -> JSONResponse:
     match error:
         case AutotuneError():
-            return problem_response(error)
+            told = error
         case RequestValidationError():
             first = error.errors()[0]
-            if first["type"] == "json_invalid":
-                return problem_response(InvalidRequestError("the body is not JSON", "send a JSON object"))
             # Of a union, the member that refused it is named in brackets.
             places = (str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
             where = ".".join(part for part in places if "[" not in part)
-            return problem_response(
-                InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
-            )
+            told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
+            if first["type"] == "json_invalid":
+                told = InvalidRequestError("the body is not JSON", "send a JSON object")
         case HTTPException(status_code=404):
-            return problem_response(
-                ServiceError(f"there is nothing at {request.url.path[:200]}", "see /openapi.json", status=404)
-            )
+            told = ServiceError(f"there is nothing at {request.url.path[:200]}", "see /openapi.json", status=404)
         case HTTPException():
-            return problem_response(ServiceError(str(error.detail), status=error.status_code))
-    return problem_response(ServiceError("the service failed; its log says why", status=500))
+            told = ServiceError(str(error.detail), status=error.status_code)
+        case _:
+            told = ServiceError("the service failed; its log says why", status=500)
+    return problem_response(told)
 
 
 def make_app(

@@ -39,7 +39,7 @@ class ChangeEvents:
 
     def notify_all(self) -> None:
         """Wake everybody, as at the end of the process."""
-        self._after_change(self._set_all)
+        self._after_change(lambda: self._set(*self._events))
 
     def _after_change(self, tell: Callable[..., None], *keys: str) -> None:
         """Count a change, and have the event loop tell of it: nobody else touches its events."""
@@ -53,9 +53,6 @@ class ChangeEvents:
             event = self._events.pop(key, None)
             if event is not None:
                 event.set()
-
-    def _set_all(self) -> None:
-        self._set(*self._events.keys())
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:

@@ -45,13 +45,6 @@ class StreamedEvent:
     number: int | None
 
 
-def _check_host_name(name: str | None) -> None:
-    """Raise ``ValueError`` for what can be no host's name."""
-    plain = (name or "").encode("idna").decode()
-    if not re.fullmatch(r"[A-Za-z0-9._:%-]+", plain):
-        raise ValueError(f"{name!r} is not a host name")
-
-
 class _PinnedSocket(ssl.SSLSocket):
     """A TLS connection to the holder of one certificate."""
 
@@ -106,7 +99,8 @@ class Client:
     def __init__(self, url: str, token: str | None = None, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
-            _check_host_name(parts.hostname)
+            if not re.fullmatch(r"[A-Za-z0-9._:%-]+", (parts.hostname or "").encode("idna").decode()):
+                raise ValueError(f"{parts.hostname!r} is not a host name")
             _ = parts.port
         except ValueError as error:
             raise ServiceError(
@@ -163,16 +157,9 @@ class Client:
     ) -> Any:
         """Send a request and return the JSON, or the text, of the answer; raises what its problem stands for."""
         limit = httpx2.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
-        try:
-            response = self._http.request(
-                method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit
-            )
-        except httpx2.HTTPError as error:
-            raise self._unreachable(error) from error
+        response = self._answer(method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit)
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
         is_json = kind == "application/json" or kind.endswith("+json")
-        if response.status_code >= 400:
-            raise self._error(response)
         if not response.content:
             return None
         if not is_json:
@@ -184,13 +171,17 @@ class Client:
 
     def fetch(self, path: str, query: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
         """Return an answer as text with its headers; raises what its problem stands for."""
+        response = self._answer("GET", path, params=query)
+        return response.text, response.headers
+
+    def _answer(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
-            response = self._http.get(path, params=query)
+            response = self._http.request(method, path, **options)
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
         if response.status_code >= 400:
             raise self._error(response)
-        return response.text, response.headers
+        return response
 
     def _error(self, response: httpx2.Response) -> Exception:
         """Return the error that an answer stands for; that of a proxy in between is no problem document."""

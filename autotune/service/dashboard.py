@@ -41,11 +41,8 @@ class WithDashboard:
             await RedirectResponse("/", 303)(scope, receive, send)
             return
         if self._dashboard is None:
-            self._dashboard = await run_in_threadpool(self._make)
+            made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
+            self._dashboard = WSGIMiddleware(made)
         # The guard has checked the name already; the dashboard knows those of this machine alone.
         headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
         await self._dashboard({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)
-
-    def _make(self) -> Any:
-        app: Any = app_over(DashboardStorage(self._store), way_back="/")
-        return WSGIMiddleware(app)

@@ -46,20 +46,40 @@ class Guard:
         headers = Headers(scope=scope)
         problem = self._problem(scope, headers)
         if scope["path"].startswith("/v1/"):
-            _read_as_json(scope)
+            # All that the API takes is JSON; curl says that it sends a form.
+            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope["headers"] = [*others, (b"content-type", b"application/json")]
         if problem is not None:
             code, message, hint = problem
             document = problem_document(ServiceError(message, hint, status=code))[1]
             await JSONResponse(document, code, {"Connection": "close"}, MEDIA_TYPE)(scope, receive, send)
             return
-        meter = _Meter(receive)
+        left_bytes = MOST_BODY_BYTES
+
+        async def receive_limited() -> Message:
+            # A body may come without a length.
+            nonlocal left_bytes
+            message = await receive()
+            left_bytes -= len(message.get("body", b""))
+            if left_bytes < 0:
+                raise HTTPException(413, _TOO_LARGE[1])
+            return message
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _set_headers(MutableHeaders(scope=message), scope["path"])
+                of_dashboard = scope["path"].startswith(DASHBOARD_PATHS)
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = _DASHBOARD_CSP if of_dashboard else _CSP
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["X-Frame-Options"] = "DENY"
+                # With no-referrer a browser would send "Origin: null" with the forms of the page itself.
+                headers["Referrer-Policy"] = "same-origin"
+                headers["Cross-Origin-Opener-Policy"] = "same-origin"
+                if not scope["path"].startswith("/assets/") and not of_dashboard:
+                    headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        await self._app(scope, meter.receive, send_with_headers)
+        await self._app(scope, receive_limited, send_with_headers)
 
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
         host = headers.get("host", "")
@@ -67,43 +87,11 @@ class Guard:
             # Starlette's TrustedHostMiddleware would answer 400 in plain text, without what the operator can do.
             return 421, "this service does not answer to that host name", "the operator can allow it with --name"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
-        if scope["method"] not in _SAFE_METHODS and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+        writes = scope["method"] not in _SAFE_METHODS
+        if is_foreign or (writes and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
             return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
             return 400, "Content-Length is not a number", "send the length of the body in bytes"
         return _TOO_LARGE if int(length) > MOST_BODY_BYTES else None
-
-
-def _read_as_json(scope: Scope) -> None:
-    """Have the body of a request read as JSON, which is all that the API takes; curl says that it sends a form."""
-    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-    scope["headers"] = [*others, (b"content-type", b"application/json")]
-
-
-class _Meter:
-    """Counts the bytes of a body that comes without a length."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._left = receive, MOST_BODY_BYTES
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise HTTPException(413, _TOO_LARGE[1])
-        return message
-
-
-def _set_headers(headers: MutableHeaders, path: str) -> None:
-    of_dashboard = path.startswith(DASHBOARD_PATHS)
-    headers["Content-Security-Policy"] = _DASHBOARD_CSP if of_dashboard else _CSP
-    headers["X-Content-Type-Options"] = "nosniff"
-    headers["X-Frame-Options"] = "DENY"
-    # With no-referrer a browser would send "Origin: null" with the forms of the page itself.
-    headers["Referrer-Policy"] = "same-origin"
-    headers["Cross-Origin-Opener-Policy"] = "same-origin"
-    if not path.startswith("/assets/") and not of_dashboard:
-        headers.setdefault("Cache-Control", "no-store")

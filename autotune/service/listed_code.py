@@ -58,7 +58,10 @@ def _entry(path: Path, name: str, entry: Any) -> Code:
         raise InvalidRequestError(f"{where}: there is no folder {folder}", "correct it in the file")
     code = Code(kinds[0], _value(where, kinds[0], entry[kinds[0]], folder), str(folder))
     try:
-        _find(code)
+        if isinstance(code.value, tuple):
+            find_script(code.value)
+        else:
+            (find_loop if code.kind == "loop" else find_trainer)(code.value)
     except AutotuneError as error:
         raise InvalidRequestError(f"{where}: {error.message}", error.hint) from error
     return code
@@ -78,16 +81,6 @@ def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[
     if place is not None:
         words[place] = str(folder / words[place])
     return tuple(words)
-
-
-def _find(code: Code) -> None:
-    """Raise where the code is not there."""
-    if isinstance(code.value, tuple):
-        find_script(code.value)
-    elif code.kind == "loop":
-        find_loop(code.value)
-    else:
-        find_trainer(code.value)
 
 
 def listed(name: str, codes: Listed) -> Code:

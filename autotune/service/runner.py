@@ -160,14 +160,13 @@ class Runner:
                     self._settle()
                 while not self._is_closing and self._start_next():
                     pass
-            except StorageError as error:
+            except Exception as error:
                 # A job may have been started although no answer came.
                 self._is_settled = False
-                log.warning("no job can be started: %s", error)
-                time.sleep(_RETRY_SECONDS)
-            except Exception:
-                self._is_settled = False
-                log.exception("starting jobs failed")
+                if isinstance(error, StorageError):
+                    log.warning("no job can be started: %s", error)
+                else:
+                    log.exception("starting jobs failed")
                 time.sleep(_RETRY_SECONDS)
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
@@ -407,9 +406,8 @@ def unmet(needs: Needs, hosts: Sequence[Host]) -> str | None:
         return "no device is ready to search"
     if any(offer.meets(needs) for offer in offers):
         return None
-    have = ", ".join(sorted({_in_words(offer) for offer in offers}))
+    words = {
+        f"{f'{offer.count} × ' if offer.count > 1 else ''}{offer.device_name} ({offer.device_kind})" for offer in offers
+    }
+    have = ", ".join(sorted(words))
     return f"no machine has {needs.describe()}; there are {have}"
-
-
-def _in_words(offer: Offer) -> str:
-    return f"{f'{offer.count} × ' if offer.count > 1 else ''}{offer.device_name} ({offer.device_kind})"

@@ -38,14 +38,12 @@ from autotune.service.verifications import (
 )
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
-from autotune.tuning.run import trial_log_path
 from autotune.verify.target import verifiable_export
 
 log = logging.getLogger("autotune.service")
 
 MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
-_TOO_MANY = f"{MOST_QUEUED} searches wait already"
 _MOST_COMPARED = 20
 
 
@@ -80,20 +78,23 @@ class Searches:
         again: the job that answered it is returned.
         """
         submission = read_submission(document, self.data_folders, self.codes)
-        if idempotency_key is None and (known := self._answered(submission)) is not None:
-            return known, False
-        known = self.store.queue.job_with_key(idempotency_key) if idempotency_key is not None else None
-        if known is not None:
+        if idempotency_key is None:
+            known = self._answered(submission)
+        elif (known := self.store.queue.job_with_key(idempotency_key)) is not None:
             # It was accepted before, whatever is full or missing by now.
             _check_same(known, submission.options, submission.needs, idempotency_key)
+        if known is not None:
             return known, False
         offers = offers_of(self.runner.hosts())
         fitting = [device for offer, device in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
         self._check_length()
         with self._naming:
-            study = choose_study(submission, self._is_taken)
-            self._check_owner(study, by)
+            study = choose_study(
+                submission, lambda name: bool(self.store.study(name) or self.store.queue.jobs(study=name, most=1))
+            )
+            if latest := self.store.queue.jobs(study=study, most=1):
+                check_may_change(by, latest[0])
             job, is_new = self._add(study, submission, submission.needs, by.name, idempotency_key)
         if is_new:
             _note("search submitted", search=job.id, study=job.study, by=by.name, priority=job.priority)
@@ -131,15 +132,11 @@ class Searches:
             self.runner.wake()
         return job, is_new
 
-    def _check_owner(self, study: str, by: TokenRecord) -> None:
-        """Raise where a search that is named so belongs to somebody else."""
-        latest = self.store.queue.jobs(study=study, most=1)
-        if latest:
-            check_may_change(by, latest[0])
-
     def _check_length(self) -> None:
         if self.store.queue.count_queued() >= MOST_QUEUED:
-            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
+            raise ServiceError(
+                f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
+            )
 
     def verification(self, job: JobRecord) -> Document | None:
         """Return what a verification has shown: its document, and the problem where a promise was missed."""
@@ -157,9 +154,6 @@ class Searches:
                 if study is not None and study.state == "finished" and study.autotune_version == __version__:
                     return job
         return None
-
-    def _is_taken(self, name: str) -> bool:
-        return self.store.study(name) is not None or bool(self.store.queue.jobs(study=name, most=1))
 
     # Looking
 
@@ -294,16 +288,6 @@ class Searches:
         self.runner.cancel(job.id)
         self.changes.notify(job.id)
         return cancelled or job
-
-    def log_path(self, study: str, number: int) -> Path:
-        """Return where the log of a study's trial is, on this machine."""
-        return trial_log_path(self.storage, study, number)
-
-    def trial_counts(self) -> dict[str, int]:
-        """Return how many trials of all studies are in each state."""
-        studies = self.store.studies()
-        names = ("running", "completed", "out_of_memory", "failed")
-        return {name: sum(getattr(summary, name) for summary in studies) for name in names}
 
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:

@@ -33,7 +33,6 @@ from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
 from autotune.store.records import now
-from autotune.store.repository import Store
 from autotune.tuning.interruption import ending_signals
 
 DEFAULT_PORT = 8321
@@ -112,11 +111,6 @@ def steady_clock() -> Callable[[], datetime]:
     return lambda: start + timedelta(seconds=time.monotonic() - began)
 
 
-def first_token(store: Store) -> str | None:
-    """Return a new token where the database has none; ``None`` where it has: those were shown once."""
-    return None if store.queue.tokens() else add_token(store.queue, "operator", "admin")
-
-
 def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and the token where one was made.
 
@@ -134,7 +128,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         # Two would start each other's searches anew.
         held(store, "service", "the queue of this database"),
     ):
-        settings = _with_port(settings, listener)
+        settings = replace(settings, port=int(listener.getsockname()[1]))
         # Else each event would wait for the disk, and all writers for each other.
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
@@ -143,7 +137,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
             searches.runner.also_ends.append(predict.close)
         app = make_app(
             searches,
-            names=_names(settings),
+            names=[f"[{settings.host}]" if ":" in settings.host else settings.host, *settings.names],
             extend=add_pages,
             around=lambda app: WithDashboard(app, store),
             predict=predict,
@@ -163,7 +157,8 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
             http=limited_protocol(open_files),
         )
         server = _Server(config)
-        token = first_token(store)
+        # Where the database has tokens, they were shown once.
+        token = None if store.queue.tokens() else add_token(store.queue, "operator", "admin")
         asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token), settings.keep))
 
 
@@ -236,8 +231,7 @@ def _reason(error: OSError) -> str:
     return reason.lower()
 
 
-@contextlib.contextmanager
-def _listen(settings: Settings) -> Iterator[socket.socket]:
+def _listen(settings: Settings) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
@@ -249,17 +243,7 @@ def _listen(settings: Settings) -> Iterator[socket.socket]:
     # Accepted connections inherit it. asyncio sets it only on sockets that were made with the number of the protocol.
     # Without it the kernel holds the body of an answer back until the client has acknowledged the head, 40 ms later.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with listener:
-        yield listener
-
-
-def _with_port(settings: Settings, listener: socket.socket) -> Settings:
-    return replace(settings, port=int(listener.getsockname()[1]))
-
-
-def _names(settings: Settings) -> list[str]:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return [host, *settings.names]
+    return listener
 
 
 class JsonLines(logging.Formatter):

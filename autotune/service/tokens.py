@@ -12,11 +12,6 @@ from autotune.store.queue import Queue, Role, TokenRecord
 _TOKEN_BYTES = 32
 
 
-def new_token() -> str:
-    """Return a fresh token."""
-    return "at_" + secrets.token_urlsafe(_TOKEN_BYTES)
-
-
 def digest(token: str) -> str:
     """Return what is stored of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
@@ -28,7 +23,7 @@ def add_token(queue: Queue, name: str, role: Role) -> str:
         raise InvalidRequestError(f"{name[:80]!r} is not a name for a token", "use up to 64 printable characters")
     if any(known.name == name for known in queue.tokens()):
         raise InvalidRequestError(f"there is a token named {name!r} already", "remove it first, or use another name")
-    token = new_token()
+    token = "at_" + secrets.token_urlsafe(_TOKEN_BYTES)
     queue.add_token(name, digest(token), role)
     return token
 

@@ -37,6 +37,7 @@ from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction
 from autotune.store.queue import MOST_LOSSES
 from autotune.store.repository import Store
+from autotune.tuning.run import trial_log_path
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
@@ -254,7 +255,7 @@ def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, on_gp
 @pytest.mark.parametrize("searches", ["sqlite"], indirect=True)
 def test_a_log_of_a_trial_is_shown(writer: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
     job = searches.job(run_after(writer, searches, on_gpu))
-    log = searches.log_path(job.study, 0)
+    log = trial_log_path(searches.storage, job.study, 0)
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n")
     path = f"/v1/searches/{job.id}/trials"

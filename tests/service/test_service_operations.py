@@ -47,6 +47,7 @@ from autotune.service.searches import Searches
 from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
+from autotune.tuning.run import trial_log_path
 
 FILES = ROOT / "docs" / "how-to" / "service"
 
@@ -237,7 +238,7 @@ def test_searches_that_ended_long_ago_are_forgotten_and_their_studies_stay(
     old = writer.post("/v1/searches", json={**asked, "study": "old"}).json()["id"]
     run_recorded(searches, on_gpu)
     waiting = writer.post("/v1/searches", json={**asked, "study": "waits", "needs": {"gpu": "b200"}}).json()["id"]
-    logs = searches.log_path("old", 0).parent
+    logs = trial_log_path(searches.storage, "old", 0).parent
     logs.mkdir(parents=True)
     (logs / "trial-0000.log").write_text("said\n")
     clock = searches.store.queue.clock

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import ServiceError
-from autotune.service.access import Known, Reader, searches_of
+from autotune.service.access import Known, Reader
 from autotune.service.searches import Searches, describe_devices
 from autotune.store.queue import JOB_STATES
 
@@ -22,6 +22,8 @@ router = APIRouter()
 
 _HEALTH_SECONDS = 1.0
 _LEAST_FREE_BYTES = 4 * 2**20
+# In the value of a label.
+_ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class Health:
@@ -29,14 +31,14 @@ class Health:
 
     def __init__(self, searches: Searches) -> None:
         self._searches = searches
-        self._look: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[int] | None = None
         self._looked_at = 0.0
 
     async def problem(self) -> str | None:
         """Return what is wrong in general words: whoever asks has no token."""
         if self._look is None or (self._look.done() and time.monotonic() - self._looked_at >= _HEALTH_SECONDS):
             self._looked_at = time.monotonic()
-            self._look = asyncio.create_task(asyncio.to_thread(self._check))
+            self._look = asyncio.create_task(asyncio.to_thread(self._searches.store.queue.count_queued))
         await asyncio.wait({self._look}, timeout=_HEALTH_SECONDS)
         if not self._look.done() or self._look.exception() is not None:
             return "the database does not answer"
@@ -45,41 +47,31 @@ class Health:
             return "the disk of the database is full"
         return None
 
-    def _check(self) -> None:
-        self._searches.store.queue.count_queued()
-
 
 @router.get("/healthz", tags=["health"])
-async def health(request: Request) -> Document:
+async def health(request: Request, searches: Known) -> Document:
     """Say that the service and its database answer; needs no token. ``degraded``: a device cannot be used now."""
     problem = await cast(Health, request.app.state.health).problem()
     if problem is not None:
         raise ServiceError(problem, "the service's log says more", status=503)
-    problems = searches_of(request).runner.problems()
-    return {"status": "degraded" if problems else "ok", "version": __version__}
+    return {"status": "degraded" if searches.runner.problems() else "ok", "version": __version__}
 
 
 @router.get("/metrics", tags=["health"], response_class=PlainTextResponse)
 def metrics(token: Reader, searches: Known) -> str:
     """Return figures for Prometheus."""
-    return _metrics(searches)
-
-
-@router.get("/openapi.json", include_in_schema=False)
-def openapi(request: Request, token: Reader) -> JSONResponse:
-    return JSONResponse(request.app.openapi())
-
-
-def _metrics(searches: Searches) -> str:
     queue = searches.store.queue
-    counts = queue.counts()
+    counts, studies = queue.counts(), searches.store.studies()
     lines = [
         "# HELP autotune_searches Searches by state.",
         "# TYPE autotune_searches gauge",
         *(f'autotune_searches{{state="{state}"}} {counts.get(state, 0)}' for state in JOB_STATES),
         "# HELP autotune_trials Trials in the database by state.",
         "# TYPE autotune_trials gauge",
-        *(f'autotune_trials{{state="{state}"}} {count}' for state, count in searches.trial_counts().items()),
+        *(
+            f'autotune_trials{{state="{state}"}} {sum(getattr(summary, state) for summary in studies)}'
+            for state in ("running", "completed", "out_of_memory", "failed")
+        ),
         "# HELP autotune_attempts_lost_total Attempts at searches whose process or node was lost, since the start.",
         "# TYPE autotune_attempts_lost_total counter",
         f"autotune_attempts_lost_total {searches.runner.lost}",
@@ -90,11 +82,11 @@ def _metrics(searches: Searches) -> str:
         "# TYPE autotune_device_busy gauge",
     ]
     for device in describe_devices(searches):
-        labels = ",".join(f'{label}="{_escaped(str(device[label]))}"' for label in ("host", "label", "name"))
+        labels = ",".join(f'{name}="{str(device[name]).translate(_ESCAPED)}"' for name in ("host", "label", "name"))
         lines.append(f"autotune_device_busy{{{labels}}} {int(device['search'] is not None)}")
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
-    """Return text as the value of a label."""
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+@router.get("/openapi.json", include_in_schema=False)
+def openapi(request: Request, token: Reader) -> JSONResponse:
+    return JSONResponse(request.app.openapi())

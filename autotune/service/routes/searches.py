@@ -20,20 +20,15 @@ from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.documents import SearchDocument, SearchesDocument
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.openapi import search_body
-from autotune.service.searches import Searches
 from autotune.store.queue import JOB_STATES, JobState
+from autotune.tuning.run import trial_log_path
 
 _MOST_LOG_BYTES = 64 * 1024
 
 router = APIRouter(tags=["searches"])
 
 
-@router.post(
-    "/v1/searches",
-    status_code=202,
-    response_model=None,
-    openapi_extra=search_body(),
-)
+@router.post("/v1/searches", status_code=202, response_model=None, openapi_extra=search_body())
 async def submit(
     request: Request, response: Response, token: Submitter, searches: Known,
     idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
@@ -88,7 +83,19 @@ def trials(search: str, token: Reader, searches: Known) -> Document:
 @router.get("/v1/searches/{search}/trials/{number}/log", response_class=PlainTextResponse)
 def log(search: str, number: int, token: Reader, searches: Known) -> str:
     """Show the end of a trial's log."""
-    return trial_log(searches, search, number)
+    loaded = searches.report(searches.job(search))
+    trial = next((trial for trial in loaded.trials if trial.number == number), None)
+    if trial is None or trial.log_path is None:
+        raise UnknownStudyError(f"trial {number} has no log", "a trial that was reused from another search has none")
+    try:
+        with trial_log_path(searches.storage, loaded.study.name, number).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _MOST_LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError as error:
+        raise UnknownStudyError(
+            f"the log of trial {number} is not on this machine", "it was removed, or the trial ran elsewhere"
+        ) from error
 
 
 @router.get("/v1/searches/{search}/report")
@@ -132,21 +139,3 @@ async def events(
     """
     job = await run_in_threadpool(searches.job, search)
     return EventStream(feeds_of(request).search(job.id, after if last_event_id is None else last_event_id, token))
-
-
-def trial_log(searches: Searches, search: str, number: int) -> str:
-    """Return the end of a trial's log; ``UnknownStudyError`` where there is none."""
-    report = searches.report(searches.job(search))
-    trial = next((trial for trial in report.trials if trial.number == number), None)
-    if trial is None or trial.log_path is None:
-        raise UnknownStudyError(f"trial {number} has no log", "a trial that was reused from another search has none")
-    path = searches.log_path(report.study.name, number)
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _MOST_LOG_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except OSError as error:
-        raise UnknownStudyError(
-            f"the log of trial {number} is not on this machine", "it was removed, or the trial ran elsewhere"
-        ) from error
