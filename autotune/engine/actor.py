@@ -60,7 +60,15 @@ class SearchActor:
         self._asked_at = time.monotonic()
         self._child: SearchProcess | None = None
         self._run: LocalRun | None = None
-        _forget_launcher()
+        if "RAY_RAYLET_PID" not in os.environ:
+            return
+        # Trials run as they would without Ray. It sets OMP_NUM_THREADS to the cores that an actor reserved, 1 for none,
+        # where its own process (the raylet) has not got it.
+        if _of_raylet("OMP_NUM_THREADS") is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        # What this process can import its child can: the folder of this package may be known to Ray alone.
+        sys.path[:] = [folder for folder in sys.path if not folder.endswith(_RAY_FOLDERS)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
 
     def facts(self, most_gpus: int) -> Document:
         """Return the facts about the node, whose first GPUs Ray may give away."""
@@ -121,17 +129,3 @@ def _of_raylet(name: str) -> str | None:
                 if key.decode("utf-8", "replace") == name:
                     return value.decode("utf-8", "replace")
     return None
-
-
-def _forget_launcher() -> None:
-    """Undo what Ray did to this process, so that trials run as they would without it.
-
-    Ray sets ``OMP_NUM_THREADS`` to the cores that an actor reserved, 1 for none, where its own process (the raylet)
-    has not got it. What this process can import its child can: the folder of this package may be known to Ray alone.
-    """
-    if "RAY_RAYLET_PID" not in os.environ:
-        return
-    if _of_raylet("OMP_NUM_THREADS") is None:
-        os.environ.pop("OMP_NUM_THREADS", None)
-    sys.path[:] = [folder for folder in sys.path if not folder.endswith(_RAY_FOLDERS)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)

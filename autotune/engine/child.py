@@ -251,8 +251,13 @@ class _Child:
                 document = read_study(store, work.study, [trial.id] if trial else [])
                 if document is not None:
                     say("record", document)
-                if (text := _end_of_log(trial)) is not None and trial is not None:
-                    say("log", {"number": trial.number, "text": text})
+                if trial is None or trial.log_path is None:
+                    return
+                try:
+                    log = Path(trial.log_path).read_bytes()[-_MOST_LOG_BYTES:]
+                except OSError:
+                    return
+                say("log", {"number": trial.number, "text": log.decode("utf-8", "replace")})
 
             try:
                 return self._search(work, storage, Teller(say, record))
@@ -326,14 +331,6 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     document = encode(verification_document(verification))
     say("verification", {"verification": document, "problem": missed, "lines": verification_lines(verification)})
     return True
-
-
-def _end_of_log(trial: TrialRecord | None) -> str | None:
-    if trial is None or trial.log_path is None:
-        return None
-    with contextlib.suppress(OSError):
-        return Path(trial.log_path).read_bytes()[-_MOST_LOG_BYTES:].decode("utf-8", "replace")
-    return None
 
 
 def main(fd: int, uuid: str | None) -> None:

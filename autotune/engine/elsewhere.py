@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autotune.core.candidate import Document
 from autotune.core.device import Device
@@ -93,7 +93,9 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
             turn = stack.enter_context(take_turn((), names, database, wait=waits, note=note, is_taken=is_taken))
             store = store or stack.enter_context(open_store(storage))
             stack.enter_context(hold_lease(store, turn.study, wait=waits))
-            work = Work(_name_of(database, turn.study), turn.study, asked.work_options(), code=asked.code, wait=wait)
+            # The same command finds the study's actor again after it was killed.
+            name = hashlib.sha256(f"{database}\0{turn.study}".encode()).hexdigest()[:32]
+            work = Work(name, turn.study, asked.work_options(), code=asked.code, wait=wait)
             work = replace(work, kind="resume" if asked.resumes else "search")
             _record_to_the_end(engine, work, store, storage, (host, devices), show, asked)
             record = store.existing_study(turn.study)
@@ -115,11 +117,6 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
             several = devices if len(devices) > 1 else devices[:1]
             request = recorded_request(store, str(asked.study), None, None, several)
     return request
-
-
-def _name_of(database: str, study: str) -> str:
-    """Return the name of a study's actor: the same command finds it again after it was killed."""
-    return hashlib.sha256(f"{database}\0{study}".encode()).hexdigest()[:32]
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
@@ -149,7 +146,8 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
     count = 1 if gpus is None else most if gpus == "all" else int(gpus)
     if most < max(1, count):
         given = f"--gpus {gpus}" if gpus is not None else f"--device {device}"
-        have = ", ".join(_in_words(host) for host in by_gpus)
+        kinds = [f"{n} {host.devices[0].name}" if (n := _count_gpus(host)) else "no GPU" for host in by_gpus]
+        have = ", ".join(f"{host.name} ({kind})" for host, kind in zip(by_gpus, kinds, strict=True))
         raise DeviceError(
             f"{given}: no node of the Ray cluster has {plural(max(1, count), 'GPU')}; it has {have}",
             "ask for what one node has, or add a node",
@@ -160,11 +158,6 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
 
 def _count_gpus(host: Host) -> int:
     return sum(device.kind == "cuda" for device in host.devices)
-
-
-def _in_words(host: Host) -> str:
-    gpus = _count_gpus(host)
-    return f"{host.name} ({gpus} {host.devices[0].name})" if gpus else f"{host.name} (no GPU)"
 
 
 def _record_to_the_end(
@@ -183,7 +176,9 @@ def _record_to_the_end(
         if end["state"] in ("finished", "interrupted"):
             return
         if end["state"] == "failed":
-            raise _error_of(end.get("problem") or {})
+            problem = end.get("problem") or {}
+            message, hint = str(problem.get("message") or "no reason was given"), str(problem.get("hint") or "")
+            raise error_with_code(problem.get("exit_code"), message, hint) or AutotuneError(message, hint)
         losses += 1
         if losses == _MOST_LOSSES:
             raise TrialServerError(
@@ -228,8 +223,3 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
                     else:
                         show(message)
                     heard = message.number
-
-
-def _error_of(problem: dict[str, Any]) -> AutotuneError:
-    message, hint = str(problem.get("message") or "no reason was given"), str(problem.get("hint") or "")
-    return error_with_code(problem.get("exit_code"), message, hint) or AutotuneError(message, hint)

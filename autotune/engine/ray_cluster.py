@@ -246,7 +246,9 @@ class RayCluster:
                 f"a process on the cluster failed: {_last_line(error)}", "please report this, with the log of Ray"
             ) from error
         except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError) as error:
-            raise NodeLostError(_how_it_was_lost(error, ray)) from error
+            has_died = isinstance(error, ray.exceptions.ActorDiedError)
+            why = "its process or the whole node has died" if has_died else _last_line(error)
+            raise NodeLostError(why) from error
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError) as error:
             message = f"the Ray cluster at {self.address} does not answer: {_last_line(error)}"
             raise ServiceError(message, "see ray status on its head", status=0) from error
@@ -368,11 +370,3 @@ def _last_line(error: BaseException) -> str:
     """Return the end of what Ray says, which may be a traceback of many lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
-
-
-def _how_it_was_lost(error: BaseException, ray: Any) -> str:
-    if isinstance(error, ray.exceptions.ActorDiedError):
-        return "its process or the whole node has died"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return "it cannot be reached"
-    return _last_line(error)

@@ -75,7 +75,15 @@ def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Ans
     """
     path = plain_path(location)
     if path is None:
-        return _open_elsewhere(location, lock_timeout_seconds)
+        from autotune.store.engine import build_engine, storage_errors
+        from autotune.store.location import resolve_location
+        from autotune.store.stored_answers import Answers
+
+        place = resolve_location(location)
+        with storage_errors(place.label):
+            if place.path is not None and not place.path.is_file():
+                return None
+            return Answers(build_engine(place, lock_timeout_seconds), place.label)
     label = location.strip()
     try:
         is_there = path.is_file()
@@ -86,16 +94,3 @@ def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Ans
         with storage_errors(label):
             raise
     return AnswerFile(path, label, lock_timeout_seconds) if is_there else None
-
-
-def _open_elsewhere(location: str, lock_timeout_seconds: float) -> Answers | None:
-    """Return the answers in a database that SQLAlchemy finds."""
-    from autotune.store.engine import build_engine, storage_errors
-    from autotune.store.location import resolve_location
-    from autotune.store.stored_answers import Answers
-
-    place = resolve_location(location)
-    with storage_errors(place.label):
-        if place.path is not None and not place.path.is_file():
-            return None
-        return Answers(build_engine(place, lock_timeout_seconds), place.label)

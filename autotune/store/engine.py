@@ -151,8 +151,7 @@ _FOREIGN = (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, json.JSONDeco
 
 def damaged(label: str) -> StorageError:
     """Return the error for a database with invalid content."""
-    message, hint = next((message, hint) for start, message, hint in _SQLITE_ERRORS if start == "SQLITE_CORRUPT")
-    return StorageError(f"{label} {message}", hint)
+    return StorageError(f"{label} {_DAMAGED[0]}", _DAMAGED[1])
 
 
 def _is_damage(error: Exception) -> bool:

@@ -34,6 +34,10 @@ def has_optuna(table_names: Collection[str]) -> bool:
     return set(table_names) >= _SIGNS_OF_OPTUNA
 
 
+# The version of the tables that this Optuna works with.
+_head_version: str | None = None
+
+
 def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
     """Open Optuna's storage over existing tables; writes nothing.
 
@@ -44,7 +48,11 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
         skip_compatibility_check=True,
         skip_table_creation=True,
     )
-    found, needed = storage.get_current_version(), _find_head_version(storage)
+    global _head_version
+    if _head_version is None:
+        # Asked once, since it imports all of Optuna's migrations.
+        _head_version = storage.get_head_version()
+    found, needed = storage.get_current_version(), _head_version
     if found == needed:
         if location.is_postgres:
             postgres.wait_for_restarts(storage.engine)
@@ -61,17 +69,6 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
         f"{location.label} was written by a newer Optuna (tables {found}, Optuna {optuna.__version__} knows {needed})",
         f"upgrade Optuna, or {location.another}",
     )
-
-
-_head_version: str | None = None
-
-
-def _find_head_version(storage: RDBStorage) -> str:
-    """Return the version of the tables that this Optuna works with; asked once, since it imports all its migrations."""
-    global _head_version
-    if _head_version is None:
-        _head_version = storage.get_head_version()
-    return _head_version
 
 
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:

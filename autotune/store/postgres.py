@@ -140,7 +140,11 @@ def replace_closed_connections(engine: Engine) -> None:
 
     @event.listens_for(engine, "checkout")
     def look(dbapi_connection: Any, record: Any, _proxy: Any) -> None:
-        is_closed = dbapi_connection.closed or _has_something_to_read(dbapi_connection.fileno())
+        is_closed = dbapi_connection.closed
+        if not is_closed:
+            poll = select.poll()
+            poll.register(dbapi_connection.fileno(), select.POLLIN)
+            is_closed = bool(poll.poll(0))
         if not is_closed and time.monotonic() - record.info.get(_USED_AT, time.monotonic()) >= _IDLE_SECONDS:
             try:
                 engine.dialect.do_ping(dbapi_connection)
@@ -148,12 +152,6 @@ def replace_closed_connections(engine: Engine) -> None:
                 is_closed = True
         if is_closed:
             raise InvalidatePoolError("the server has closed the connection")
-
-
-def _has_something_to_read(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def wait_for_restarts(engine: Engine) -> None:

@@ -450,17 +450,17 @@ class Queue:
         """Return the token of this digest."""
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_TOKENS.where(_TOKEN.c.digest == digest)).first()
-        return None if row is None else _token(row)
+        return None if row is None else TokenRecord(*row)
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
         with self._transaction(is_single=True) as connection:
-            return [_token(row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
+            return [TokenRecord(*row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
 
     def tokens_by_digest(self) -> dict[str, TokenRecord]:
         """Return every token by its digest."""
         with self._transaction(is_single=True) as connection:
-            return {row.digest: _token(row) for row in connection.execute(select(_TOKEN))}
+            return {digest: TokenRecord(*row) for digest, *row in connection.execute(_TOKENS_BY_DIGEST)}
 
     def remove_token(self, name: str) -> bool:
         """Remove the tokens of this name; return whether there was one."""
@@ -546,6 +546,7 @@ _EVENTS = (
 _ADD_EVENTS = insert(_EVENT)
 _ADD_JOB = insert(_JOB).returning(*_JOB.c)
 _TOKENS = select(_TOKEN.c.id, _TOKEN.c.name, _TOKEN.c.role, _TOKEN.c.created_at)
+_TOKENS_BY_DIGEST = select(_TOKEN.c.digest, *_TOKENS.selected_columns)
 
 
 @functools.cache
@@ -560,7 +561,3 @@ def _job(row: Row[Any]) -> JobRecord:
     columns = row._mapping
     needs = Needs(columns["needs_kind"], columns["needs_gpu"], columns["needs_memory_bytes"], columns["needs_count"])
     return JobRecord(needs=needs, **{name: columns[name] for name in _JOB_FIELDS if name != "needs"})
-
-
-def _token(row: Any) -> TokenRecord:
-    return TokenRecord(row.id, row.name, row.role, row.created_at)

@@ -190,14 +190,32 @@ class Store:
             counts = {(study_id, state): count for study_id, state, count in connection.execute(states)}
             best_ids = select(StudyRow.best_trial_id).where(StudyRow.best_trial_id.is_not(None))
             best = {trial.id: trial for trial in _trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
-        return [_study_summary(row, counts, best) for row in rows]
+        studies = [_study_record(row._mapping) for row in rows]
+        return [
+            StudySummary(
+                study=study,
+                workload=row.workload_document,
+                environment=row.environment_document,
+                running=counts.get((study.id, "running"), 0),
+                completed=counts.get((study.id, "completed"), 0),
+                out_of_memory=counts.get((study.id, "out_of_memory"), 0),
+                failed=counts.get((study.id, "failed"), 0),
+                best=best.get(study.best_trial_id or ""),
+            )
+            for row, study in zip(rows, studies, strict=True)
+        ]
 
     # Trials
 
     def start_trial(self, trial: TrialRecord) -> None:
         """Record a trial that is about to run, or one that has its outcome already."""
+        values = _columns(trial) | {
+            "candidate": trial.candidate.recorded_parameters(),
+            "state": trial.state,
+            "outcome": None if trial.outcome is None else outcome_document(trial.outcome),
+        }
         with self._guarded() as connection:
-            connection.execute(insert(TrialRow).values(**_trial_columns(trial)))
+            connection.execute(insert(TrialRow).values(**values))
 
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
         """Record how a running trial ended; raises ``StorageError`` where no trial with this id is running.
@@ -345,8 +363,6 @@ _PAST_TRIALS: Select[Any] = (
     .order_by(TrialRow.started_at)
 )
 
-_CountKey = tuple[str, str]
-
 
 def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
     """Return the fields unchanged; ``dataclasses.asdict`` would convert outcomes and candidates as well."""
@@ -355,14 +371,6 @@ def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
 
 def _study_columns(study: StudyRecord) -> dict[str, Any]:
     return _columns(study) | {"left_out": [dataclasses.asdict(each) for each in study.left_out] or None}
-
-
-def _trial_columns(trial: TrialRecord) -> dict[str, Any]:
-    return _columns(trial) | {
-        "candidate": trial.candidate.recorded_parameters(),
-        "state": trial.state,
-        "outcome": None if trial.outcome is None else outcome_document(trial.outcome),
-    }
 
 
 def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
@@ -390,19 +398,3 @@ def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
             f"the database holds a trial that this autotune cannot read ({error})",
             "upgrade autotune, or choose another file with --storage",
         ) from error
-
-
-def _study_summary(
-    row: Row[*tuple[Any, ...]], counts: Mapping[_CountKey, int], best: Mapping[str, TrialRecord]
-) -> StudySummary:
-    study = _study_record(row._mapping)
-    return StudySummary(
-        study=study,
-        workload=row.workload_document,
-        environment=row.environment_document,
-        running=counts.get((study.id, "running"), 0),
-        completed=counts.get((study.id, "completed"), 0),
-        out_of_memory=counts.get((study.id, "out_of_memory"), 0),
-        failed=counts.get((study.id, "failed"), 0),
-        best=best.get(study.best_trial_id or ""),
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -252,7 +252,8 @@ def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
     """
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(open_store(source, create=False))
-        reading = stack.enter_context(_reading(here))
+        stack.enter_context(storage_errors(here.label))
+        reading = stack.enter_context(transaction(here.engine, writes=False))
         wanted = _wanted(reading, here, names)
         places = resolve_location(source), resolve_location(target)
         # A server may have two names, which are not told.
@@ -272,12 +273,6 @@ def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
                 _insert_missing(writing, _ANSWERS, _all(reading, _ANSWERS))
             jobs, left = _copy_jobs(reading, writing, names)
             return Copied(tuple(wanted), trials, jobs, left)
-
-
-@contextlib.contextmanager
-def _reading(store: Store) -> Iterator[Connection]:
-    with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
-        yield connection
 
 
 def _wanted(connection: Connection, store: Store, names: Sequence[str]) -> list[str]:
