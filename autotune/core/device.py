@@ -21,21 +21,12 @@ CPU_UUID = "cpu"
 # CUDA C++ Programming Guide, "Feature Support per Compute Capability": half-precision arithmetic
 # from 5.3, bfloat16 arithmetic and TF32 tensor cores from 8.0. torch emulates bfloat16 below 8.0;
 # an emulated precision is never the fast one, so it is not offered.
-_FP16_CAPABILITY = (5, 3)
-_TF32_CAPABILITY = (8, 0)
-_BF16_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY: dict[Precision, tuple[int, int]] = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0)}
 
 
 def precisions_of(capability: tuple[int, int]) -> tuple[Precision, ...]:
     """Return the precisions that a GPU of this compute capability computes natively."""
-    precisions: list[Precision] = ["fp32"]
-    if capability >= _TF32_CAPABILITY:
-        precisions.append("tf32")
-    if capability >= _FP16_CAPABILITY:
-        precisions.append("fp16")
-    if capability >= _BF16_CAPABILITY:
-        precisions.append("bf16")
-    return tuple(precisions)
+    return tuple(precision for precision, least in _LEAST_CAPABILITY.items() if capability >= least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ _NAME = "autotune"
 
 def how_to_add(extra: str) -> str:
     """Return the command that installs an extra where this process runs."""
-    return command_to_add(extra, Path(sys.prefix), _direct_url())
+    # A checkout that is the working directory is found first, by its ``egg-info``, which has no record of its place.
+    found = importlib.metadata.distributions(name=_NAME)
+    direct_url = next((record for each in found if (record := each.read_text("direct_url.json"))), None)
+    return command_to_add(extra, Path(sys.prefix), direct_url)
 
 
 def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
@@ -34,12 +37,3 @@ def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
         return f"pipx install --force '{named}'"
     tool = "uv tool install" if (prefix / "uv-receipt.toml").exists() else "pip install"
     return f"{tool} {'-e ' if is_editable else ''}'{named}'"
-
-
-def _direct_url() -> str | None:
-    """Return the record of where the package came from.
-
-    A checkout that is the working directory is found first, by its ``egg-info``, which has no such record.
-    """
-    found = importlib.metadata.distributions(name=_NAME)
-    return next((record for each in found if (record := each.read_text("direct_url.json"))), None)

@@ -8,6 +8,7 @@ refused.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -325,8 +326,8 @@ def _take_off_llamafactory(words: list[str], launch: _Launch) -> list[str]:
 
 
 def _refuse_deepspeed(words: list[str], launch: _Launch) -> list[str]:
-    at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
-    raise _unknown(launch.command, "starts a process for each GPU", words[at:] if at is not None else [])
+    rest = list(itertools.dropwhile(lambda word: not word.endswith(".py"), words))
+    raise _unknown(launch.command, "starts a process for each GPU", rest)
 
 
 def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
@@ -369,8 +370,8 @@ def line_with_python(file: str = "", command: str = "", *_: str) -> str:
 
 
 def _refuse_wrapper(words: list[str], launch: _Launch) -> list[str]:
-    python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), None)
-    raise _unknown(launch.command, "starts another process", words[python:] if python is not None else [])
+    rest = list(itertools.dropwhile(lambda word: not _PYTHON.fullmatch(Path(word).name), words))
+    raise _unknown(launch.command, "starts another process", rest)
 
 
 _TakeOff = Callable[[list[str], _Launch], list[str]]
@@ -408,7 +409,7 @@ def _split(
         elif name in options and (equals or left):
             given[name] = value if equals else left.pop(0)
         elif name not in flags:
-            rest = left[left.index(script) :] if (script := _first_script(left)) else []
+            rest = list(itertools.dropwhile(lambda word: not word.endswith(".py"), left))
             if name.startswith(_SHARING):
                 raise InvalidRequestError(
                     f"{command[:80]!r} says with {word} how ranks share the model, which is searched",
@@ -418,10 +419,6 @@ def _split(
     if not left:
         raise InvalidRequestError(f"{command[:80]!r} names no script", "give one after the launcher's options")
     return given, ["-m", *left] if is_module else left
-
-
-def _first_script(words: Sequence[str]) -> str | None:
-    return next((word for word in words if word.endswith(".py")), None)
 
 
 def _as_python(words: Sequence[str]) -> list[str]:

@@ -109,8 +109,13 @@ def _name_of(processor: dict[str, str]) -> str:
 
 def host_memory(root: Path = ROOT) -> HostMemory:
     """Return the machine's memory, or the tightest limit of this process's control groups where that is less."""
-    machine = _machine_memory(root)
-    total_bytes, free_bytes = machine.total_bytes, machine.free_bytes
+    # Read without psutil, which would take 18 ms to import.
+    sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
+    free_bytes = sizes["MemAvailable"] * 1024 if "MemAvailable" in sizes else None
+    if "MemTotal" in sizes:
+        total_bytes = sizes["MemTotal"] * 1024
+    else:
+        total_bytes, free_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
     for limit_bytes, left_bytes in _group_limits(root):
         total_bytes = min(total_bytes, limit_bytes)
         free_bytes = left_bytes if free_bytes is None else min(free_bytes, left_bytes)
@@ -131,15 +136,6 @@ def oom_kills(root: Path = ROOT) -> int | None:
             if kills is not None:
                 return kills
     return _numbers_by_name(root / "proc/vmstat", separator=" ").get("oom_kill")
-
-
-def _machine_memory(root: Path) -> HostMemory:
-    """Return the memory of the whole machine. Read without psutil, which would take 18 ms to import."""
-    sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
-    if "MemTotal" in sizes:
-        free_kib = sizes.get("MemAvailable")
-        return HostMemory(sizes["MemTotal"] * 1024, None if free_kib is None else free_kib * 1024)
-    return HostMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -51,7 +51,7 @@ def find_device(text: str | None) -> Device:
     if len(matches) != 1:
         raise DeviceError(
             f"{wanted} matches {len(matches)} devices" if matches else f"there is no device {wanted}",
-            _what_there_is(devices),
+            _with_reasons("choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)),
         )
     return _whole(matches[0], devices)
 
@@ -164,11 +164,6 @@ def _means(wanted: str, device: Device) -> bool:
         return device.uuid.startswith(wanted)
     kind, _, number = wanted.partition(":")
     return device.kind == kind and (kind == "cpu" or device.index == int(number or 0))
-
-
-def _what_there_is(devices: tuple[Device, ...]) -> str:
-    """Return the hint for a device that does not exist: those that do, and what may hide others."""
-    return _with_reasons("choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices))
 
 
 def _with_reasons(hint: str) -> str:

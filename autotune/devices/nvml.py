@@ -65,7 +65,9 @@ class NvmlSession:
         except ImportError as error:
             self.problems.append(f"NVML cannot be used ({error}); pip install nvidia-ml-py")
             return
-        self._errors = _error_classes(pynvml)
+        # The second exists only in the newer binding, and is no subclass of the first.
+        names = ("NVMLError", "NVMLLibraryMismatchError")
+        self._errors = tuple(getattr(pynvml, name) for name in names if hasattr(pynvml, name))
         try:
             pynvml.nvmlInit()
         except self._errors as error:
@@ -88,11 +90,11 @@ class NvmlSession:
         except self._errors as error:
             self.problems.append(f"the GPUs cannot be counted: {_sentence(error)}")
             return ()
-        handles = [self._handle_at(position) for position in range(count)]
+        handles = [self._named_handle(f"GPU {place}", "Index", place) for place in range(count)]
         uuids = [None if handle is None else self._uuid(handle) for handle in handles]
         devices = []
         for index, shown in enumerate(visible_gpus(visible, uuids)):
-            handle = handles[shown] if isinstance(shown, int) else self._handle_of_instance(shown)
+            handle = handles[shown] if isinstance(shown, int) else self._named_handle(shown, "UUID", shown.encode())
             device = None if handle is None else self._device(index, handle)
             if device is None:
                 continue
@@ -212,34 +214,23 @@ class NvmlSession:
 
     def links(self, uuids: Sequence[str]) -> tuple[str, ...]:
         """Return how each pair of GPUs is linked."""
-        handles = [self._known_handle(uuid) for uuid in uuids]
-        return tuple(self._link(one, other) for one, other in itertools.combinations(handles, 2))
 
-    def _link(self, one: Any, other: Any) -> str:
-        if one is None or other is None:
-            return "unknown"
-        # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK is 2, NVML_P2P_STATUS_OK is 0.
-        if self._optional("nvmlDeviceGetP2PStatus", one, other, 2) == 0:
-            return "NVLink"
-        return _TOPOLOGY.get(self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other), "unknown")
+        def link(one: Any, other: Any) -> str:
+            if one is None or other is None:
+                return "unknown"
+            # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK is 2, NVML_P2P_STATUS_OK is 0.
+            if self._optional("nvmlDeviceGetP2PStatus", one, other, 2) == 0:
+                return "NVLink"
+            return _TOPOLOGY.get(self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other), "unknown")
 
-    def _handle_at(self, position: int) -> Any:
-        """Return the handle of the GPU at a position in nvidia-smi.
+        return tuple(link(*pair) for pair in itertools.combinations(map(self._known_handle, uuids), 2))
 
-        ``None``, with a recorded problem, where it fails.
-        """
+    def _named_handle(self, name: str, by: str, *arguments: Any) -> Any:
+        """Return the handle of a GPU or a MIG instance; ``None``, with a recorded problem, where it fails."""
         try:
-            return self._binding.nvmlDeviceGetHandleByIndex(position)
+            return getattr(self._binding, f"nvmlDeviceGetHandleBy{by}")(*arguments)
         except self._errors as error:
-            self.problems.append(f"GPU {position}: {_sentence(error)}")
-            return None
-
-    def _handle_of_instance(self, uuid: str) -> Any:
-        """Return the handle of a MIG instance; ``None``, with a recorded problem, where it fails."""
-        try:
-            return self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
-        except self._errors as error:
-            self.problems.append(f"{uuid}: {_sentence(error)}")
+            self.problems.append(f"{name}: {_sentence(error)}")
             return None
 
     def _uuid(self, handle: Any) -> str | None:
@@ -466,12 +457,6 @@ def _code(error: Exception) -> int | None:
 
 
 # The rest of this file is for the differences between nvidia-ml-py and nvidia-ml-py3 of 2017.
-
-
-def _error_classes(binding: Any) -> tuple[type[Exception], ...]:
-    """Return the error classes. The second exists only in the newer binding, and is no subclass of the first."""
-    names = ("NVMLError", "NVMLLibraryMismatchError")
-    return tuple(getattr(binding, name) for name in names if hasattr(binding, name))
 
 
 def _call_for_two_numbers(function: Any, handle: Any) -> tuple[int, int] | None:

@@ -51,7 +51,11 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
         return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
     stated: dict[str, tuple[float, str | None]] = {}
     in_file = {} if path is None else read_table(f"--prices {path}", path, _FILE_HINT)
-    for name, value in [*in_file.items(), *(_pair(text) for text in given)]:
+    pairs = [(text, text.partition("=")) for text in given]
+    for text, (name, sign, _) in pairs:
+        if not sign or not name.strip():
+            raise InvalidRequestError(f"--price {text!r} {'names no GPU' if sign else 'has no ='}", _HINT)
+    for name, value in [*in_file.items(), *((name.strip(), value.strip()) for _, (name, _, value) in pairs)]:
         chip = names.get(name.lower())
         if chip is None:
             hint = " ".join(filter(None, [did_you_mean(name.lower(), names), _HINT]))
@@ -71,15 +75,6 @@ def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
             f"the price of {without} has no unit, and others are in {units[0]}", "give all in one unit, or none a unit"
         )
     return units[0] if units else _DEFAULT_UNIT
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise InvalidRequestError(f"--price {text!r} has no =", _HINT)
-    if not name.strip():
-        raise InvalidRequestError(f"--price {text!r} names no GPU", _HINT)
-    return name.strip(), value.strip()
 
 
 def _amount(name: str, value: Any) -> tuple[float, str | None]:

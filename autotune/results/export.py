@@ -209,7 +209,9 @@ def make_export(report: Report) -> Export:
         row_tokens=report.workload["seq_len"] if data and data.get("packing") else None,
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
-        environment=_variables(best.candidate, packages["torch"]),
+        environment={allocator_variable(packages["torch"]): "expandable_segments:True"}
+        if best.candidate.arm.expandable_segments
+        else {},
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         source=report.source,
@@ -231,21 +233,21 @@ def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str 
 _REENTRANT_OFF = (5, 23)
 
 
-def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
-    expands = candidate.arm.expandable_segments
-    return {allocator_variable(torch_version): "expandable_segments:True"} if expands else {}
-
-
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
     """Return what the export, in a form, cannot contain since it is no field of ``TrainingArguments``."""
     return [in_one_line(line) for line in _beside(export, form)]
 
 
 def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    several = [*_processes(export, form), *_set_variables(export, form)]
+    several = _processes(export, form)
+    if form != "torchrun":
+        set_them = "start the training with {}={} in its environment"
+        several += [set_them.format(name, value) for name, value in export.variables.items()]
     if export.task == "own":
         if export.template is not None:
-            return [*_by_hand(export.template), *several, *_placement(export), f"measured on {export.measured}"]
+            how = "write the values of --format json there, or train with autotune run"
+            by_hand = [f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files]
+            return [*by_hand, *several, *_placement(export), f"measured on {export.measured}"]
         if export.source is not None and export.framework != "trainer":
             lines = hand_over(export.source, export.arguments, export.candidate)
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
@@ -300,14 +302,6 @@ def _applying(export: Export) -> list[str]:
     return lines
 
 
-def _by_hand(template: Template) -> list[str]:
-    """Say what a command line with its placeholders filled (``--format cli``) does not fill."""
-    return [
-        f"{os.path.relpath(path)} has placeholders: write the values of --format json there, or train with autotune run"
-        for path in template.files
-    ]
-
-
 def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     """Say how many processes to start, where the form does not do that."""
     count = export.processes
@@ -317,13 +311,6 @@ def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         return []
     how = "as --format torchrun does" if export.ranks > 1 else "torchrun --nproc_per_node …"
     return [f"start {count} processes: this is the batch of each ({how})"]
-
-
-def _set_variables(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Say which environment variables to set, where the form does not do that."""
-    if form == "torchrun":
-        return []
-    return [f"start the training with {name}={value} in its environment" for name, value in export.variables.items()]
 
 
 def _zero(export: Export, form: Format | LaunchFormat | None) -> list[str]:
@@ -409,10 +396,8 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
             f"--format {form} starts several processes, and this study measured one",
             "use --format cli, or search with --gpus 2",
         )
-    return _torchrun(export) if form == "torchrun" else _accelerate_config(export)
-
-
-def _torchrun(export: Export) -> str:
+    if form == "accelerate":
+        return _accelerate_config(export)
     variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
@@ -424,11 +409,15 @@ def _accelerate_config(export: Export) -> str:
     on_cpu = export.on_cpu
     arm = export.candidate.arm
     processes = export.processes
-    one_kind = "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    distributed = "NO" if processes == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    if arm.is_sharded:
+        distributed = "FSDP"
+    if arm.zero_stage is not None:
+        distributed = "DEEPSPEED"
     precision = export.candidate.arm.precision
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _distributed_type(arm, one_kind if processes > 1 else "NO"),
+        "distributed_type": distributed,
         "num_machines": 1,
         "machine_rank": 0,
         "num_processes": processes,
@@ -448,12 +437,6 @@ def _accelerate_config(export: Export) -> str:
         del config["mixed_precision"]
     comments = "".join(f"# {line}\n" for line in beside_lines(export, "accelerate"))
     return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
-
-
-def _distributed_type(arm: Arm, otherwise: str) -> str:
-    if arm.zero_stage is not None:
-        return "DEEPSPEED"
-    return "FSDP" if arm.is_sharded else otherwise
 
 
 def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
@@ -497,22 +480,22 @@ def _flags(export: Export) -> list[str]:
             # Its braces and quotes do not outlive $(…).
             if value is None or (value == kwargs and export.has_reentrant_off)
         ]
-        return [_flag(name, value) for name, value in export.arguments.items() if name not in left_out]
-    words = []
+        words = []
+        for name, value in export.arguments.items():
+            if name == "fsdp" and value is True:
+                # A word after it would be read as one of the older settings of the same name.
+                words.append("--fsdp")
+            elif name not in left_out:
+                text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
+                words.append(f"--{name} {shlex.quote(text)}")
+        return words
+    own: list[str] = []
     arguments: Mapping[str, Any] = export.arguments
     for name, flag in flags(export.source, arguments).items():
         value = arguments[name]
         # Such flags take no value.
-        words += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
-    return words
-
-
-def _flag(name: str, value: Any) -> str:
-    if name == "fsdp" and value is True:
-        # A word after it would be read as one of the older settings of the same name.
-        return f"--{name}"
-    text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
-    return f"--{name} {shlex.quote(text)}"
+        own += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
+    return own
 
 
 def _python(export: Export) -> str:

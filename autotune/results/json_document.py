@@ -11,8 +11,6 @@ from autotune.core.candidate import Arm, Document
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, with_version
 from autotune.core.stop import LeftOut, StopReason
-from autotune.estimate.pooling import Speed
-from autotune.results.expert import Expert
 from autotune.results.study_view import StudyView, TrialView
 from autotune.store.records import Stage, StudyState, TrialState
 
@@ -121,9 +119,15 @@ def report_document(view: StudyView) -> Document:
             ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
             seconds=study.seconds,
             speedup=view.speedup,
-            expert=_expert_document(expert) if expert is not None else None,
+            expert=ExpertDocument(
+                expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup
+            )
+            if expert is not None
+            else None,
             model_flops_utilization=best.utilization if best is not None else None,
-            next_run=_next_run(best.speed) if best is not None else None,
+            next_run=NextRun(best.speed.samples_per_second, *best.speed.interval(), best.speed.processes)
+            if best is not None
+            else None,
             best=trial_document(best) if best is not None else None,
             baseline=trial_document(view.baseline) if view.baseline is not None else None,
             trials=[trial_document(trial) for trial in view.trials],
@@ -131,14 +135,6 @@ def report_document(view: StudyView) -> Document:
         )
     )
     return document
-
-
-def _expert_document(expert: Expert) -> ExpertDocument:
-    return ExpertDocument(expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup)
-
-
-def _next_run(speed: Speed) -> NextRun:
-    return NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
 
 
 @functools.cache

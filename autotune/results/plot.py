@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
 from autotune.core.units import GIB, MIB, format_bytes
-from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart
+from autotune.results.chart_data import SpeedChart, speed_chart
 from autotune.results.report import Report
 
 _MARKERS = "os^Dp"
@@ -36,7 +36,10 @@ def plot_trials(report: Report) -> Any:
         axes.axvspan(chart.line_bytes / unit, chart.cap_bytes / unit, color="tab:red", alpha=0.1, linewidth=0)
     for point in chart.points:
         if point.mark is not None:
-            _ring(axes, point, unit)
+            place = point.peak_bytes / unit, point.samples_per_second
+            axes.plot([place[0]], [place[1]], marker="o", markersize=14, fillstyle="none", color="black", linestyle="")
+            words = {"xytext": (-10, 8), "textcoords": "offset points", "ha": "right", "weight": "bold"}
+            axes.annotate(str(point.mark), place, **words)
     if chart.is_far_below_ceiling and chart.over:
         axes.set_xscale("log")
     else:
@@ -85,10 +88,3 @@ def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
         color=color,
         transform=axes.get_xaxis_transform(),
     )
-
-
-def _ring(axes: Any, point: SpeedPoint, unit: int) -> None:
-    """Ring and label the winner or the baseline."""
-    place = point.peak_bytes / unit, point.samples_per_second
-    axes.plot([place[0]], [place[1]], marker="o", markersize=14, fillstyle="none", color="black", linestyle="")
-    axes.annotate(str(point.mark), place, xytext=(-10, 8), textcoords="offset points", ha="right", weight="bold")

@@ -82,26 +82,23 @@ class GpuView:
 
 def gpu_view(document: Document) -> GpuView:
     """Return the view of one of the ``gpus`` of a prediction; raises ``ValueError`` where it is malformed."""
+    arms = []
+    for of_arm in document["arms"]:
+        arm, batches = _known(of_arm, Arm), []
+        for batch in of_arm["batches"]:
+            timed = _known(batch, TimedBatchDocument) if "samples_per_second" in batch else None
+            memory: BatchDocument = timed or _known(batch, BatchDocument)
+            candidate = Candidate(arm, memory.per_device_train_batch_size, memory.gradient_accumulation_steps)
+            batches.append(BatchView(candidate, memory, timed))
+        arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches)))
     return GpuView(
         document["gpu"],
         document["workload"],
         document["ceiling_bytes"],
         document["line_bytes"],
         document["fits_below_bytes"],
-        tuple(map(_arm_view, document["arms"])),
+        tuple(arms),
     )
-
-
-def _arm_view(document: Document) -> ArmView:
-    arm = _known(document, Arm)
-    return ArmView(arm, document.get("largest_batch"), tuple(_batch_view(batch, arm) for batch in document["batches"]))
-
-
-def _batch_view(document: Document, arm: Arm) -> BatchView:
-    timed = _known(document, TimedBatchDocument) if "samples_per_second" in document else None
-    memory: BatchDocument = timed or _known(document, BatchDocument)
-    candidate = Candidate(arm, memory.per_device_train_batch_size, memory.gradient_accumulation_steps)
-    return BatchView(candidate, memory, timed)
 
 
 def _known(document: Document, kind: type[T]) -> T:

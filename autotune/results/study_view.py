@@ -152,8 +152,12 @@ def study_view(report: Report) -> StudyView:
 def trial_view(report: Report, trial: TrialRecord) -> TrialView:
     """Return what is shown of one trial."""
     measured = measurement(trial)
-    limit = None
+    limit = headroom_bytes = None
     if measured is not None:
+        headroom_bytes = report.ceiling.cap_bytes - measured.peak_reserved_bytes
+        if trial.candidate.arm.expandable_segments:
+            # It could reserve no more than the line, so at least the headroom was left.
+            headroom_bytes = report.ceiling.headroom_bytes
         share = measured.gpu_busy_share or report.history.busy_share(trial.candidate)
         limit = what_limits(replace(measured, gpu_busy_share=share))
     return TrialView(
@@ -161,19 +165,10 @@ def trial_view(report: Report, trial: TrialRecord) -> TrialView:
         measured=measured,
         is_feasible=report.feasible(trial),
         tokens_per_second=report.tokens_per_second(measured),
-        headroom_bytes=_headroom_bytes(report, trial, measured),
+        headroom_bytes=headroom_bytes,
         limit=limit,
         verdict=verdict(report, trial),
     )
-
-
-def _headroom_bytes(report: Report, trial: TrialRecord, measured: Measurement | None) -> int | None:
-    if measured is None:
-        return None
-    if trial.candidate.arm.expandable_segments:
-        # It could reserve no more than the line, so at least the headroom was left.
-        return report.ceiling.headroom_bytes
-    return report.ceiling.cap_bytes - measured.peak_reserved_bytes
 
 
 def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:

@@ -37,8 +37,10 @@ class Scale:
         if not self.is_log:
             return _linear_ticks(self.low, self.high, most)
         ticks: list[float] = []
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-            finer = _log_ticks(self.low, self.high, factors)
+            every = (factor * 10.0**power for power in powers for factor in factors)
+            finer = [tick for tick in every if self.low <= tick <= self.high]
             if len(finer) > most:
                 break
             ticks = finer
@@ -52,11 +54,6 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float, factors: Sequence[float]) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
 
 
 @dataclass(frozen=True)

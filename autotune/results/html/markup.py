@@ -22,7 +22,11 @@ def element(name: str, *children: Child, **attributes: str | float | None) -> Ma
 
     ``class_`` stands for ``class``, any other ``_`` for ``-``. An attribute that is ``None`` is left out.
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    written = ""
+    for key, value in attributes.items():
+        text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        if value is not None:
+            written += f' {key.rstrip("_").replace("_", "-")}="{escape(legible(text))}"'
     return Markup(f"<{name}{written}>{_content(children)}</{name}>")
 
 
@@ -35,8 +39,3 @@ def _content(child: Child) -> str:
         case str():
             return escape(legible(child))
     return "".join(map(_content, child))
-
-
-def _attribute(key: str, value: str | float) -> str:
-    text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-    return f' {key.rstrip("_").replace("_", "-")}="{escape(legible(text))}"'

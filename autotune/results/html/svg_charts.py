@@ -253,7 +253,11 @@ def draw_intervals(title: str, axis: str, rows: Sequence[IntervalRow], key: str,
     label_width = 0.0 if narrow else min(max(longest + _EDGE + 16, 236.0), 360.0)
     value_width, row_height, top = (0.0, 44.0, 8.0) if narrow else (128.0, 28.0, 8.0)
     area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
-    across = _interval_scale(rows, area)
+    low, high = min(row.low for row in rows), max(row.high for row in rows)
+    # So that intervals are visible.
+    is_log = high > 2 * low
+    margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
+    across = Scale(low / margin, high * margin, area.left, area.right, is_log)
     summary = f"{axis}, {len(rows)} rows. First: {rows[0].told}. Last: {rows[-1].told}."
     ticks = across.ticks(int((area.right - area.left) / 56))
     return _svg(
@@ -274,14 +278,6 @@ def draw_intervals(title: str, axis: str, rows: Sequence[IntervalRow], key: str,
         ),
         [_interval(row, across, area, area.top + row_height * place, narrow=narrow) for place, row in enumerate(rows)],
     )
-
-
-def _interval_scale(rows: Sequence[IntervalRow], area: Box) -> Scale:
-    """Return a scale: logarithmic where the largest is twice the smallest, so that intervals are visible."""
-    low, high = min(row.low for row in rows), max(row.high for row in rows)
-    is_log = high > 2 * low
-    margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
-    return Scale(low / margin, high * margin, area.left, area.right, is_log)
 
 
 def _interval(row: IntervalRow, across: Scale, area: Box, top: float, *, narrow: bool) -> Child:
