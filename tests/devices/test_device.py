@@ -245,6 +245,16 @@ class TestVisible:
         assert all(position in (0, 1) for position in shown if isinstance(position, int))
 
 
+def refusal(machine: Machine, asked: str, **variables: str) -> list[str]:
+    """The message and the hint with which a device is refused."""
+    code = f"""
+from autotune.core.errors import AutotuneError
+try: {asked}
+except AutotuneError as error: answer = [error.message, error.hint]"""
+    told: list[str] = machine.ask(code, **variables)
+    return told
+
+
 class TestFindDevice:
     def test_every_way_to_name_one(self, machine: Machine) -> None:
         labels = {
@@ -263,36 +273,21 @@ class TestFindDevice:
 
     @pytest.mark.parametrize("text", ["cuda:1", "cuda:007", "GPU-00000001", "MIG-5"])
     def test_an_absent_one_is_named_with_what_there_is(self, machine: Machine, text: str) -> None:
-        code = f"""
-from autotune.core.errors import DeviceError
-try: find_device({text!r})
-except DeviceError as error: answer = [error.message, error.hint]"""
-        message, hint = machine.ask(code, STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="0")
+        message, hint = refusal(machine, f"find_device({text!r})", STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="0")
         assert message == f"there is no device {text}"
         assert "cuda:0 (Stand-in GPU), cpu (" in hint
         assert "CUDA_VISIBLE_DEVICES='0'" in hint
 
     def test_an_ambiguous_one_is_refused(self, machine: Machine) -> None:
-        code = """
-from autotune.core.errors import DeviceError
-try: find_device("GPU-0")
-except DeviceError as error: answer = error.message"""
-        assert machine.ask(code, STAND_IN_GPUS="2") == "GPU-0 matches 2 devices"
+        assert refusal(machine, "find_device('GPU-0')", STAND_IN_GPUS="2")[0] == "GPU-0 matches 2 devices"
 
     def test_the_error_tells_of_a_gpu_that_is_lost(self, machine: Machine) -> None:
-        code = """
-from autotune.core.errors import DeviceError
-try: find_device("cuda:0")
-except DeviceError as error: answer = error.hint"""
-        assert "GPU 0: GPU is lost" in machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetHandleByIndex_v2=15")
+        lost = "nvmlDeviceGetHandleByIndex_v2=15"
+        assert "GPU 0: GPU is lost" in refusal(machine, "find_device('cuda:0')", STAND_IN_ERRORS=lost)[1]
 
     @pytest.mark.parametrize("named", ["find_device(None)", "find_device('cuda:0')", "find_gpus('all')"])
     def test_a_gpu_split_into_instances_is_refused_with_their_uuids(self, machine: Machine, named: str) -> None:
-        code = f"""
-from autotune.core.errors import DeviceError
-try: {named}
-except DeviceError as error: answer = [error.message, error.hint]"""
-        assert machine.ask(code, STAND_IN_MIG="2") == [
+        assert refusal(machine, named, STAND_IN_MIG="2") == [
             "cuda:0 (Stand-in GPU) is split into MIG instances, and CUDA uses one at a time",
             "choose one with --device: MIG-1 (Stand-in GPU MIG 1g.10gb, 10.0 GiB), "
             "MIG-2 (Stand-in GPU MIG 1g.10gb, 10.0 GiB)",
@@ -308,18 +303,11 @@ except DeviceError as error: answer = [error.message, error.hint]"""
         assert found == uuid_of(1)
 
     def test_instances_do_not_train_together(self, machine: Machine) -> None:
-        code = """
-from autotune.core.errors import InvalidRequestError
-try: find_gpus("MIG-1,MIG-2")
-except InvalidRequestError as error: answer = error.message"""
-        assert machine.ask(code, STAND_IN_MIG="2") == "--gpus MIG-1,MIG-2: MIG instances cannot train together"
+        message, _ = refusal(machine, "find_gpus('MIG-1,MIG-2')", STAND_IN_MIG="2")
+        assert message == "--gpus MIG-1,MIG-2: MIG instances cannot train together"
 
     def test_the_binding_of_2017_refuses_a_split_gpu_too(self, old_machine: Machine) -> None:
-        code = """
-from autotune.core.errors import DeviceError
-try: find_device(None)
-except DeviceError as error: answer = error.hint"""
-        hint = old_machine.ask(code, STAND_IN_MIG="1")
+        _, hint = refusal(old_machine, "find_device(None)", STAND_IN_MIG="1")
         assert hint == "name one with --device; nvidia-smi -L lists their UUIDs"
 
     AMD = """

@@ -14,7 +14,7 @@ from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
-from autotune.devices.host import cpu_device, host_memory, processor_name
+from autotune.devices.host import HostMemory, cpu_device, host_memory, processor_name
 from autotune.devices.listing import find_device, list_devices
 
 
@@ -55,8 +55,7 @@ class TestProcessor:
 class TestHostMemory:
     def test_without_control_groups_it_is_the_machines(self, tmp_path: Path) -> None:
         write(tmp_path, {"proc/meminfo": MEMINFO})
-        memory = host_memory(tmp_path)
-        assert (memory.total_bytes, memory.free_bytes) == (32 * GIB, 24 * GIB)
+        assert host_memory(tmp_path) == HostMemory(32 * GIB, 24 * GIB)
 
     def test_version_2_counts_every_level_and_not_the_cache(self, tmp_path: Path) -> None:
         top = "sys/fs/cgroup"
@@ -70,11 +69,9 @@ class TestHostMemory:
             f"{top}/user/job/memory.current": f"{GIB}\n",
         }
         write(tmp_path, files)
-        memory = host_memory(tmp_path)
-        assert (memory.total_bytes, memory.free_bytes) == (8 * GIB, 5 * GIB)
+        assert host_memory(tmp_path) == HostMemory(8 * GIB, 5 * GIB)
         write(tmp_path, {f"{top}/user/job/memory.max": f"{4 * GIB}"})
-        memory = host_memory(tmp_path)
-        assert (memory.total_bytes, memory.free_bytes) == (4 * GIB, 3 * GIB)
+        assert host_memory(tmp_path) == HostMemory(4 * GIB, 3 * GIB)
 
     @pytest.mark.parametrize("inside", [True, False])
     def test_version_1_also_where_a_container_sees_a_path_of_the_host(self, tmp_path: Path, inside: bool) -> None:
@@ -87,8 +84,7 @@ class TestHostMemory:
             f"{folder}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
         }
         write(tmp_path, files)
-        memory = host_memory(tmp_path)
-        assert (memory.total_bytes, memory.free_bytes) == (8 * GIB, 6 * GIB)
+        assert host_memory(tmp_path) == HostMemory(8 * GIB, 6 * GIB)
 
     def test_a_limit_above_the_machine_is_none(self, tmp_path: Path) -> None:
         files = {
@@ -98,8 +94,7 @@ class TestHostMemory:
             "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
         }
         write(tmp_path, files)
-        memory = host_memory(tmp_path)
-        assert (memory.total_bytes, memory.free_bytes) == (32 * GIB, 24 * GIB)
+        assert host_memory(tmp_path) == HostMemory(32 * GIB, 24 * GIB)
 
     def test_a_full_group_has_nothing_free(self, tmp_path: Path) -> None:
         files = {
