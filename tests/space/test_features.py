@@ -235,7 +235,12 @@ class TestCompiling:
         )
         with new_store(tmp_path) as store:
             return search(
-                store, runner, torch_compile="auto", search_effort="default", precisions=("bf16", "tf32")
+                store,
+                runner,
+                torch_compile="auto",
+                cuda_graphs="off",
+                search_effort="default",
+                precisions=("bf16", "tf32"),
             ), runner
 
     def test_the_winner_alone_is_compiled_and_at_the_end(self, tmp_path: Path) -> None:

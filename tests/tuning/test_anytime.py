@@ -463,7 +463,7 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
 
 
 def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
-    """bert-base at 128 tokens and BERT-large on an H200 with a slow host: at most what was measured there."""
+    """Where the host limits a step, and where the GPU does, without a profile of its work."""
     candidate = Candidate(Arm("bf16"), 32)
     host_bound = replace(measurement(candidate, 0.03, GIB, GIB), gpu_busy_share=0.45)
     gpu_bound = replace(host_bound, gpu_busy_share=0.93)
@@ -474,8 +474,8 @@ def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
     }
     assert gains == {
         "cuda_graphs": (2.22, 1.06),
-        "torch_compile": (1.82, 1.21),
-        "torch_compile_mode": (2.61, 1.24),
+        "torch_compile": (1.82, 1.29),
+        "torch_compile_mode": (2.81, 1.34),
         "unpadded": (1.0, 1.01),
     }
 
