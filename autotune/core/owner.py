@@ -37,7 +37,16 @@ class Owner:
         if self.machine != this_machine():
             return False
         started = _started(self.pid)
-        return started != self.started if started is not None else not _exists(self.pid)
+        if started is not None:
+            return started != self.started
+        # /proc may hide the processes of other users.
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 def this_owner() -> Owner:
@@ -75,14 +84,3 @@ def _started(pid: int) -> str | None:
         return None
     fields = rest.split()
     return "" if fields[0] in ("Z", "X") else fields[_START_FIELD]
-
-
-def _exists(pid: int) -> bool:
-    """Return whether there is such a process, of whatever user; /proc may hide those of others."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -77,11 +77,8 @@ class Placeholder:
 
     def allows(self, key: str) -> bool:
         """Return whether it can be filled with a value."""
-        return not self.words or key in self.words or (key == _UNSET.get(self.name) and self._may_be_unset)
-
-    @property
-    def _may_be_unset(self) -> bool:
-        return self.name == "checkpointing" or self.is_option
+        may_be_unset = self.name == "checkpointing" or self.is_option
+        return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 
     def fill(self, values: Values) -> str:
         """Return what stands in its place."""
@@ -230,7 +227,12 @@ class Template:
 
     def fill(self, values: Values, folder: str, cwd: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
         """Return words and variables with the values in place, files being named by filled copies in ``folder``."""
-        copies = {path: _filled_copy(path, values, os.path.join(folder, str(at))) for at, path in enumerate(self.files)}
+        copies = {}
+        for at, path in enumerate(self.files):
+            copies[path] = os.path.join(folder, str(at), os.path.basename(path))
+            os.makedirs(os.path.dirname(copies[path]), exist_ok=True)
+            text = _replace_in_file(path, lambda placeholder: placeholder.fill(values))
+            Path(copies[path]).write_text(text, encoding="utf-8")
         named = [_exchange(word, cwd, copies) for word in self.words]
         return fill_words(named, values), self.fill_variables(values)
 
@@ -296,14 +298,6 @@ def _in_file(path: str) -> list[Placeholder]:
 
     _replace_in_file(path, take)
     return placeholders
-
-
-def _filled_copy(path: str, values: Values, folder: str) -> str:
-    os.makedirs(folder, exist_ok=True)
-    copy = os.path.join(folder, os.path.basename(path))
-    text = _replace_in_file(path, lambda placeholder: placeholder.fill(values))
-    Path(copy).write_text(text, encoding="utf-8")
-    return copy
 
 
 def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:

@@ -101,11 +101,8 @@ def find_trainer(text: str) -> TrainingSource:
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
-    name, function = _split_function(text, DEFAULT_FUNCTION)
-    file = _file(
-        name, f"--trainer {text}", "name a Python file and the function that builds the Trainer: train.py:build"
-    )
-    return TrainingSource("build", str(file), _digest(file), os.getcwd(), function=function)
+    hint = "name a Python file and the function that builds the Trainer: train.py:build"
+    return _find_function("build", text, DEFAULT_FUNCTION, f"--trainer {text}", hint)
 
 
 def find_loop(text: str) -> TrainingSource:
@@ -113,15 +110,16 @@ def find_loop(text: str) -> TrainingSource:
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
-    name, function = _split_function(text, DEFAULT_LOOP)
-    file = _file(name, f"--loop {text}", "name a Python file and the function that trains: train.py:train")
-    return TrainingSource("loop", str(file), _digest(file), os.getcwd(), function=function)
+    hint = "name a Python file and the function that trains: train.py:train"
+    return _find_function("loop", text, DEFAULT_LOOP, f"--loop {text}", hint)
 
 
-def _split_function(text: str, default: str) -> tuple[str, str]:
-    """Return a file's name and that of a function in it."""
+def _find_function(kind: Literal["build", "loop"], text: str, default: str, what: str, hint: str) -> TrainingSource:
     name, colon, function = text.rpartition(":")
-    return (name, function) if colon and function.isidentifier() else (text, default)
+    if not colon or not function.isidentifier():
+        name, function = text, default
+    file = _file(name, what, hint)
+    return TrainingSource(kind, str(file), _digest(file), os.getcwd(), function=function)
 
 
 def locate_function(function: Any, option: str = "trainer") -> str:

@@ -63,13 +63,19 @@ def locate(name: str, split: str | None) -> LocatedData:
     if path.is_dir():
         kind, files = _folder_kind(path, name, split)
     elif path.is_file():
-        kind, files = _file_kind(path, name), [path]
+        if (known := _KIND_OF_SUFFIX.get(_suffix(path))) is None:
+            raise InvalidRequestError(
+                f"--dataset {name}: {path.suffix or 'a name without suffix'} is not a known data format", _NEXT_STEP
+            )
+        if path.stat().st_size == 0:
+            raise InvalidRequestError(f"--dataset {name}: the file is empty", "give a file with samples")
+        kind, files = known, [path]
         if split not in (None, DEFAULT_SPLIT):
             raise InvalidRequestError(
                 f"--split {split}: --dataset {name} is a single file, which has no splits",
                 "leave --split out, or name the file of that split",
             )
-    elif _is_hub_name(name) and not _near_file(path):
+    elif _HUB_NAME.fullmatch(name) and _suffix(Path(name)) not in _KIND_OF_SUFFIX and not _near_file(path):
         return LocatedData(name, "hub", hub_content(name))
     else:
         raise InvalidRequestError(f"--dataset {name}: there is no such file or folder", _near_file(path) or _NEXT_STEP)
@@ -127,10 +133,6 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
-def _is_hub_name(name: str) -> bool:
-    return bool(_HUB_NAME.fullmatch(name)) and _suffix(Path(name)) not in _KIND_OF_SUFFIX
-
-
 def _near_file(path: Path) -> str:
     """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none.
 
@@ -142,17 +144,6 @@ def _near_file(path: Path) -> str:
         with contextlib.suppress(OSError):
             beside = [each.name for each in path.parent.iterdir() if _suffix(each) in _KIND_OF_SUFFIX]
     return did_you_mean(path.name, beside, least_ratio=0.8)
-
-
-def _file_kind(path: Path, name: str) -> DataKind:
-    kind = _KIND_OF_SUFFIX.get(_suffix(path))
-    if kind is None:
-        raise InvalidRequestError(
-            f"--dataset {name}: {path.suffix or 'a name without suffix'} is not a known data format", _NEXT_STEP
-        )
-    if path.stat().st_size == 0:
-        raise InvalidRequestError(f"--dataset {name}: the file is empty", "give a file with samples")
-    return kind
 
 
 def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, list[Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _TIMEOUT_SECONDS = 10.0
@@ -13,34 +14,22 @@ def hub_content(name: str) -> str:
 
     Asks the hub, then its cache on this machine. Imports huggingface_hub.
     """
+    from huggingface_hub import HfApi, constants
+
     repository = name.partition(":")[0]
-    commit = _commit_on_hub(repository) or _commit_in_cache(repository)
+    commit: str | None = None
+    if not constants.HF_HUB_OFFLINE:
+        # No network, no such dataset or no access: loading the dataset reports which.
+        with contextlib.suppress(Exception):
+            commit = HfApi().dataset_info(repository, timeout=_TIMEOUT_SECONDS).sha
+    if not commit:
+        # What the hub's client downloaded last.
+        folder = "--".join(("datasets", *repository.split("/")))
+        with contextlib.suppress(OSError):
+            commit = (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text().strip()
     return f"{name}{_MARK}{commit}" if commit else name
 
 
 def commit_of(content: str) -> str | None:
     """Return the commit in a result of ``hub_content``; ``None`` where none was known."""
     return content.partition(_MARK)[2] or None
-
-
-def _commit_on_hub(repository: str) -> str | None:
-    from huggingface_hub import HfApi, constants
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    try:
-        return HfApi().dataset_info(repository, timeout=_TIMEOUT_SECONDS).sha
-    except Exception:
-        # No network, no such dataset or no access. Loading the dataset reports which.
-        return None
-
-
-def _commit_in_cache(repository: str) -> str | None:
-    """Return the commit that the hub's client downloaded last."""
-    from huggingface_hub import constants
-
-    folder = "--".join(("datasets", *repository.split("/")))
-    try:
-        return (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text().strip() or None
-    except OSError:
-        return None

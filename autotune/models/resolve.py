@@ -9,6 +9,7 @@ huggingface_hub is imported only if the first two have no answer; torch and tran
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -70,13 +71,18 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
     if entry is not None:
         return ModelSource(name, copy.deepcopy(entry.config), "catalog", repository=repository_of(entry, name))
     _refuse_path(name, folder)
-    if not _is_repository_name(name):
+    # What the hub could have no repository of must not reach its client.
+    is_odd = ".." in name or "--" in name or name.endswith(".git")
+    if is_odd or _REPOSITORY_NAME.fullmatch(name) is None:
         raise _unknown(name, "it is not in the catalog and cannot be the name of a hub repository")
-    file = _cached_file(name)
-    origin: Origin = "hub cache"
-    if file is None:
-        file = _hub_file(name, allow_hub)
-        origin = "hub"
+    from huggingface_hub import try_to_load_from_cache
+
+    # A cache that cannot be read counts as empty.
+    cached: object = None
+    with contextlib.suppress(OSError, ValueError):
+        cached = try_to_load_from_cache(name, CONFIG_FILE)
+    file = cached if isinstance(cached, str) else _hub_file(name, allow_hub)
+    origin: Origin = "hub cache" if isinstance(cached, str) else "hub"
     return ModelSource(name, _read_config(name, Path(file)), origin, os.path.dirname(os.path.abspath(file)), name)
 
 
@@ -150,27 +156,6 @@ def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
 
 
 # --- the hub
-
-
-def _is_repository_name(name: str) -> bool:
-    """Return whether the hub could have a repository of this name; other names must not reach its client."""
-    return (
-        _REPOSITORY_NAME.fullmatch(name) is not None
-        and not any(part in name for part in ("..", "--"))
-        and not name.endswith(".git")
-    )
-
-
-def _cached_file(name: str) -> str | None:
-    """Return the model's ``config.json`` in the local hub cache; ``None`` where it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        file = try_to_load_from_cache(name, CONFIG_FILE)
-    except (OSError, ValueError):
-        # A cache that cannot be read counts as empty.
-        return None
-    return file if isinstance(file, str) else None
 
 
 def _hub_file(name: str, allow_hub: bool) -> str:

@@ -276,20 +276,17 @@ def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8
     with open_store(store_location, create=False) as store:
         storage = DashboardStorage(store)
         try:
-            with _listen(host, port, app_over(storage)) as server:
+            try:
+                server = make_server(host, port, app_over(storage), server_class=_Server, handler_class=_Handler)
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
+                    "choose another with --port",
+                ) from error
+            with server:
                 yield server
         finally:
             close_optuna(storage)
-
-
-def _listen(host: str, port: int, app: WSGIApplication) -> WSGIServer:
-    try:
-        return make_server(host, port, app, server_class=_Server, handler_class=_Handler)
-    except OSError as error:
-        raise InvalidRequestError(
-            f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
-            "choose another with --port",
-        ) from error
 
 
 def serve(

@@ -507,6 +507,9 @@ def _python(export: Export) -> str:
         first += f"{_IMPORT_APPLY}\n\n" if export.applied else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
+    # The hub repository of a name of the catalog; any other name as it is.
+    entry = None if "/" in export.model else catalog.find(export.model)
+    loadable = repository_of(entry, export.model) or export.model if entry else export.model
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
     variables += _pinning_lines(export)
@@ -526,7 +529,7 @@ def _python(export: Export) -> str:
         + (f"from autotune.training import {applying}\n\n" if export.applied else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
-        f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
+        f"    {loadable!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_call('LoraConfig', export.lora)})\n" if export.lora else "")
         + ("" if is_first else arguments)
         + (
@@ -541,9 +544,3 @@ def _python(export: Export) -> str:
 def _call_apply(export: Export) -> str:
     """Return the line of Python that applies what has no field in ``TrainingArguments``."""
     return f"# once there is a Trainer:\n{export.applied}\n" if export.applied else ""
-
-
-def _loadable(model: str) -> str:
-    """Return the hub repository of a catalog name; any other name unchanged."""
-    entry = None if "/" in model else catalog.find(model)
-    return repository_of(entry, model) or model if entry else model

@@ -65,7 +65,8 @@ def notes(report: Report) -> list[str]:
             f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
             "a step of your own run takes so much longer"
         )
-    lines += _memory_unknown(report)
+    if report.source is not None and (why := report.source.interface.memory_unknown):
+        lines.append(f"memory was not predicted, so that trials found out what fits: {why}")
     lines += _reused(report)
     if request["world_size"] > request.get("ranks", 1):
         lines.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
@@ -231,12 +232,6 @@ def _objective_notes(report: Report) -> list[str]:
         f"the loss adds up or compares the samples of a batch: another batch than your {batch} is another training; "
         f"--batch-multiple {batch} with an --effective-batch of {batch} keeps it"
     ]
-
-
-def _memory_unknown(report: Report) -> list[str]:
-    """Say why memory was not predicted for the user's own code on a GPU."""
-    why = report.source.interface.memory_unknown if report.source is not None else None
-    return [f"memory was not predicted, so that trials found out what fits: {why}"] if why else []
 
 
 def _reused(report: Report) -> list[str]:

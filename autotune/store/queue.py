@@ -446,12 +446,6 @@ class Queue:
             connection.execute(insert(_TOKEN).values(**dataclasses.asdict(token), digest=digest))
         return token
 
-    def token(self, digest: str) -> TokenRecord | None:
-        """Return the token of this digest."""
-        with self._transaction(is_single=True) as connection:
-            row = connection.execute(_TOKENS.where(_TOKEN.c.digest == digest)).first()
-        return None if row is None else TokenRecord(*row)
-
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
         with self._transaction(is_single=True) as connection:

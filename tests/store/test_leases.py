@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -71,11 +72,8 @@ def test_of_many_that_take_a_free_lease_one_gets_it(store: Store, is_expired: bo
         if leases_later(store).take("study a", OTHERS, token) is None:
             taken.append(token)
 
-    threads = [threading.Thread(target=take, args=(f"new-{number}",)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(take, (f"new-{number}" for number in range(8))))
     held = leases_later(store).holder("study a")
     assert taken == [held.token]
 

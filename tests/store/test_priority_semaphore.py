@@ -1,7 +1,9 @@
 """Test that a semaphore admits few threads at a time, in the order of asking, urgent ones first."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from processes import wait_until
 
 from autotune.store.priority_semaphore import PrioritySemaphore
@@ -37,7 +39,7 @@ def test_as_many_at_a_time_as_there_are_places() -> None:
     inside = most = 0
     guard, pair = threading.Lock(), threading.Barrier(2)
 
-    def work() -> None:
+    def work(_: int) -> None:
         nonlocal inside, most
         with semaphore.take():
             with guard:
@@ -48,21 +50,15 @@ def test_as_many_at_a_time_as_there_are_places() -> None:
             with guard:
                 inside -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(work, range(12)))
     assert (inside, most) == (0, 2)
 
 
 def test_what_fails_within_a_turn_passes_it_on() -> None:
     semaphore = PrioritySemaphore(1)
     for _ in range(2):
-        try:
-            with semaphore.take():
-                raise KeyError("a")
-        except KeyError:
-            pass
+        with pytest.raises(KeyError), semaphore.take():
+            raise KeyError("a")
     with semaphore.take():
         assert waiting(semaphore) == 0

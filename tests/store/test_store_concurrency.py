@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -93,16 +94,6 @@ def test_our_writes_and_optunas_do_not_lock_each_other_out(
     theirs = optuna.create_study(storage=store.optuna, study_name="first", direction="maximize")
     study = new_study("first")
     done = threading.Event()
-    problems: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                problems.append(error)
-
-        return threading.Thread(target=run)
 
     def write_ours() -> None:
         for number in range(40):
@@ -119,15 +110,15 @@ def test_our_writes_and_optunas_do_not_lock_each_other_out(
             store.studies()
             theirs.get_trials(deepcopy=False)
 
-    writers = [guarded(write_ours), guarded(write_theirs)]
-    reader = guarded(read)
-    for thread in (*writers, reader):
-        thread.start()
-    for writer in writers:
-        writer.join(120)
-    done.set()
-    reader.join(60)
-    assert problems == []
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(read)
+        writers = [pool.submit(write_ours), pool.submit(write_theirs)]
+        try:
+            for writer in writers:
+                writer.result(120)
+        finally:
+            done.set()
+        reader.result(60)
     assert len(store.trials(study.id)) == len(theirs.trials) == 40
 
 

@@ -96,57 +96,43 @@ def test_a_file_of_plain_optuna_gains_our_tables_and_keeps_its_own(plain_optuna:
         assert store.studies() == []
 
 
-def make_text(path: Path) -> None:
-    path.write_text("these are notes, no database\n" * 100)
-
-
-def make_short(path: Path) -> None:
-    path.write_bytes(b"SQLite")
-
-
-def make_noise_after_header(path: Path) -> None:
-    path.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 40)
-
-
-def make_truncated(path: Path) -> None:
+def make_ours(path: Path, sql: str | None = None) -> None:
+    """Make a database of ours, changed by a statement, or else without its end."""
     open_store(str(path)).close()
-    os.truncate(path, 4096)
+    if sql is None:
+        os.truncate(path, 4096)
+    else:
+        query(path, sql)
 
 
-def make_foreign(path: Path) -> None:
-    query(path, "CREATE TABLE bookmarks (url TEXT)")
-
-
-def make_newer_autotune(path: Path) -> None:
-    open_store(str(path)).close()
-    query(path, "UPDATE autotune_alembic_version SET version_num = '9999'")
-
-
-def make_newer_optuna(path: Path) -> None:
-    open_store(str(path)).close()
-    query(path, "UPDATE alembic_version SET version_num = 'v99.0.0'")
-
-
-def make_older_optuna(path: Path) -> None:
-    open_store(str(path)).close()
-    query(path, "UPDATE alembic_version SET version_num = 'v3.0.0.a'")
+NEWER = "UPDATE autotune_alembic_version SET version_num = '9999'"
+OTHER_OPTUNA = "UPDATE alembic_version SET version_num = 'v{}'"
 
 
 @pytest.mark.parametrize(
     ("make", "message", "hint"),
     [
-        (make_text, "is not a SQLite database", "--storage"),
-        (make_short, "is not a SQLite database", "--storage"),
-        (make_noise_after_header, "is not a SQLite database", "--storage"),
-        (make_truncated, "is damaged", "restore it from a copy"),
-        (make_foreign, "another program's database .*bookmarks", "--storage"),
-        (make_newer_autotune, f"newer autotune .*9999.*{HEAD}", "upgrade autotune"),
-        (make_newer_optuna, "newer Optuna .*v99", "upgrade Optuna"),
-        (make_older_optuna, "older Optuna .*v3.0.0.a", "optuna storage upgrade"),
+        (lambda path: path.write_text("these are notes\n" * 100), "is not a SQLite database", "--storage"),
+        (lambda path: path.write_bytes(b"SQLite"), "is not a SQLite database", "--storage"),
+        # Noise after the header.
+        (
+            lambda path: path.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 40),
+            "is not a SQLite database",
+            "--storage",
+        ),
+        (make_ours, "is damaged", "restore it from a copy"),
+        (
+            lambda path: query(path, "CREATE TABLE bookmarks (url TEXT)"),
+            "another program's database .*bookmarks",
+            "--storage",
+        ),
+        (lambda path: make_ours(path, NEWER), f"newer autotune .*9999.*{HEAD}", "upgrade autotune"),
+        (lambda path: make_ours(path, OTHER_OPTUNA.format("99.0.0")), "newer Optuna .*v99", "upgrade Optuna"),
+        (lambda path: make_ours(path, OTHER_OPTUNA.format("3.0.0.a")), "older Optuna .*v3.0.0.a", "storage upgrade"),
     ],
 )
 def test_a_file_we_cannot_use_is_refused_and_left_as_it_was(
-    tmp_path: Path, make: Callable[[Path], None], message: str, hint: str
+    tmp_path: Path, make: Callable[[Path], object], message: str, hint: str
 ) -> None:
     path = tmp_path / "file.db"
     make(path)
@@ -162,7 +148,7 @@ def test_a_file_we_cannot_use_is_refused_and_left_as_it_was(
 
 def test_the_refused_revision_can_still_be_shown(database: Path) -> None:
     database.parent.mkdir()
-    make_newer_autotune(database)
+    make_ours(database, NEWER)
     assert current_revision(str(database)) == ("9999", HEAD)
 
 

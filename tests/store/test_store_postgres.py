@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 from wsgiref.util import setup_testing_defaults
@@ -54,25 +55,15 @@ def test_who_only_reads_makes_no_tables(empty_url: str) -> None:
 
 
 def test_several_that_open_an_empty_database_at_once_set_it_up_once(empty_url: str) -> None:
-    ids, problems = [], []
     barrier = threading.Barrier(4)
 
-    def work() -> None:
+    def work(_: int) -> str:
         barrier.wait(30)
-        try:
-            with open_store(empty_url) as store:
-                ids.append(store.intern_workload({}, "same"))
-        except Exception as error:
-            problems.append(error)
+        with open_store(empty_url) as store:
+            return store.intern_workload({}, "same")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert problems == []
-    assert len(ids) == 4
-    assert len(set(ids)) == 1
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(work, range(4)))) == 1
 
 
 def test_a_newer_schema_is_refused(postgres_server: PostgresServer) -> None:

@@ -1,6 +1,6 @@
 """The queue of a service: order, needs, and attempts that end, are put back or are lost."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -138,16 +138,13 @@ def test_several_that_start_jobs_at_once_never_start_one_twice(store: Store) -> 
     numbers = [submit(store.queue, f"s{number}").number for number in range(60)]
     taken: list[int] = []
 
-    def take() -> None:
+    def take(_: int) -> None:
         while (job := store.queue.next_for(CPU)) is not None:
             if (started := store.queue.start(job.id, HERE)) is not None:
                 store.queue.end(started.id, started.attempts, "finished")
                 taken.append(started.number)
 
-    threads = [threading.Thread(target=take) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(take, range(6)))
     assert sorted(taken) == numbers
     assert store.queue.counts() == {"finished": 60}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-import jinja2
 from markupsafe import Markup
 
 from autotune.core.kernel_kinds import merge_kinds
@@ -78,12 +76,7 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None, step: 
     shown = study_page(study_view(report), prediction, step)
     made = make_export(report) if shown.study.best is not None else None
     export = None if made is None else {"text": render(made, "json").rstrip(), "beside": beside_lines(made)}
-    return _templates().get_template("report.html").render(shown=shown, export=export)
-
-
-@cache
-def _templates() -> jinja2.Environment:
-    return environment()
+    return environment().get_template("report.html").render(shown=shown, export=export)
 
 
 def study_page(study: StudyView, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> StudyPage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ _FORMATS = (format_bytes, format_rate, format_next_run, format_seconds, plural, 
 _CELLS = (batch_cell, peak_cell, speed_cell, took_cell)
 
 
+@functools.cache
 def environment(*folders: Path) -> jinja2.Environment:
     """Return an environment over the templates of these folders and of this package."""
     made = jinja2.Environment(
