@@ -36,9 +36,10 @@ def export(ctx: click.Context, /, study: str, form: str, output: Path | None, st
     from autotune.store.opening import open_store
 
     if (service := service_of(ctx)) is not None:
-        from autotune.cli.remote import export_remotely
+        from autotune.service.client import Client, path_of
 
-        text, notes = export_remotely(service, study, form)
+        text, headers = Client(service).fetch(f"{path_of(study)}/export", {"format": form})
+        notes = [note for note in headers.get("autotune-note", "").split(" | ") if note]
     else:
         with open_store(storage, create=False) as store:
             made = make_export(load_report(store, study))

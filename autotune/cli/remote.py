@@ -74,24 +74,17 @@ def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_js
     follow_to_the_end(client, client.request("POST", "/v1/searches", asked), as_json=as_json)
 
 
-def show_remotely(server: str, study: str, *, as_json: bool) -> None:
-    """Print what a service has of a study, as ``autotune show`` does."""
-    client = Client(server)
+def print_report(client: Client, search: str, *, as_json: bool) -> None:
+    """Print what a service has of a search or a study, as ``autotune show`` does."""
     if as_json:
-        print_json(client.request("GET", f"{path_of(study)}/report"))
-        return
-    print_lines([client.request("GET", f"{path_of(study)}/report", query={"format": "text"}).rstrip("\n")])
-
-
-def export_remotely(server: str, study: str, form: str) -> tuple[str, list[str]]:
-    """Return the best trial of a study of a service in a format, and what has to be said beside it."""
-    text, headers = Client(server).fetch(f"{path_of(study)}/export", {"format": form})
-    return text, [note for note in headers.get("autotune-note", "").split(" | ") if note]
+        print_json(client.request("GET", f"{path_of(search)}/report"))
+    else:
+        print_lines([client.request("GET", f"{path_of(search)}/report", query={"format": "text"}).rstrip("\n")])
 
 
 def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
     """Show a search of a service from its beginning to its end, and print the result."""
-    name, path = shlex.quote(str(search["study"])), path_of(str(search["id"]))
+    name = shlex.quote(str(search["study"]))
     try:
         problem = _watch(client, search)
     except KeyboardInterrupt:
@@ -103,10 +96,9 @@ def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> Non
         raise
     if problem is not None:
         raise error_of(problem)
+    print_report(client, str(search["id"]), as_json=as_json)
     if as_json:
-        print_json(client.request("GET", f"{path}/report"))
         return
-    print_lines([client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n")])
     click.echo(f"\nNext:\n  {client.url}{search['links']['page']}")
     click.echo(f"  {client.url}{search['links']['export']}?format=cli")
 

@@ -32,11 +32,11 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
     if (service := service_of(ctx)) is not None:
-        from autotune.cli.remote import show_remotely
+        from autotune.cli.remote import print_report
         from autotune.service.client import Client, path_of
 
         if page is None:
-            show_remotely(service, study, as_json=False)
+            print_report(Client(service), study, as_json=False)
         else:
             _write(page, Client(service).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
         return

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
 from autotune.cli.options import table_options
-
-if TYPE_CHECKING:
-    from autotune.results.training import Start
 
 
 @click.command(short_help="Train with the winner of a study.")
@@ -34,14 +30,6 @@ def run(study: str, script: tuple[str, ...], storage: str) -> None:
 
     with open_store(storage, create=False) as store:
         start = make_start(load_report(store, study), script)
-    _say(start)
-    os.chdir(start.cwd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.execvpe(start.words[0], start.words, {**os.environ, **start.variables, **start.handed})
-
-
-def _say(start: Start) -> None:
     for line in start.notes:
         click.echo(line, err=True)
     for name, value in start.variables.items():
@@ -49,3 +37,7 @@ def _say(start: Start) -> None:
     for name, argument in start.settings.items():
         click.echo(f"set     {name}={argument!r}", err=True)
     click.echo(f"starts  {start.shown}", err=True)
+    os.chdir(start.cwd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execvpe(start.words[0], start.words, {**os.environ, **start.variables, **start.handed})

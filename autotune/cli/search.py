@@ -78,9 +78,11 @@ def search_and_print(
     ctx: click.Context, request: SearchRequest, storage: str, *, wait: bool, as_json: bool, verifies: bool = False
 ) -> None:
     """Run a new or resumed search and print its result; exit with the code of an interruption if there was one."""
-    from autotune.cli.session import run_search
+    from autotune.cli.view import View, open_view
+    from autotune.tuning.run import run_search
 
-    study, report = run_search(request, storage, wait=wait)
+    with open_view(View) as view:
+        study, report = run_search(request, storage, view, wait=view.waits if wait else None)
     print_searched(ctx, study, report, storage, as_json=as_json, verifies=verifies)
 
 

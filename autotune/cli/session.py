@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli.output import print_json, print_lines
-from autotune.cli.view import View, open_view
 from autotune.core.stop import StopReason
-from autotune.tuning.request import SearchRequest
-from autotune.tuning.run import run_search as run_observed_search
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
-    from autotune.store.records import StudyRecord
-
-
-def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
-    """Run the search with its progress on stderr; see ``autotune.tuning.run.run_search``."""
-    with open_view(View) as view:
-        return run_observed_search(request, storage, view, wait=view.waits if wait else None)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:

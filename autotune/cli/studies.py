@@ -15,9 +15,10 @@ from autotune.cli.output import print_json, print_lines, print_table
 def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
     if (service := service_of(ctx)) is not None:
-        from autotune.cli.remote import show_remotely
+        from autotune.cli.remote import print_report
+        from autotune.service.client import Client
 
-        show_remotely(service, study, as_json=as_json)
+        print_report(Client(service), study, as_json=as_json)
         return
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report

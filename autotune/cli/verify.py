@@ -15,6 +15,7 @@ from autotune.core.units import format_seconds
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
+    from autotune.store.repository import Store
     from autotune.verify.target import Target
     from autotune.verify.throughput import Verification
 
@@ -75,12 +76,10 @@ def verify(
     verification.check()
 
 
-def _target(store: object, study_or_file: str, study: str | None) -> Target:
+def _target(store: Store, study_or_file: str, study: str | None) -> Target:
     from autotune.results.report import load_report
-    from autotune.store.repository import Store
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 
-    assert isinstance(store, Store)
     path = Path(study_or_file)
     if not path.is_file():
         if path.suffix == ".json" and store.study(study_or_file) is None:

@@ -26,17 +26,8 @@ from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.tuning.offers import _fitting_steps
 
-_SMALL = (
-    "advise",
-    "--model",
-    "bert-tiny",
-    "--seq-len",
-    "64",
-    "--effective-batch",
-    "64",
-    "--gradient-checkpointing",
-    "off",
-)
+_TRAINED = "--model bert-tiny --seq-len 64 --effective-batch 64 --gradient-checkpointing off"
+_SMALL = ("advise", *_TRAINED.split())
 
 
 def keep_a_measurement(storage: str) -> None:

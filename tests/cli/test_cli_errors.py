@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from typing import IO
 
 import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
@@ -83,6 +84,10 @@ MODELS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("vit-tiny", "--seq-len", "32"), 2, ("--seq-len 32", "images")),
     (("vit-tiny", "--padding", "0.5"), 2, ("--padding 0.5", "not text")),
     (("gpt2-tiny", "--pretrained"), 2, ("gpt2-tiny", "--pretrained")),
+    # What only the process for trials can know costs its start, a few seconds each.
+    (("bert-large-uncased", "--memory-limit", "1GiB"), 6, ("1.0 GiB", "bert-large-uncased", "5.0 GiB", "5.15GiB")),
+    (("bert-tiny", "--attn", "nonsense"), 2, ("--attn nonsense", "eager", "sdpa")),
+    (("bert-tiny", "--task", "seq2seq-lm"), 3, ("bert-tiny", "seq2seq-lm", "--task")),
 ]
 
 
@@ -176,23 +181,6 @@ def test_a_busy_port(studied: Studied, run: Run) -> None:
         check_error(run("dashboard", "--port", port, "--storage", studied.storage), 2, port, "--port")
 
 
-# What only the process for trials can know costs its start, a few seconds each.
-
-KNOWN_LATER = [
-    (("bert-large-uncased", "--memory-limit", "1GiB"), 6, ("1.0 GiB", "bert-large-uncased", "5.0 GiB", "5.15GiB")),
-    (("bert-tiny", "--attn", "nonsense"), 2, ("--attn nonsense", "eager", "sdpa")),
-    (("bert-tiny", "--task", "seq2seq-lm"), 3, ("bert-tiny", "seq2seq-lm", "--task")),
-]
-
-
-@pytest.mark.parametrize(("words", "code", "named"), KNOWN_LATER, ids=[words[1] for words, _, _ in KNOWN_LATER])
-def test_what_the_trial_process_finds_wrong_leaves_nothing_behind(
-    words: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
-) -> None:
-    check_error(run("search", "--device", "cpu", "--model", *words), code, *named)
-    assert not list(folder.iterdir())
-
-
 def test_a_config_of_which_no_model_can_be_built(run: Run, folder: Path) -> None:
     """The library's own words are passed on; what was in the folder stays alone."""
     (folder / "model").mkdir()
@@ -219,21 +207,17 @@ def test_a_limit_under_which_nothing_fits(tmp_path: Path) -> None:
 
 
 # Output that cannot go anywhere.
+def run_into(stdout: IO[str] | int, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command whose output goes there."""
+    to = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run(command(*words), cwd=folder, env=environment(), timeout=60, **to)  # type: ignore[call-overload]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path) -> None:
     """Standard output is redirected to it."""
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            command("models"),
-            cwd=tmp_path,
-            env=environment(),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
+        ended = run_into(full, "models", folder=tmp_path)
     assert ended.returncode == 1
     assert "No space left" in ended.stderr.splitlines()[0]
     assert "Traceback" not in ended.stderr
@@ -243,15 +227,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     """As ``autotune models --json | head -1``."""
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
-    ended = subprocess.run(
-        command("models", "--json"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=write_fd,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    ended = run_into(write_fd, "models", "--json", folder=tmp_path)
     os.close(write_fd)
     assert ended.stderr == ""
 

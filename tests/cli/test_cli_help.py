@@ -14,46 +14,17 @@ from autotune.cli.search import search
 from autotune.core import errors
 
 COMMANDS = [
-    ("advise",),
-    ("predict",),
-    ("resume",),
-    ("search",),
-    ("show",),
-    ("report",),
-    ("studies",),
-    ("export",),
-    ("follow",),
-    ("run",),
-    ("verify",),
-    ("dashboard",),
-    ("devices",),
-    ("models",),
-    ("db",),
-    ("db", "copy"),
-    ("db", "current"),
-    ("db", "upgrade"),
-    ("serve",),
-    ("queue",),
-    ("cancel",),
-    ("token",),
-    ("token", "add"),
-    ("token", "list"),
-    ("token", "remove"),
+    *((name,) for name in ("advise", "predict", "resume", "search", "show", "report", "studies", "export", "follow")),
+    *(
+        (name,)
+        for name in ("run", "verify", "dashboard", "devices", "models", "db", "serve", "queue", "cancel", "token")
+    ),
+    *(("db", name) for name in ("copy", "current", "upgrade")),
+    *(("token", name) for name in ("add", "list", "remove")),
 ]
 HEAVY = {
-    "torch",
-    "transformers",
-    "datasets",
-    "accelerate",
-    "optuna",
-    "sqlalchemy",
-    "alembic",
-    "rich",
-    "pynvml",
-    "numpy",
-    "msgspec",
-    "fastapi",
-    "uvicorn",
+    *("torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchemy", "alembic", "rich", "pynvml", "numpy"),
+    *("msgspec", "fastapi", "uvicorn"),
 }
 
 
@@ -85,7 +56,8 @@ def test_commands_that_only_look_import_no_torch_and_no_database(tmp_path: Path)
 
 def test_the_controlling_process_never_imports_torch(tmp_path: Path) -> None:
     """Everything that a search, a report or an export needs on this side, imported."""
-    code = "import autotune.cli.session, autotune.cli.studies, autotune.results.export, autotune.results.dashboard"
+    code = "import autotune.cli.session, autotune.cli.studies, autotune.cli.view, autotune.tuning.run\n"
+    code += "import autotune.results.export, autotune.results.dashboard"
     assert not modules_after(code, tmp_path) & {"torch", "transformers", "datasets", "accelerate"}
 
 

@@ -32,6 +32,12 @@ from autotune.tuning.predictions import known_chips
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 
 
+SPEC = {
+    "memory": "24GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165.2, "tf32_tflops": 82.6,
+    "fp32_tflops": 82.6, "gigabytes_per_second": 1008, "watts": 450,
+}  # fmt: skip
+
+
 def check_types(document: dict[str, Any], kind: type[PredictionDocument]) -> None:
     """Check what is printed against the published schemas: each field is there, and no other one."""
     assert document.keys() == {field.name for field in dataclasses.fields(decode(document, kind))}
@@ -47,18 +53,8 @@ def check_types(document: dict[str, Any], kind: type[PredictionDocument]) -> Non
 
 @COLD
 def test_predict_says_what_fits_on_named_gpus(tmp_path: Path, cold: bool) -> None:
-    done = run_process(
-        *_SMALL,
-        "--effective-batch",
-        "64",
-        "--gpu",
-        "rtx-3090,v100-16gb",
-        "--json",
-        "--precision",
-        "fp16",
-        folder=tmp_path,
-        cold=cold,
-    )
+    asked = (*_SMALL, "--effective-batch", "64", "--gpu", "rtx-3090,v100-16gb", "--precision", "fp16", "--json")
+    done = run_process(*asked, folder=tmp_path, cold=cold)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     check_types(document, PredictionDocument)
@@ -110,9 +106,7 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     trained = ("--model", "gpt2-tiny", "--seq-len", "128", "--effective-batch", "512", "--batch-multiple", "512")
     spec = tmp_path / "spec.json"
     # 880 MiB without, 667 MiB with; the context takes 715 MiB.
-    gpu = {"memory": "1.75GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165, "tf32_tflops": 83,
-           "fp32_tflops": 83, "gigabytes_per_second": 1008, "watts": 450}  # fmt: skip
-    spec.write_text(json.dumps({"small": gpu, "large": {**gpu, "memory": "24GiB"}}))
+    spec.write_text(json.dumps({"small": {**SPEC, "memory": "1.75GiB"}, "large": SPEC}))
     on = (*trained, "--gpu-spec", str(spec), "--gpu", "small,large", "--precision", "bf16", "--json")
     predicted = run_process("predict", *on, folder=tmp_path)
     assert predicted.code == 0, predicted.stderr
@@ -290,18 +284,6 @@ def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:
         " zero1, zero2 fit, too: not compared, since their speed is not predicted."
     )
     assert "not compared" not in choice_line(gpu.best, gpu.arms[:1])
-
-
-SPEC = {
-    "memory": "24GiB",
-    "capability": "8.9",
-    "multiprocessors": 128,
-    "half_tflops": 165.2,
-    "tf32_tflops": 82.6,
-    "fp32_tflops": 82.6,
-    "gigabytes_per_second": 1008,
-    "watts": 450,
-}
 
 
 def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
