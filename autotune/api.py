@@ -37,7 +37,7 @@ from autotune.tuning.narrator import Narrator
 from autotune.tuning.options import open_search
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.target import check_can_be_verified, placement_of, target_of
-from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
+from autotune.verify.throughput import Verification, verify
 
 if TYPE_CHECKING:
     from autotune.engine.work import Message
@@ -136,9 +136,10 @@ class Result:
         """
         return plot_trials(self.report)
 
-    def verify(self, steps: int = DEFAULT_STEPS, *, again: bool = False) -> Verification:
+    def verify(self, steps: int | None = None, *, again: bool = False) -> Verification:
         """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.
 
+        It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 20 at least.
         Where the speed is not kept, or with ``again``, the winner's trial is measured once more: ``again_lines()``.
         """
         given = check_arguments({"steps": steps, "again": again}, "steps", "again")
@@ -261,7 +262,7 @@ def _check_is_outermost() -> None:
 
 def _verify(result: Result, observer: Observer) -> None:
     """Verify a result and report it; raise ``PromiseMissedError`` where the promise was not kept."""
-    observer.note(f"training for {DEFAULT_STEPS} steps with a stock Trainer …")
+    observer.note("training with a stock Trainer …")
     verification = result.verify()
     observer.note(str(verification))
     try:

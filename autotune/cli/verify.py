@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @table_options("verify")
 def verify(
     study_or_file: str,
-    steps: int,
+    steps: int | None,
     again: bool,
     same_loss: bool,
     study: str | None,
@@ -101,12 +101,11 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.text import verification_lines
-    from autotune.verify.throughput import DEFAULT_STEPS
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
         click.echo()
-    verification = _verified(target_of(report, placement_of(report)), DEFAULT_STEPS, storage)
+    verification = _verified(target_of(report, placement_of(report)), None, storage)
     if as_json:
         print_json({**report_document(study_view(report)), "verification": encode(verification_document(verification))})
     else:
@@ -114,12 +113,12 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     verification.check()
 
 
-def _verified(target: Target, steps: int, storage: str, *, again: bool = False) -> Verification:
+def _verified(target: Target, asked: int | None, storage: str, *, again: bool = False) -> Verification:
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
-    from autotune.verify.throughput import check_steps, verify
+    from autotune.verify.throughput import steps_of, verify
 
-    check_steps(steps)
+    steps = steps_of(target, asked)
     name, seconds = target.report.study.name, format_seconds(steps * target.promised.step_seconds)
     log_path = log_folder(storage, name) / "verify.log"
     with waiting(f"training {steps} steps, which take {seconds} at the promised speed") as view:

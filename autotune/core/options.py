@@ -410,7 +410,9 @@ class _How(TypedDict, total=False):
 class _Verified(TypedDict, total=False):
     """How a result is checked."""
 
-    steps: Annotated[int, Option("Optimizer steps of the stock run.", VERIFY, "100")]
+    steps: Annotated[int | None, Option(
+        "Optimizer steps of the stock run [default: 100, or what two minutes take, 20 at least].", VERIFY,
+    )]
     again: Annotated[bool, Option(
         "Measure the winner's trial again after the stock run, also where the promise is kept.", VERIFY,
     )]

@@ -322,7 +322,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     again = bool(work.options.get("again"))
     wait = teller.waits if work.wait else None
-    verification = verify(target, int(work.options["steps"]), log_path, again=again, wait=wait, note=teller.note)
+    verification = verify(target, work.options.get("steps"), log_path, again=again, wait=wait, note=teller.note)
     missed = None
     try:
         verification.check()

@@ -11,7 +11,7 @@ from autotune.core.options import BY_NAME
 from autotune.service.requests import read_priority
 from autotune.store.queue import Needs
 from autotune.tuning.request import check_study_name
-from autotune.verify.throughput import DEFAULT_STEPS, check_steps
+from autotune.verify.throughput import check_steps
 
 VERIFIES = "verify_study"
 """The name in a job's request under which the study is that it verifies."""
@@ -35,11 +35,12 @@ def read_verification(document: Any) -> VerificationSubmission:
         if name not in _NAMES:
             raise InvalidRequestError(f"{str(name)[:60]!r} is not an option of verify", f"use {', '.join(_NAMES)}")
     check_study_name(document["study"])
-    steps = int(BY_NAME["steps"].kind.check("steps", document.get("steps", DEFAULT_STEPS)))
-    check_steps(steps)
-    options: Document = {VERIFIES: document["study"], "steps": steps}
+    options: Document = {VERIFIES: document["study"]}
+    # Both are recorded only where they are asked for.
+    if document.get("steps") is not None:
+        options["steps"] = int(BY_NAME["steps"].kind.check("steps", document["steps"]))
+        check_steps(options["steps"])
     if BY_NAME["again"].kind.check("again", document.get("again", False)):
-        # Recorded only where it is asked for, as requests were before there was such an option.
         options["again"] = True
     return VerificationSubmission(document["study"], options, read_priority(document))
 

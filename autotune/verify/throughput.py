@@ -34,8 +34,9 @@ from autotune.verify.comparison import (
 )
 from autotune.verify.target import Target
 
-DEFAULT_STEPS = 100
-LEAST_STEPS = 20
+LEAST_STEPS, _USUAL_STEPS = 20, 100
+# Where no number is given, a stock run takes this long at the promised speed, between those numbers of steps. A choice.
+_USUAL_SECONDS = 120.0
 MEMORY_TOLERANCE = 0.02
 # A CPU's peak is resident memory: a fresh process, unlike a forked one, reads libraries and has pages of its own.
 CPU_SLACK_BYTES = 96 * MIB
@@ -334,17 +335,24 @@ def _compared(ratio: float) -> str:
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
 
 
-def check_steps(steps: int) -> None:
-    """Raise ``InvalidRequestError`` where there are too few steps to measure a speed."""
-    if steps < LEAST_STEPS:
+def check_steps(steps: int | None) -> None:
+    """Raise ``InvalidRequestError`` where too few steps are asked for to measure a speed."""
+    if steps is not None and steps < LEAST_STEPS:
         raise InvalidRequestError(
             f"--steps {steps} are too few to tell a speed after the warm-up", f"use {LEAST_STEPS} or more"
         )
 
 
+def steps_of(target: Target, asked: int | None) -> int:
+    """Return how many steps a stock run has; raises ``InvalidRequestError`` for too few."""
+    check_steps(asked)
+    within = int(_USUAL_SECONDS / target.promised.step_seconds)
+    return asked if asked is not None else max(LEAST_STEPS, min(within, _USUAL_STEPS))
+
+
 def verify(
     target: Target,
-    steps: int,
+    steps: int | None,
     log_path: Path,
     *,
     again: bool = False,
@@ -357,7 +365,7 @@ def verify(
     promised, or with ``again``, the winner's trial is then measured once more: that tells a machine that has become
     slower from a run that differs. ``note`` is told when that begins.
     """
-    check_steps(steps)
+    steps = steps_of(target, steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
     folder = _data_folder(target, log_path.parent.parent)
     work = target.work(steps, evaluates=True, data_folder=folder)

@@ -23,7 +23,7 @@ from autotune.verify.comparison import Interval, Verdict
 from autotune.verify.json_document import comparison_document, verification_document
 from autotune.verify.loss import LossComparison, reference_of
 from autotune.verify.target import Target
-from autotune.verify.throughput import Verification, notes
+from autotune.verify.throughput import Verification, notes, steps_of
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
@@ -56,6 +56,14 @@ def test_the_stock_run_is_told_where_the_winner_ran() -> None:
     pinned = dataclasses.replace(free, best=best, promised=dataclasses.replace(free.promised, cpu_core=7))
     work = pinned.work(20, evaluates=True)
     assert (work.pinned, work.cpu_core) == (True, 7)
+
+
+@pytest.mark.parametrize(("step_seconds", "steps"), [(0.2, 100), (2.4, 50), (60.0, 20)])
+def test_a_stock_run_takes_two_minutes_at_most_where_twenty_steps_do(step_seconds: float, steps: int) -> None:
+    promised = dataclasses.replace(target().promised, step_seconds=step_seconds)
+    slow = dataclasses.replace(target(), promised=promised)
+    assert steps_of(slow, None) == steps
+    assert steps_of(slow, 300) == 300
 
 
 def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> tuple[Stretch, ...]:

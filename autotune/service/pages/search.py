@@ -60,7 +60,7 @@ def again(search: str, token: Submitter, searches: Known) -> Response:
     """Queue the same once more: measured anew where it has a result, else continued from what was measured."""
     job = searches.job(search)
     if VERIFIES in job.request:
-        same = {"study": job.request[VERIFIES], "steps": job.request["steps"], "priority": job.priority}
+        same = {"study": job.request[VERIFIES], "steps": job.request.get("steps"), "priority": job.priority}
         made, _ = searches.submit_verification({**same, "again": True}, by=token.name)
     else:
         continues = job.state != "finished" and may_change(token, job)
