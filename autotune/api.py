@@ -142,7 +142,7 @@ class Result:
         It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 20 at least.
         Where the speed is not kept, or with ``again``, the winner's trial is measured once more: ``again_lines()``.
         """
-        given = check_arguments({"steps": steps, "again": again}, "steps", "again")
+        given = check_arguments({"steps": steps, "again": again})
         target = target_of(self.report, placement_of(self.report))
         log_path = log_folder(self.storage, self.study) / "verify.log"
         return verify(target, given["steps"], log_path, again=given["again"])
