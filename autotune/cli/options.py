@@ -51,25 +51,20 @@ def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if option.kind is SCRIPT:
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
-    names = (option.parameter, option.name)
+    names, kind = (option.parameter, option.name), option.kind
     help_text = option.help_in.get(command, option.help)
     if option.kind is FLAG:
         return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=help_text)
+    is_text = kind.parse is str and kind.json is str
     return click.option(
         *names,
-        type=_click_type(option.kind),
+        type=click.Choice(kind.choices) if kind.name == "choice" else str if is_text else _Parsed(kind),
         help=help_text,
         metavar=option.metavar,
         default=option.default_text,
         show_default=option.default_text is not None,
         envvar=option.envvar,
     )
-
-
-def _click_type(kind: Kind) -> Any:
-    if kind.name == "choice":
-        return click.Choice(kind.choices)
-    return str if kind.parse is str and kind.json is str else _Parsed(kind)
 
 
 class SectionedCommand(click.Command):

@@ -174,10 +174,14 @@ class NvmlSession:
         if events is None:
             # The name of the same reading before driver release 535.
             events = self._optional("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        computing, drawing = (
+            {int(process.pid) for process in self._optional(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ()}
+            for kind in ("Compute", "Graphics")
+        )
         return Condition(
             free_bytes=None if memory is None else memory.free,
             pids=frozenset(self._memory_by_process(handle)),
-            drawing_pids=self._drawing_pids(handle),
+            drawing_pids=frozenset(drawing - computing),
             clock_events=events,
             sm_clock_mhz=self._optional("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             temperature_celsius=self._optional("nvmlDeviceGetTemperature", handle, _GPU_SENSOR),
@@ -308,14 +312,6 @@ class NvmlSession:
             if int(process.pid) == self.process_id and process.usedGpuMemory is not None:
                 return int(process.usedGpuMemory)
         return None
-
-    def _drawing_pids(self, handle: Any) -> frozenset[int]:
-        """Return the processes that only draw, such as a desktop's compositor."""
-        computing, drawing = (
-            {int(process.pid) for process in self._optional(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ()}
-            for kind in ("Compute", "Graphics")
-        )
-        return frozenset(drawing - computing)
 
     def _memory_by_process(self, handle: Any) -> dict[int, int | None]:
         """Return the memory of other processes on a GPU by process id, for computing and graphics."""

@@ -132,18 +132,14 @@ async def _known(request: Request) -> Searches:
     return cast(Searches, request.app.state.searches)
 
 
-def _no_token(*, was_given: bool) -> ServiceError:
-    if was_given:
-        message, hint = "this token is not known", "see what autotune serve printed; autotune token add makes another"
-    else:
-        message, hint = "this needs a token", "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN"
-    return ServiceError(message, hint, status=401)
-
-
 async def _reader(request: Request) -> TokenRecord:
     token = await access_of(request).identify_soon(request)
+    if token is None and token_of(request):
+        hint = "see what autotune serve printed; autotune token add makes another"
+        raise ServiceError("this token is not known", hint, status=401)
     if token is None:
-        raise _no_token(was_given=bool(token_of(request)))
+        hint = "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN"
+        raise ServiceError("this needs a token", hint, status=401)
     return token
 
 

@@ -43,6 +43,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
+    # FastAPI reads the default of ``status_code`` when it describes the API.
     def __init__(self, messages: AsyncIterator[bytes], status_code: int = 200) -> None:
         # Nothing between the service and who listens may keep events back.
         super().__init__(messages, status_code, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

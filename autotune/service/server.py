@@ -224,20 +224,16 @@ def _engine(settings: Settings) -> Engine:
     return RayEngine(settings.executor)
 
 
-def _reason(error: OSError) -> str:
-    """Return what the system says of an error, without the address that ``create_server`` adds."""
-    # A host that cannot be resolved has a number of its own.
-    reason = str(error.strerror or error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-    return reason.lower()
-
-
 def _listen(settings: Settings) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
     except OSError as error:
+        # Without the address that ``create_server`` adds. A host that cannot be resolved has a number of its own.
+        is_unknown = isinstance(error, socket.gaierror)
+        reason = str(error.strerror or error) if is_unknown else os.strerror(error.errno or 0)
         raise InvalidRequestError(
-            f"the service cannot listen on {settings.host}:{settings.port}: {_reason(error)}",
+            f"the service cannot listen on {settings.host}:{settings.port}: {reason.lower()}",
             "choose another --port, or end what uses it",
         ) from error
     # Accepted connections inherit it. asyncio sets it only on sockets that were made with the number of the protocol.

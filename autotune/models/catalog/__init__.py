@@ -18,6 +18,7 @@ from autotune.core.errors import near_misses
 
 # Longer input is cut before it is compared, to bound the time: the hub allows names of 96 characters.
 _LONGEST_COMPARED = 128
+_MOST_NEAR = 3
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def find(name: str) -> CatalogEntry | None:
     return by_name.get(name) or by_name.get(name.lower())
 
 
-def near_names(name: str, count: int = 3) -> tuple[str, ...]:
-    """Return up to ``count`` similar names from the catalog, the most similar first.
+def near_names(name: str) -> tuple[str, ...]:
+    """Return up to three similar names from the catalog, the most similar first.
 
     The beginnings of names are compared, too: ``bert-lrge`` finds ``bert-large-uncased``.
     """
@@ -88,6 +89,6 @@ def near_names(name: str, count: int = 3) -> tuple[str, ...]:
             beginnings.setdefault("-".join(parts[:end]), []).append(known)
     # Shorter names first: of names with the same beginning, the plain one is the most likely.
     # With an organisation it is a name on the hub, which has many more models than the catalog.
-    near = near_misses(wanted, beginnings, most=count, least_ratio=0.8 if "/" in name else 0.6)
+    near = near_misses(wanted, beginnings, most=_MOST_NEAR, least_ratio=0.8 if "/" in name else 0.6)
     found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
-    return tuple(_without_organisation(spelling[match]) for match in list(found)[:count])
+    return tuple(_without_organisation(spelling[match]) for match in list(found)[:_MOST_NEAR])

@@ -63,15 +63,14 @@ class Rendered:
         if pause > 0:
             await asyncio.sleep(pause)
         count, began = self._changes.count, time.monotonic()
-        html, cpu_seconds = await run_in_threadpool(_timed, render)
+
+        def timed() -> tuple[Markup, float]:
+            cpu_began = time.thread_time()
+            html = render()
+            return html, time.thread_time() - cpu_began
+
+        html, cpu_seconds = await run_in_threadpool(timed)
         part.html, part.count, part.began, part.cpu_seconds = html, count, began, cpu_seconds
-
-
-def _timed(render: Callable[[], Markup]) -> tuple[Markup, float]:
-    """Return what was rendered, and the processor time that it took."""
-    began = time.thread_time()
-    html = render()
-    return html, time.thread_time() - began
 
 
 def rendered_of(request: Request) -> Rendered:
