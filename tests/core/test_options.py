@@ -15,7 +15,6 @@ from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
 from autotune.core.options import BY_NAME, OPTIONS, Option, check_arguments, options_of
 from autotune.core.workload import Task
 from autotune.tuning.request import SearchRequest, recorded_options, request_from_document
-from autotune.verify.throughput import DEFAULT_STEPS
 
 SIGNATURE = inspect.signature(api.search).parameters
 
@@ -50,9 +49,6 @@ class TestFunction:
         """As on the command line, beside code of the user's own that decides it."""
         with pytest.raises(InvalidRequestError, match="--padding cannot be combined with --trainer"):
             api.search(trainer="train.py:build", padding=0.0)
-
-    def test_a_verification_runs_as_many_steps_as_the_command_s(self) -> None:
-        assert BY_NAME["steps"].default == DEFAULT_STEPS
 
     def test_a_word_that_a_list_does_not_know_is_refused(self) -> None:
         with pytest.raises(InvalidRequestError, match="precision='fp8' is not one of 'fp32', 'tf32'"):

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     Trainer,
@@ -434,6 +435,26 @@ class TestCompiledLayers:
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         assert torch.allclose(weights, expected_weights, atol=1e-5)
         assert list(trainer.model.state_dict()) == list(stock.model.state_dict())
+
+    def test_layers_that_are_alike_share_their_code(self, tmp_path: Path) -> None:
+        config = AutoConfig.for_model(
+            "t5",
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=4,
+            num_heads=2,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+        )
+        data = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        model = AutoModelForSeq2SeqLM.from_config(config)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        train(apply(trainer_of(model, data, tmp_path, **compiled), regional_compilation=True))
+        # The first layers of encoder and decoder have a bias that the others take from them.
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
     def test_its_layers_alone_are_compiled(self, tmp_path: Path) -> None:
         config = AutoConfig.for_model(
