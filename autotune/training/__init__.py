@@ -49,6 +49,8 @@ def apply(
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
     """
+    if trainer.model_init is not None and (fused_loss or experts_implementation is not None):
+        raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
     if regional_compilation:
         compile_layers(trainer)
     if checkpointed_layers is not None:

@@ -334,6 +334,12 @@ class TestFusedLoss:
             losses, _ = train(trainer)
             assert losses[0] > 0
 
+    def test_a_model_that_is_made_when_training_starts_is_refused(self, tmp_path: Path) -> None:
+        arguments = trainer_of(language_model(), [], tmp_path).args
+        trainer = Trainer(model_init=lambda: language_model(), args=arguments, train_dataset=samples())
+        with pytest.raises(SettingUnavailableError, match="model_init"):
+            apply(trainer, fused_loss=True)
+
     def test_a_frozen_output_layer_gets_no_gradient(self) -> None:
         hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(VOCABULARY, 8)
         linear_cross_entropy(hidden, weight, None, torch.arange(6)).backward()
