@@ -110,7 +110,8 @@ def _prepare_loader(training: RealTraining, batch: int | None) -> None:
 
         LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor).install()
 
-    on_import("torch.utils.data", change)
+    # Not "torch.utils.data", which torch imports while half of it is not there yet.
+    on_import("torch", change)
 
 
 def _prepare_script(training: RealTraining) -> None:
