@@ -176,9 +176,10 @@ def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def segments_expand(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment turns on expandable segments."""
-    return allocator_settings(environment).get(_EXPANDABLE, "").lower() == "true"
+def segments_expand(environment: Mapping[str, str]) -> bool | None:
+    """Return whether the environment turns on expandable segments; ``None`` where it says nothing of them."""
+    said = allocator_settings(environment).get(_EXPANDABLE)
+    return said.lower() == "true" if said is not None else None
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:

@@ -71,7 +71,7 @@ def build_request(
         **{**defaults, **request_fields(options)},
     )
     expanding = replace(request, expandable_segments="auto")
-    is_left_open = options.get("expandable_segments") is None and request.expandable_segments == "off"
+    is_left_open = options.get("expandable_segments") is None and segments_expand(os.environ) is None
     return expanding if is_left_open and "expandable_segments" in expanding.late_settings(None) else request
 
 

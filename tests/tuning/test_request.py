@@ -142,6 +142,7 @@ class TestBudgetAndEffort:
         ({"effort": "quick"}, "", "off"),
         ({"objective": "max-batch"}, "", "off"),
         ({}, "expandable_segments:True", "on"),
+        ({}, "expandable_segments:False", "off"),
     ],
 )
 def test_expandable_segments_are_a_lever_by_default(
