@@ -131,8 +131,8 @@ def test_memory_really_runs_out_and_the_next_trial_is_fine(
     outcome = answer.outcome
     assert outcome.during in phases
     assert outcome.where == "device"
-    # Python itself says no more than MemoryError.
-    assert "allocate memory" in outcome.message or outcome.message == "MemoryError"
+    # Python itself says MemoryError alone, or with the line at which it was raised.
+    assert "allocate memory" in outcome.message or outcome.message.startswith("MemoryError")
     assert outcome.message in answer.log
     assert outcome.peak_reserved_bytes is not None
     # Pages that imports freed are not counted by the limit, but by the peak.
