@@ -120,6 +120,8 @@ class Arm:
     """The samples of a batch come in one row, each attending to itself alone, so that none is padded."""
     fused_loss: bool = field(default=False, metadata=_said("fused loss", sparse=True))
     """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
+    sparse_prediction: bool = field(default=False, metadata=_said("sparse prediction", sparse=True))
+    """Logits of a masked language model are computed for the tokens with a label alone."""
 
     @property
     def is_sharded(self) -> bool:

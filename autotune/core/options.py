@@ -356,6 +356,10 @@ class _Tried(TypedDict, total=False):
         "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
         default_text="auto",
     )]
+    sparse_prediction: Annotated[LeverChoice, Option(
+        "Compute the logits of a masked language model for the masked tokens alone. auto, on, off: as --torch-compile.",
+        default_text="auto",
+    )]
     liger: Annotated[LeverChoice, Option("Liger kernels. auto: try with and without; on: always; off: never.",
         default_text="off", own_code_decides=True,
     )]

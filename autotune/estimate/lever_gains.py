@@ -44,7 +44,8 @@ def gain_of(prior: Prior, measured: Measurement, *, graphed: bool = False) -> fl
     busy, data = limit.gpu_busy_share, limit.data_share
     if busy is None:
         busy = _USUAL_BUSY_SHARE * (1 - data)
-    gpu = busy * (1 - share_in_passing(measured) * (1 - prior.passing))
+    passing = share_in_passing(measured)
+    gpu = busy * (passing * prior.passing + (1 - passing) * prior.computing)
     idle = max(0.0, 1 - busy - data)
     if graphed:
         return 1 / (data + gpu + prior.host * idle)
@@ -53,11 +54,11 @@ def gain_of(prior: Prior, measured: Measurement, *, graphed: bool = False) -> fl
     return 1 / (data + max(gpu + prior.host * idle, prior.host * _BUSY_HOST))
 
 
-def gain_of_fewer_layers(measured: Measurement, layers: int, of: int) -> float:
-    """Return the gain of recomputing so many layers in place of all of them.
+def gain_of_fewer_layers(measured: Measurement, layers: int, of: int, before: int) -> float:
+    """Return the gain of recomputing so many layers in place of ``before``, out of all of them.
 
     Recomputing is one pass of three, of four where all weights are trained.
     """
     every, trained = measured.linear_weights or (1, 1)
     share = 1 / (3 + (trained / every if every else 1.0))
-    return 1 / (1 - share * (1 - layers / of))
+    return (1 - share * (1 - before / of)) / (1 - share * (1 - layers / of))

@@ -86,6 +86,8 @@ class Prior:
     passing: float = 1.0
     """Factor by which the GPU's time for operations falls that are limited by memory traffic. Compiling ten trainings
     whose shares of such time are predicted left 0.1 to 0.5 of it, 0.3 in the median (H200, 23 and 24 November 2026)."""
+    computing: float = 1.0
+    """Factor by which the GPU's other time falls."""
     seconds: float = 0.0
     """What a trial takes besides, mostly to compile."""
     is_unmasked: bool = False
@@ -237,6 +239,15 @@ def _no_logits(training: Training) -> str | None:
     return None if training.task == "causal-lm" else f"{training.task} has no loss over a vocabulary for every token"
 
 
+def _predicts_all(training: Training) -> str | None:
+    if training.is_own_code:
+        return (
+            "your own code computes its loss; autotune.training.apply(trainer, sparse_prediction=True) does it for a "
+            "Trainer"
+        )
+    return None if training.task == "masked-lm" else f"{training.task} masks no tokens"
+
+
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """How transformers computes a mixture of experts without further packages: all by one kernel, a copy of the weights for
 each token, or one after the other."""
@@ -381,6 +392,14 @@ LEVERS: tuple[Lever, ...] = (
         prior=Prior(
             "a fused loss", "H200, 23 November 2026: 33 % less memory for Qwen2.5-0.5B at 8 × 512 tokens; the gain in "
             "speed is an estimate", passing=0.9,
+        ),
+    ),
+    Lever(
+        "sparse_prediction", is_applied=True, saving=lambda arm: arm.sparse_prediction, preference=15,
+        obstacle=_predicts_all, option="sparse_prediction",
+        prior=Prior(
+            "predicting masked tokens alone", "an estimate: the output layers are a third of the arithmetic of "
+            "roberta-base at 512 tokens, of which a sixth is left", computing=0.75, passing=0.7,
         ),
     ),
 )  # fmt: skip
@@ -534,7 +553,7 @@ def is_predictable(arm: Arm, workload: Workload) -> bool:
     Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
     where models put images among tokens.
     """
-    if arm.fused_loss and (arm.is_sharded or arm.zero_stage is not None):
+    if (arm.fused_loss or arm.sparse_prediction) and (arm.is_sharded or arm.zero_stage is not None):
         # Sharded steps are traced with the model's own loss.
         return False
     dequantizes = workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False)

@@ -22,6 +22,7 @@ from autotune.training.loss import fuse_loss
 from autotune.training.masks import leave_out_full_masks
 from autotune.training.rows import join_samples
 from autotune.training.rows import pack as pack
+from autotune.training.sparse import predict_labelled_tokens
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -36,6 +37,7 @@ def apply(
     unpadded: bool = False,
     padding_free: bool = False,
     fused_loss: bool = False,
+    sparse_prediction: bool = False,
     cuda_graphs: bool = False,
 ) -> AnyTrainer:
     """Apply settings to a ``Trainer`` that has not begun to train, and return it.
@@ -46,10 +48,11 @@ def apply(
     so. ``uncached_casts``: have autocast keep no 16-bit copies of the weights until the end of the forward pass.
     ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
     causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
+    ``sparse_prediction``: compute the logits of a masked language model for the tokens with a label alone.
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
     """
-    if trainer.model_init is not None and (fused_loss or experts_implementation is not None):
+    if trainer.model_init is not None and (fused_loss or sparse_prediction or experts_implementation is not None):
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
     if regional_compilation:
         compile_layers(trainer)
@@ -65,6 +68,8 @@ def apply(
         join_samples(trainer)
     if fused_loss:
         fuse_loss(trainer)
+    if sparse_prediction:
+        predict_labelled_tokens(trainer)
     if cuda_graphs:
         use_cuda_graphs(trainer)
     return trainer

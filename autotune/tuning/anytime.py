@@ -35,6 +35,7 @@ _LARGER_BATCH = 1.1
 """What a larger batch may gain with levers, where the step was host-bound without; else half of that. A choice."""
 _ROOM = 1.2
 """What freed memory may gain where activations are recomputed or a larger batch did not fit. A choice."""
+_GRAPHS, _FEWER_LAYERS = "cuda_graphs", "checkpointed_layers"
 _EXPANDABLE = "expandable_segments"
 _EXPANDABLE_SPEED = 0.99
 """Speed in such segments over that without, at best: 0.90 to 0.99 (H200)."""
@@ -75,6 +76,8 @@ class Idea:
     def name(self) -> str:
         """What the lever is called, and what else changes with it."""
         name, one = _name(self.lever), self.candidate
+        if self.lever != _GRAPHS and one.arm.cuda_graphs and not self.root.arm.cuda_graphs:
+            name = f"{name} in {_name(_GRAPHS)}"
         if self.root.arm.gradient_checkpointing and not one.arm.gradient_checkpointing:
             return f"{name} without checkpointing"
         is_other_batch = one.per_device_train_batch_size != self.root.per_device_train_batch_size
@@ -199,9 +202,10 @@ class Anytime:
         """Yield ways to change a measured candidate, what becomes of it, and the most that this may gain."""
         candidate, measured = root.candidate, root.measurement
         assert measured is not None
-        for row in self._rows(history, candidate):
+        rows = self._rows(history, candidate)
+        for row in rows:
             prior = _WAYS[row.name]
-            if row.name == "checkpointed_layers":
+            if row.name == _FEWER_LAYERS:
                 yield from self._fewer_layers(history, root)
                 continue
             arm = candidate.arm
@@ -211,6 +215,11 @@ class Anytime:
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
+            if _owner(row.name) == "torch_compile" and BY_NAME[_GRAPHS] in rows:
+                # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has
+                # a lever already, so that they are tried at once as well.
+                both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))
+                yield row.name, replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)
             if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 roomy = self._with_more_room(history, with_it)
                 yield from ((row.name, each, _ROOM) for each in roomy if levers_of(each.arm, [row.name]))
@@ -228,7 +237,10 @@ class Anytime:
             if row.prior is not None
             and row.name not in failed
             and (row.name in self._late or row.part_of in self._late)
-            and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
+            and (
+                row.name == _FEWER_LAYERS
+                or not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
+            )
             and (row.prior.accumulates or not candidate.accumulates)
             and (row.part_of != "gradient_checkpointing" or candidate.arm.gradient_checkpointing)
             and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, failed))
@@ -257,16 +269,38 @@ class Anytime:
         memory, layers, candidate = history.memory, self._layers, root.candidate
         if memory is None or not layers or not candidate.arm.gradient_checkpointing or root.measurement is None:
             return
-        for count in range(1, layers):
+        now = candidate.arm.checkpointed_layers or layers
+        a_layer = self._bytes_a_layer(history, root)
+        if now < layers and a_layer is None:
+            return
+        for count in range(1, now):
             fewer = replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
-            fits = memory.likely_fits(fewer)
-            if fits is None:
+            if a_layer is not None:
+                fits: bool | None = self._leaves_room(history, root, a_layer * (now - count))
+            elif (fits := memory.likely_fits(fewer)) is None:
                 # Compiled layers keep no more of their activations than others do.
                 more = self._more_bytes(memory, candidate, fewer)
                 fits = more is not None and self._leaves_room(history, root, more)
             if fits and not history.is_ruled_out(fewer):
-                yield "checkpointed_layers", fewer, gain_of_fewer_layers(root.measurement, count, layers)
+                yield _FEWER_LAYERS, fewer, gain_of_fewer_layers(root.measurement, count, layers, before=now)
                 return
+
+    def _bytes_a_layer(self, history: History, root: Tried) -> float | None:
+        """Return what a layer that recomputes nothing takes more, from two trials that differ in how many do so.
+
+        ``None`` where there are none. Compiled layers keep less than is predicted of others.
+        """
+        arm, layers = root.candidate.arm, self._layers or 0
+        for other in history.tried:
+            if other.measurement is None or root.measurement is None or other.candidate == root.candidate:
+                continue
+            like = changed(other.candidate.arm, checkpointed_layers=arm.checkpointed_layers)
+            if replace(other.candidate, arm=like) != root.candidate:
+                continue
+            fewer = (other.candidate.arm.checkpointed_layers or layers) - (arm.checkpointed_layers or layers)
+            more = root.measurement.judged_bytes(arm) - other.measurement.judged_bytes(other.candidate.arm)
+            return max(0.0, more / fewer)
+        return None
 
     def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return the candidates at larger or smaller batches of no lower multiple, or of any; the nearest first."""
@@ -283,7 +317,8 @@ class Anytime:
         """
         assert root.measurement is not None
         memory, before = history.memory, root.candidate
-        if way == _EXPANDABLE:
+        if way in (_EXPANDABLE, _FEWER_LAYERS):
+            # Looked at where they are proposed.
             return True
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
@@ -333,11 +368,16 @@ class Anytime:
         """
         found: dict[str, str] = {}
         proven = {name for t in history.tried if t.measurement for name in levers_of(t.candidate.arm, _WAYS)}
+        failed_with = []
         for tried in history.tried:
             if isinstance(tried.outcome, Failed) and self.uses_levers(tried.candidate):
                 has = levers_of(tried.candidate.arm, _WAYS)
-                blamed = _most_telling(has - proven or has)
-                found.setdefault(blamed, " ".join(tried.outcome.message.split()))
+                failed_with.append((has - proven or has, tried.outcome.message))
+        for unproven, message in sorted(failed_with, key=lambda each: len(each[0])):
+            if unproven.isdisjoint(found):
+                # Of compiling and graphs at once, graphs: compiling alone is tried then, and tells.
+                blamed = _GRAPHS if _GRAPHS in unproven else _most_telling(unproven)
+                found[blamed] = " ".join(message.split())
         for owner in {row.part_of for row in LEVERS if row.name in found and row.part_of in _WAYS} | {*found}:
             ways = [row.name for row in LEVERS if row.part_of == owner and row.name in _WAYS]
             failed = [way for way in ways if way in found]

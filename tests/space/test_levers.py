@@ -144,6 +144,10 @@ class TestObstacles:
     def test_only_a_loss_over_a_vocabulary_is_fused(self) -> None:
         assert self.told("fused_loss", BERT_LARGE) is not None
 
+    def test_only_masked_language_models_predict_some_tokens_alone(self) -> None:
+        assert self.told("sparse_prediction") == "causal-lm masks no tokens"
+        assert self.told("sparse_prediction", dataclasses.replace(self.TEXT, task="masked-lm")) is None
+
 
 def with_lengths(shortest: int, longest: int, padding: str = "longest") -> Workload:
     lengths = Lengths(shortest, longest, longest, longest, float(longest), 0.0, 0.0, (1,))

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
@@ -29,6 +30,7 @@ from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, evaluate_in_their_memory
 from autotune.training.loss import linear_cross_entropy
+from autotune.training.sparse import WithPositions, positions_to_compute
 
 VOCABULARY = 200
 
@@ -356,6 +358,86 @@ class TestFusedLoss:
         trainer.model.config.final_logit_softcapping = 30.0
         with pytest.raises(SettingUnavailableError, match="final_logit_softcapping"):
             apply(trainer, fused_loss=True)
+
+
+MASKED = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "roberta": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "modernbert": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+    },
+}  # fmt: skip
+
+
+def masked_model(kind: str = "bert") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **MASKED[kind]))
+
+
+def masked_samples(count: int = 256) -> list[dict[str, Any]]:
+    """Return samples of which every sixth token or so is predicted."""
+    draw = torch.Generator().manual_seed(2)
+    rows = samples(count=count)
+    return [row | {"labels": row["labels"].where(torch.rand(16, generator=draw) < 0.15, -100)} for row in rows]
+
+
+class TestSparsePrediction:
+    @pytest.mark.parametrize("kind", MASKED)
+    def test_the_training_is_the_same(self, kind: str, tmp_path: Path) -> None:
+        data, settings = masked_samples(), {"gradient_accumulation_steps": 2}
+        stock = train(trainer_of(masked_model(kind), data, tmp_path, **settings))
+        trainer = apply(trainer_of(masked_model(kind), data, tmp_path, **settings), sparse_prediction=True)
+        layer, rows = trainer.model.get_output_embeddings(), list[int]()
+        layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[-2]))
+        losses, weights = train(trainer)
+        assert losses == pytest.approx(stock[0], rel=1e-6)
+        assert torch.allclose(weights, stock[1], atol=1e-6)
+        # 64 tokens, of which 10 are predicted in the mean; other shapes than multiples of 4 would be many.
+        assert len(rows) == 10
+        assert all(4 <= count <= 20 and count % 4 == 0 for count in rows)
+
+    def test_in_graphs_it_is_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, stand_in in emulated().items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        data, settings = masked_samples(), {"max_steps": 20}
+        stock = train(trainer_of(masked_model(), data, tmp_path, **settings))
+        trainer = apply(trainer_of(masked_model(), data, tmp_path, **settings), sparse_prediction=True)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        losses, _ = train(trainer)
+        assert losses == pytest.approx(stock[0], rel=1e-5)
+        assert steps.replays > 3
+
+    def test_evaluation_still_has_all_logits(self, tmp_path: Path) -> None:
+        stock = trainer_of(masked_model(), masked_samples(), tmp_path).predict(masked_samples(8))
+        trainer = apply(trainer_of(masked_model(), masked_samples(), tmp_path), sparse_prediction=True)
+        predicted = trainer.predict(masked_samples(8))
+        assert predicted.predictions.shape == (8, 16, VOCABULARY)
+        assert predicted.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-6)
+
+    def test_a_batch_has_as_many_positions_as_the_next_sixteenth_of_its_tokens(self) -> None:
+        labels = torch.full((2, 32), -100)
+        labels[0, 3] = labels[1, 30] = 7
+        batch = WithPositions(lambda _: {"input_ids": labels, "labels": labels})(None)
+        assert batch["predicted_positions"].tolist() == [3, 62, 0, 1]
+        assert [positions_to_compute(64, count) for count in (0, 1, 4, 5, 64)] == [4, 4, 4, 8, 64]
+
+    def test_other_models_and_batches_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(SettingUnavailableError, match="BertForSequenceClassification is no masked language model"):
+            apply(trainer_of(classifier(), samples(classes=True), tmp_path), sparse_prediction=True)
+        trainer = apply(trainer_of(masked_model(), samples(classes=True), tmp_path), sparse_prediction=True)
+        with pytest.raises(SettingUnavailableError, match="a batch has no label for each token"):
+            trainer.train()
+
+    def test_a_model_whose_tokens_are_not_computed_alone_is_refused_and_left_as_it_was(self, tmp_path: Path) -> None:
+        model = masked_model()
+        model.cls.register_forward_pre_hook(lambda _, inputs: (inputs[0] + inputs[0].mean((0, 1)),))
+        forward = model.forward
+        with pytest.raises(SettingUnavailableError, match="are other ones where only some tokens are predicted"):
+            apply(trainer_of(model, masked_samples(), tmp_path), sparse_prediction=True)
+        assert model.forward == forward
+        assert not model.bert._forward_hooks
 
 
 class TestUnpadded:

@@ -135,6 +135,26 @@ class TestOrder:
         assert best.cuda_graphs
         assert best.regional_compilation
 
+    def test_compiling_is_tried_with_graphs_at_once_and_alone_where_that_fails(self) -> None:
+        """The best recomputes, which no graph captures, and has had its layers compiled."""
+        all_layers = Arm("bf16", gradient_checkpointing=True)
+        compiled = replace(all_layers, torch_compile=True, regional_compilation=True)
+        slow, best = Candidate(Arm("bf16"), 32, 2), Candidate(compiled, 64)
+        space = Space((Arm("bf16"), all_layers), Batches(64), late=frozenset({"torch_compile", "cuda_graphs"}))
+        history = History(ceiling_of(24 * GIB, headroom=0))
+        for name, one, seconds in (("a", slow, 0.625), ("b", best, 0.5)):
+            measured = replace(measurement(one, seconds, GIB, GIB), gpu_busy_share=0.88, compile_seconds=11.0)
+            history.add(Tried(name, one, Completed(measured)))
+        levers = Anytime(space, 24)
+        both = levers.next(history, {slow, best}, usual_seconds=3.0, spent_seconds=0.0)
+        assert both is not None
+        assert both.candidate.arm == replace(slow.arm, torch_compile=True, regional_compilation=True, cuda_graphs=True)
+        assert both.describe() == "compiling by layer in CUDA graphs may give up to 1.15 ×, about 14.0 s"
+        history.add(Tried("c", both.candidate, fault("no capture")))
+        alone = levers.next(history, {slow, best}, usual_seconds=3.0, spent_seconds=0.0)
+        assert alone is not None
+        assert alone.candidate.arm == replace(slow.arm, torch_compile=True, regional_compilation=True)
+
     @pytest.mark.parametrize("graphs", ["auto", "off"])
     def test_the_compilers_own_graphs_are_tried_where_no_others_can_be_had(self, graphs: str, tmp_path: Path) -> None:
         _, runner = search_on_gpu(Gpu(), tmp_path, cuda_graphs=graphs, workload=BERT_LARGE)
@@ -436,6 +456,15 @@ class TestMemory:
         # The layers that keep their activations add 1.25 GiB each to 8 GiB.
         assert idea.candidate.arm == replace(compiled, checkpointed_layers=12)
 
+        # Measured, they add 0.5 GiB each, so that more have room.
+        fewer = idea.candidate
+        measured = replace(measurement(fewer, 0.95, 14 * GIB, 14 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
+        history.add(Tried("b", fewer, Completed(measured)))
+        again = Anytime(space, 24).next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
+        assert again is not None
+        assert again.candidate.arm.checkpointed_layers == 1
+        assert 1.05 < again.gain < 1.3
+
     @pytest.mark.parametrize(
         ("line_gib", "recomputes", "is_tried"), [(24, False, False), (36, False, True), (24, True, True)]
     )
@@ -460,6 +489,17 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
     levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
     assert levers.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
+
+
+def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
+    compiled = Arm("bf16", torch_compile=True, regional_compilation=True)
+    both = replace(compiled, cuda_graphs=True)
+    history = History(ceiling_of(24 * GIB))
+    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
+    history.add(Tried("a", Candidate(both, 64), fault("no capture")))
+    assert levers.failures(history) == {"cuda_graphs": "no capture"}
+    history.add(Tried("b", Candidate(compiled, 64), fault("no compiler")))
+    assert levers.failures(history) == {"regional_compilation": "no compiler"}
 
 
 def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:

@@ -30,6 +30,7 @@ class TestChecked:
         ("lever", "words"),
         [
             ("fused_loss", "--fused-loss on: sequence-classification has no loss over a vocabulary"),
+            ("sparse_prediction", "--sparse-prediction on: sequence-classification masks no tokens"),
             ("unpadded", "--unpadded on: samples are padded"),
             ("padding_free", "--padding-free on: samples of sequence-classification are not put in one row"),
         ],

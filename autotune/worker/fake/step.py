@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
 from autotune.space.features import optim_package
 from autotune.space.precision_names import HALF
-from autotune.training import loss
+from autotune.training import loss, sparse
 from autotune.worker.fake.build import materialise
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
@@ -29,6 +30,7 @@ from autotune.worker.fake.zero import ZeroRank, compute_dtype
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
+from autotune.worker.trial import synthetic
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
 
@@ -60,6 +62,12 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
     if lengths is not None and lengths.longest_target is not None:
         sample["labels"] = sample["labels"][: lengths.longest_target]
     return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+
+
+def _predicted_tokens(workload: Workload) -> int:
+    """Return for how many tokens of a sample logits are computed where only masked ones are predicted."""
+    masked = math.ceil(synthetic.MASKED_FRACTION * workload.seq_len)
+    return sparse.positions_to_compute(workload.seq_len, masked)
 
 
 def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
@@ -250,13 +258,18 @@ class _BuiltIn:
         """Turn checkpointing on, fuse the loss; make the optimizer."""
         if self._arm.fused_loss:
             loss.fuse_loss_of(self.model)
+        if self._arm.sparse_prediction:
+            sparse.predict_chosen_tokens(self.model)
         if self._arm.gradient_checkpointing:
             _enable_checkpointing(self.model, self._arm)
         return _optimizer(self._arm.optim, self.model)
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
         """Return a synthetic batch."""
-        return _batch(self._workload, self.model, size)
+        batch = _batch(self._workload, self.model, size)
+        if self._arm.sparse_prediction:
+            batch[sparse.POSITIONS] = torch.zeros(size * _predicted_tokens(self._workload), dtype=torch.int64)
+        return batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
         """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""

@@ -13,7 +13,7 @@ from autotune.models.images import is_merging, tokens_of_image
 # Number of distinct samples. More would take memory and change nothing.
 _POOL = 64
 _IGNORED = -100  # torch.nn.CrossEntropyLoss's default ignore_index
-_MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
+MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
 _OF_PATCHES = ("pixel_values", "image_grid_thw")
 _LOWEST_TOKEN = 10  # below lie the special tokens of most vocabularies (padding would shift RoBERTa's positions)
 
@@ -72,7 +72,7 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
         return sample
     labels = tokens.clone()
     if workload.task == "masked-lm":
-        predicted = torch.rand(workload.seq_len, generator=generator) < _MASKED_FRACTION
+        predicted = torch.rand(workload.seq_len, generator=generator) < MASKED_FRACTION
         predicted[0] = True
         labels[~predicted] = _IGNORED
     labels[real:] = _IGNORED

@@ -1,0 +1,146 @@
+"""Compute the logits of a masked language model for the tokens that are predicted alone.
+
+15 % of the tokens are masked in BERT's pre-training, and only these have a label. The output layers of transformers
+compute logits for all tokens nevertheless: of RoBERTa's arithmetic at 512 tokens they are a third. ModernBERT calls
+the alternative ``sparse_prediction``. Layers after the encoder work on each token by itself, so that they give the same
+logits of fewer tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from autotune.training.errors import SettingUnavailableError
+
+POSITIONS = "predicted_positions"
+"""What a batch calls the positions of its tokens with a label, counted over all samples."""
+
+_IGNORED = -100
+# Batches have as many positions as the next sixteenth of their tokens, some of them without a label, so that most
+# batches have one shape: kernels are chosen, memory is reserved and CUDA graphs are captured once. A choice.
+_SHARES = 16
+# Logits of fewer tokens may come from another kernel. A choice.
+_ALIKE = 0.05
+
+
+def positions_to_compute(tokens: int, labelled: int) -> int:
+    """Return for how many of so many tokens logits are computed, where ``labelled`` of them have a label."""
+    share = -(-tokens // _SHARES)
+    return min(tokens, max(1, -(-labelled // share)) * share)
+
+
+class WithPositions:
+    """Makes batches as another collator does, with the positions of the tokens that have a label."""
+
+    def __init__(self, collator: Callable[..., Any]) -> None:
+        self._collator = collator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return a batch with ``predicted_positions``, first those with a label, then as many others as fill a share.
+
+        Raises ``SettingUnavailableError`` for a batch without a label for each token.
+        """
+        batch = self._collator(*args, **kwargs)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if labels is None or labels.shape != getattr(batch.get("input_ids"), "shape", None):
+            raise SettingUnavailableError("a batch has no label for each token; train without sparse_prediction")
+        is_labelled = labels.reshape(-1) != _IGNORED
+        first, others = is_labelled.nonzero(), (~is_labelled).nonzero()
+        count = positions_to_compute(len(is_labelled), len(first))
+        return {**batch, POSITIONS: torch.cat((first, others)).reshape(-1)[:count]}
+
+
+class _Chosen:
+    """Passes only some tokens of an encoder's output on to the layers after it."""
+
+    def __init__(self) -> None:
+        self.positions: torch.Tensor | None = None
+
+    def after_encoder(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        """Return the encoder's output with hidden states (1, positions, size) in place of (samples, tokens, size)."""
+        if self.positions is None:
+            return output
+        hidden = output[0]
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self.positions)[None]
+        if isinstance(output, tuple):
+            return (chosen, *output[1:])
+        output.last_hidden_state = chosen
+        return output
+
+
+def predict_chosen_tokens(model: Any) -> Callable[[], None]:
+    """Have a masked language model that trains on a batch with ``predicted_positions`` compute their logits alone.
+
+    Its loss is the same, since tokens without a label have no part in it. It returns logits (1, positions, vocabulary).
+    What this function returns undoes it.
+    """
+    chosen, whole = _Chosen(), model.forward
+    hook = model.base_model.register_forward_hook(chosen.after_encoder)
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        positions = kwargs.pop(POSITIONS, None)
+        labels = kwargs.get("labels")
+        if positions is None or labels is None or not torch.is_grad_enabled():
+            return whole(*args, **kwargs)
+        kwargs["labels"] = labels.reshape(-1).index_select(0, positions)[None]
+        chosen.positions = positions
+        try:
+            return whole(*args, **kwargs)
+        finally:
+            chosen.positions = None
+
+    model.forward = forward
+
+    def undo() -> None:
+        hook.remove()
+        model.forward = whole
+
+    return undo
+
+
+def predict_labelled_tokens(trainer: Trainer) -> None:
+    """Have a ``Trainer`` of a masked language model compute the logits of the tokens with a label alone.
+
+    Evaluations compute all of them. Raises ``SettingUnavailableError`` for another kind of model, or one whose logits
+    of a token depend on which others are computed.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    name = type(model).__name__
+    if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+        raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
+    if not name.endswith("ForMaskedLM") or model.base_model is model:
+        raise SettingUnavailableError(f"{name} is no masked language model with an encoder of its own")
+    whole = model.forward
+    undo = predict_chosen_tokens(model)
+    if not next(model.parameters()).is_meta and not _is_alike(model, whole):
+        undo()
+        raise SettingUnavailableError(f"the logits of {name} are other ones where only some tokens are predicted")
+    trainer.data_collator = WithPositions(trainer.data_collator)
+
+
+def _is_alike(model: Any, whole: Callable[..., Any]) -> bool:
+    """Return whether a model gives the same logits of some tokens alone as of them among all."""
+    words, device = model.get_input_embeddings().num_embeddings, next(model.parameters()).device
+    tokens = torch.arange(8, device=device).reshape(2, 4) % words
+    positions = torch.tensor([6, 1], device=device)
+    is_training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad():
+            some = model.forward(input_ids=tokens, labels=tokens, predicted_positions=positions).logits.detach()
+        with torch.no_grad():
+            every = whole(input_ids=tokens).logits
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False
+    finally:
+        model.train(is_training)
+    if some.shape != (1, 2, every.shape[-1]):
+        return False
+    expected = every.reshape(-1, every.shape[-1])[positions]
+    return bool((some[0] - expected).abs().max() <= _ALIKE * expected.abs().max())
