@@ -398,8 +398,8 @@ LEVERS: tuple[Lever, ...] = (
         "sparse_prediction", is_applied=True, saving=lambda arm: arm.sparse_prediction, preference=15,
         obstacle=_predicts_all, option="sparse_prediction",
         prior=Prior(
-            "predicting masked tokens alone", "an estimate: the output layers are a third of the arithmetic of "
-            "roberta-base at 512 tokens, of which a sixth is left", computing=0.75, passing=0.7,
+            "predicting masked tokens alone", "an estimate: the output layers are 29 % of the arithmetic of "
+            "roberta-base at 512 tokens, of which three sixteenths are left", computing=0.75, passing=0.7,
         ),
     ),
 )  # fmt: skip
