@@ -47,4 +47,6 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
         return False
     if count >= effort.max_steps or sum(seconds) >= effort.max_seconds:
         return True
+    if sum(seconds) < effort.min_seconds:
+        return False
     return count >= effort.min_steps and relative_half_width <= effort.target_spread

@@ -25,6 +25,8 @@ class Effort:
     max_steps: int = 12
     target_spread: float = 0.01
     """Stop once half the 95 % interval is below this fraction of the median."""
+    min_seconds: float = 0.0
+    """Measure at least so long, if that takes no more than ``max_steps``."""
     max_seconds: float = 2.0
     """Stop after this many measured seconds once two steps are measured (one, where ``max_steps`` is one)."""
     behind_step_seconds: float | None = None

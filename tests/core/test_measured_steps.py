@@ -30,3 +30,10 @@ def test_stopping_at_the_first_narrow_interval_still_covers_the_mean(deviation: 
                 break
         hits += abs(found.mean - 0.1) <= found.half_width()
     assert hits / 1500 >= 0.915
+
+
+def test_steps_are_measured_for_a_least_time_within_their_most() -> None:
+    effort = Effort(min_seconds=1.5, max_steps=24, max_seconds=4.0)
+    assert not is_enough([0.1] * 14, effort, 0.0)
+    assert is_enough([0.1] * 15, effort, 0.0)
+    assert is_enough([0.01] * 24, effort, 0.0)
