@@ -54,6 +54,9 @@ def apply(
     """
     if trainer.model_init is not None and (fused_loss or sparse_prediction or experts_implementation is not None):
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
+    if sparse_prediction:
+        # Before layers are compiled: it tries the model on a few tokens, for which they would be compiled as well.
+        predict_labelled_tokens(trainer)
     if regional_compilation:
         compile_layers(trainer)
     if checkpointed_layers is not None:
@@ -68,8 +71,6 @@ def apply(
         join_samples(trainer)
     if fused_loss:
         fuse_loss(trainer)
-    if sparse_prediction:
-        predict_labelled_tokens(trainer)
     if cuda_graphs:
         use_cuda_graphs(trainer)
     return trainer

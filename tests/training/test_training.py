@@ -409,6 +409,16 @@ class TestSparsePrediction:
         assert losses == pytest.approx(stock[0], rel=1e-5)
         assert steps.replays > 3
 
+    def test_layers_are_compiled_for_the_training_alone(self, tmp_path: Path) -> None:
+        settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+        trainer = trainer_of(masked_model(), masked_samples(), tmp_path, **settings)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        apply(trainer, sparse_prediction=True, regional_compilation=True)
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        trainer.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
     def test_evaluation_still_has_all_logits(self, tmp_path: Path) -> None:
         stock = trainer_of(masked_model(), masked_samples(), tmp_path).predict(masked_samples(8))
         trainer = apply(trainer_of(masked_model(), masked_samples(), tmp_path), sparse_prediction=True)
