@@ -25,8 +25,6 @@ class Effort:
     max_steps: int = 12
     target_spread: float = 0.01
     """Stop once half the 95 % interval is below this fraction of the median."""
-    min_seconds: float = 0.0
-    """Measure at least so long, if that takes no more than ``max_steps``."""
     max_seconds: float = 2.0
     """Stop after this many measured seconds once two steps are measured (one, where ``max_steps`` is one)."""
     behind_step_seconds: float | None = None
@@ -37,6 +35,8 @@ class Effort:
     """Steps to run under the profiler after the timed ones, to measure the share of a step in which the GPU is busy.
 
     0 leaves it out; more than one gives the mean. The timed steps are not affected."""
+    min_seconds: float = 0.0
+    """Measure at least so long, if that takes no more than ``max_steps``."""
 
 
 LossOfBatch = Literal["mean", "other"]

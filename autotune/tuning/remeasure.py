@@ -60,7 +60,8 @@ _CHEAP_SHARE = 0.05
 _FEW_DEVIATIONS = 2
 _FEW_SHARE = 0.1
 # A GPU that reaches its power limit slows down within a second of work. Qwen2.5-0.5B compiled and in CUDA graphs ran at
-# 225 samples/s in the 0.2 s of a trial, and at 214 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November 2026).
+# 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
+# 2026).
 _SUSTAINED_SECONDS = 1.5
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
