@@ -58,7 +58,8 @@ def _share(trial: Document) -> float | None:
 
 def _tried(trial: Document) -> Document:
     """Select what explains the course of a search."""
-    names = ["stage", "state", "samples_per_second", "relative_spread", "gpu_busy_share", "cpu_core", "seconds"]
+    names = ["stage", "state", "samples_per_second", "relative_spread", "gpu_busy_share", "data_seconds"]
+    names += ["peak_reserved_bytes", "peak_allocated_bytes", "cpu_core", "seconds"]
     names += ["phase_seconds", "message"]
     return {"candidate": Candidate.from_parameters(trial).describe(), **{name: trial.get(name) for name in names}}
 
