@@ -11,6 +11,21 @@ from typing import Any
 import torch
 from accelerate.utils import AutocastKwargs
 from transformers import Trainer, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules within a layer that checkpoints which have its flag, too, and do not checkpoint themselves.
+
+    The attention of T5 and of its relatives is such a module (transformers 5.23).
+    """
+    return {
+        module
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        for module in layer.modules()
+        if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer)
+    }
 
 
 def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
@@ -19,11 +34,14 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
     Layers are those of ``transformers.modeling_layers.GradientCheckpointingLayer``, or whatever else has the attribute
     ``gradient_checkpointing`` and a function to checkpoint with. Raises ``ValueError`` where there are fewer.
     """
+    flagged = {module for module in model.modules() if hasattr(module, "gradient_checkpointing")}
+    flagged -= flagged_within_layers(model)
     layers = [
         module
         for module in model.modules()
-        # A model's own flag says whether its layers may; only what checkpoints has been given the function.
-        if getattr(module, "gradient_checkpointing", False) is True and not _holds_layers(module)
+        # A model's own flag says whether its layers may; what checkpoints holds nothing that does.
+        if getattr(module, "gradient_checkpointing", False) is True
+        and flagged.intersection(module.modules()) == {module}
     ]
     if not 0 < count <= len(layers):
         raise ValueError(f"{count} of {len(layers)} checkpointed layers: name 1 to {len(layers)}")
@@ -32,10 +50,6 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
         is_on = (place + 1) * count // len(layers) > place * count // len(layers)
         layer.gradient_checkpointing = is_on  # type: ignore[assignment]
     return len(layers)
-
-
-def _holds_layers(module: torch.nn.Module) -> bool:
-    return any(child is not module and hasattr(child, "gradient_checkpointing") for child in module.modules())
 
 
 class _AtStart(TrainerCallback):  # type: ignore[misc]

@@ -51,6 +51,14 @@ def classifier() -> Any:
     return AutoModelForSequenceClassification.from_config(config)
 
 
+def encoder_decoder() -> Any:
+    """Return a small T5, without dropout: torch's ``eager`` backend draws it anew where it recomputes (2.13)."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}
+    config = AutoConfig.for_model("t5", **sizes, vocab_size=VOCABULARY, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
 def samples(tokens: int = 16, count: int = 256, *, classes: bool = False, padded: bool = False) -> list[dict[str, Any]]:
     ids = torch.randint(5, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(tokens, dtype=torch.long)
@@ -598,6 +606,13 @@ class TestPartialCheckpointing:
             return
         assert checkpoint_layers(model, count) == 4
         assert sum(layer.gradient_checkpointing for layer in model.model.layers) == count
+
+    def test_what_has_a_flag_within_a_layer_is_none(self) -> None:
+        model = encoder_decoder()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert checkpoint_layers(model, 2) == 6
+        layers = [*model.encoder.block, *model.decoder.block]
+        assert [layer.gradient_checkpointing for layer in layers] == [False, False, True] * 2
 
 
 def test_offloaded_activations_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
