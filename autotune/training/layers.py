@@ -10,12 +10,33 @@ did not, and QLoRA needs no more memory than eager, which was twice as much (sam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
+from autotune.training.checkpointing import flagged_within_layers
 from autotune.training.errors import SettingUnavailableError
+
+_MOST_CODES = 24
+"""Codes of one function that torch keeps, in place of 8 (2.13); what would need one more runs eagerly from then on.
+
+A T5 some of whose layers are checkpointed needs 24, where batches differ in length and evaluations come between
+(transformers 5.23, in which the layers of all classes are one function; 16 before). Without them it needs 6. More would
+cost time where a model generates with a cache, for which each layer has codes of its own."""
+
+
+class _AtStart(TrainerCallback):  # type: ignore[misc]
+    """Turns flags within layers off once the ``Trainer`` has turned checkpointing on, which it does as training starts.
+
+    By its flag T5's attention has a bias of zeros require a gradient, which nothing uses. torch leaves that layer
+    uncompiled, or compiles it in pieces (2.13).
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for module in flagged_within_layers(model):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -39,6 +60,8 @@ def compile_layers(trainer: Trainer) -> None:
     _compiled(trainer, trainer.model)
     # With torch_compile=True it would compile the model whole as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    trainer.add_callback(_AtStart())
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 
 
 def _compiled(trainer: Trainer, model: torch.nn.Module) -> torch.nn.Module:

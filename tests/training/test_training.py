@@ -69,6 +69,10 @@ def samples(tokens: int = 16, count: int = 256, *, classes: bool = False, padded
     ]
 
 
+def source_and_target() -> list[dict[str, Any]]:
+    return [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
+
+
 def trainer_of(model: Any, data: Any, folder: Path, eval_dataset: Any = None, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 5, "learning_rate": 1e-3} | arguments
     return Trainer(
@@ -542,25 +546,33 @@ class TestCompiledLayers:
         assert torch.allclose(weights, expected_weights, atol=1e-5)
         assert list(trainer.model.state_dict()) == list(stock.model.state_dict())
 
-    def test_layers_that_are_alike_share_their_code(self, tmp_path: Path) -> None:
-        config = AutoConfig.for_model(
-            "t5",
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=4,
-            num_heads=2,
-            vocab_size=VOCABULARY,
-            decoder_start_token_id=0,
-        )
-        data = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
-        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-        model = AutoModelForSeq2SeqLM.from_config(config)
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_layers_that_are_alike_share_their_code(self, checkpointing: bool, tmp_path: Path) -> None:
+        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        trainer = trainer_of(encoder_decoder(), source_and_target(), tmp_path, **settings, **compiled)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        train(apply(trainer_of(model, data, tmp_path, **compiled), regional_compilation=True))
+        losses, _ = train(apply(trainer, regional_compilation=True))
         # The first layers of encoder and decoder have a bias that the others take from them.
+        assert torch._dynamo.utils.counters["frames"] == {"total": 4, "ok": 4}
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+        expected_losses, _ = train(trainer_of(encoder_decoder(), source_and_target(), tmp_path, **settings))
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+
+    # The limit is torch's own again; to compile for one shape is quicker.
+    @torch._dynamo.config.patch(recompile_limit=8, automatic_dynamic_shapes=False)
+    def test_evaluations_are_compiled_as_well(self, tmp_path: Path) -> None:
+        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True}
+        evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 2}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        data = source_and_target()
+        trainer = trainer_of(encoder_decoder(), data, tmp_path, data[:6], **settings, **evaluating, **compiled)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        train(apply(trainer, regional_compilation=True))
+        # Of 4 kinds of layer: trained, evaluated, and evaluated with the last batch, which is smaller.
+        assert torch._dynamo.utils.counters["frames"] == {"total": 12, "ok": 12}
 
     def test_its_layers_alone_are_compiled(self, tmp_path: Path) -> None:
         config = AutoConfig.for_model(
