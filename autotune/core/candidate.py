@@ -122,6 +122,8 @@ class Arm:
     """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
     sparse_prediction: bool = field(default=False, metadata=_said("sparse prediction", sparse=True))
     """Logits of a masked language model are computed for the tokens with a label alone."""
+    float8: bool = field(default=False, metadata=_said("fp8", sparse=True))
+    """Products within the layers that repeat are computed in FP8."""
 
     @property
     def is_sharded(self) -> bool:

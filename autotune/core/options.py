@@ -360,6 +360,10 @@ class _Tried(TypedDict, total=False):
         "Compute the logits of a masked language model for the masked tokens alone. auto, on, off: as --torch-compile.",
         default_text="auto",
     )]
+    float8: Annotated[SwitchChoice, Option(
+        "Beside bf16 or fp16, multiply in FP8 within the model's layers (torchao): another numeric, for GPUs that have "
+        "it, and fast where compiled.", default_text="off",
+    )]
     liger: Annotated[LeverChoice, Option("Liger kernels. auto: try with and without; on: always; off: never.",
         default_text="off", own_code_decides=True,
     )]

@@ -248,6 +248,14 @@ def _predicts_all(training: Training) -> str | None:
     return None if training.task == "masked-lm" else f"{training.task} masks no tokens"
 
 
+def _no_float8(training: Training) -> str | None:
+    if not training.has_trainer:
+        return "your own loop decides how its products are computed"
+    if training.device_kind != "cuda":
+        return f"{training.device_kind} has no FP8 units"
+    return "it is searched on one GPU" if training.ranks > 1 else None
+
+
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """How transformers computes a mixture of experts without further packages: all by one kernel, a copy of the weights for
 each token, or one after the other."""
@@ -401,6 +409,12 @@ LEVERS: tuple[Lever, ...] = (
             "predicting masked tokens alone", "an estimate: the output layers are 29 % of the arithmetic of "
             "roberta-base at 512 tokens, of which three sixteenths are left", computing=0.75, passing=0.7,
         ),
+    ),
+    # Asked for by name: another numeric.
+    Lever(
+        "float8", is_applied=True, is_idle=lambda arm: arm.precision not in HALF, preference=16,
+        is_traced=operator.not_, package=lambda on: "torchao" if on else None, excludes=("use_liger_kernel",),
+        obstacle=_no_float8, option="float8",
     ),
 )  # fmt: skip
 

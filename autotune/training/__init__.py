@@ -16,6 +16,7 @@ from transformers import Trainer
 from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
+from autotune.training.float8 import multiply_in_float8
 from autotune.training.graphs import use_cuda_graphs
 from autotune.training.layers import compile_layers
 from autotune.training.loss import fuse_loss
@@ -38,6 +39,7 @@ def apply(
     padding_free: bool = False,
     fused_loss: bool = False,
     sparse_prediction: bool = False,
+    float8: bool = False,
     cuda_graphs: bool = False,
 ) -> AnyTrainer:
     """Apply settings to a ``Trainer`` that has not begun to train, and return it.
@@ -49,14 +51,18 @@ def apply(
     ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
     causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
     ``sparse_prediction``: compute the logits of a masked language model for the tokens with a label alone.
+    ``float8``: multiply in FP8 within the layers that repeat, another numeric.
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
     """
-    if trainer.model_init is not None and (fused_loss or sparse_prediction or experts_implementation is not None):
+    changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
+    if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
     if sparse_prediction:
         # Before layers are compiled: it tries the model on a few tokens, for which they would be compiled as well.
         predict_labelled_tokens(trainer)
+    if float8:
+        multiply_in_float8(trainer)
     if regional_compilation:
         compile_layers(trainer)
     if checkpointed_layers is not None:

@@ -58,6 +58,10 @@ def _check_levers(request: SearchRequest) -> None:
         if is_cpu:
             raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
         require("liger-kernel", "--liger")
+    if request.float8 == "on":
+        if is_cpu or (request.device.capability or (0, 0)) < _FLOAT8_SINCE:
+            raise DeviceError(f"{request.device.name} has no FP8 units", "leave --float8 out")
+        require("torchao", "--float8")
     if request.torch_compile == "on" and request.is_at_hand:
         require_compiler(request.device.kind, "--torch-compile on")
     _check_experts(request)
@@ -67,6 +71,9 @@ def _check_levers(request: SearchRequest) -> None:
             raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
         require("flash-attn", f"--attn {FLASH_ATTENTION}")
 
+
+# Compute capability with FP8 units (CUDA C++ Programming Guide).
+_FLOAT8_SINCE = (8, 9)
 
 # Fields in which configs keep the number of experts, themselves or in one of their parts.
 _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -100,6 +100,7 @@ class SearchRequest:
     padding_free: SwitchChoice = _of("padding_free", sparse=True)
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)
     sparse_prediction: LeverChoice = _of("sparse_prediction", sparse=True)
+    float8: SwitchChoice = _of("float8", sparse=True)
     liger: LeverChoice = _of("liger", sparse=True)
     cpu_affinity: LeverChoice = _of("cpu_affinity", sparse=True)
     """``auto`` tries it with the best candidate if that is host-bound."""

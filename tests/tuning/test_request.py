@@ -41,6 +41,15 @@ class TestChecked:
             check_request(request(workload=padded, **{lever: "on"}))
         check_request(request(workload=padded, search_effort="default"))
 
+    def test_float8_needs_a_gpu_that_has_it_and_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = request(float8="on")
+        older = dataclasses.replace(asked, device=dataclasses.replace(H200, capability=(8, 0)))
+        with pytest.raises(DeviceError, match="NVIDIA H200 has no FP8 units"):
+            check_request(older)
+        monkeypatch.setattr("autotune.space.features.version_of", lambda name: None)
+        with pytest.raises(InvalidRequestError, match="--float8 needs torchao, which is not installed"):
+            check_request(asked)
+
     def test_experts_of_a_model_that_has_some(self) -> None:
         of_ernie, of_qwen = {"moe_num_experts": 4}, {"text_config": {"num_local_experts": 4}}
         for more in ({"num_experts": 4}, of_ernie, of_qwen, {"ffn_config": of_ernie}):

@@ -1,0 +1,51 @@
+"""Multiply in FP8: the linear layers of a model's repeated layers, by torchao's dynamic scaling.
+
+Activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the product
+alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another numeric.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from autotune.training.errors import SettingUnavailableError
+from autotune.training.layers import repeated_layers
+
+# FP8 products need dimensions of whole multiples of this (torch._scaled_mm).
+_MULTIPLE = 16
+_LEAST_CAPABILITY = (8, 9)
+
+
+def _has_units(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def _fits(module: torch.nn.Module, _name: str) -> bool:
+    return isinstance(module, torch.nn.Linear) and not (
+        module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
+    )
+
+
+def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
+    """Have the linear layers within a ``Trainer``'s repeated layers multiply in FP8; ``config`` is for torchao's.
+
+    Embeddings and output layers, which lie outside, stay in 16 bits. Raises ``SettingUnavailableError`` where torchao
+    is not installed, the GPU has no FP8 units, or no layer has fitting dimensions.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise SettingUnavailableError(f"FP8 needs torchao: {error}") from error
+    if not config.get("emulate") and not _has_units(trainer.args.device):
+        raise SettingUnavailableError(f"{trainer.args.device} has no FP8 units")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers = list(repeated_layers(model))
+    if not any(_fits(module, "") for layer in layers for module in layer.modules()):
+        raise SettingUnavailableError(
+            f"no repeated layer of {type(model).__name__} has a torch.nn.Linear of multiples of {_MULTIPLE}"
+        )
+    for layer in layers:
+        convert_to_float8_training(layer, module_filter_fn=_fits, config=Float8LinearConfig(**config))
