@@ -9,10 +9,12 @@ logits of fewer tokens.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from autotune.training.errors import SettingUnavailableError
@@ -40,14 +42,16 @@ class WithPositions:
     def __init__(self, collator: Callable[..., Any]) -> None:
         self._collator = collator
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a batch with ``predicted_positions``, first those with a label, then as many others as fill a share.
 
-        Raises ``SettingUnavailableError`` for a batch without a label for each token.
+        A batch without labels is left as it is. Raises ``SettingUnavailableError`` for labels that are not one a token.
         """
         batch = self._collator(*args, **kwargs)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is None or labels.shape != getattr(batch.get("input_ids"), "shape", None):
+        if labels is None:
+            return batch
+        if labels.shape != getattr(batch.get("input_ids"), "shape", None):
             raise SettingUnavailableError("a batch has no label for each token; train without sparse_prediction")
         is_labelled = labels.reshape(-1) != _IGNORED
         first, others = is_labelled.nonzero(), (~is_labelled).nonzero()
@@ -73,58 +77,90 @@ class _Chosen:
         return output
 
 
+def _masked_model(model: Any) -> Any:
+    """Return the model itself, without adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def predict_chosen_tokens(model: Any) -> Callable[[], None]:
     """Have a masked language model that trains on a batch with ``predicted_positions`` compute their logits alone.
 
     Its loss is the same, since tokens without a label have no part in it. It returns logits (1, positions, vocabulary).
     What this function returns undoes it.
     """
-    chosen, whole = _Chosen(), model.forward
+    model = _masked_model(model)
+    earlier, whole = model.__dict__.get("forward"), model.forward.__func__
+    model._chosen_tokens = chosen = _Chosen()
     hook = model.base_model.register_forward_hook(chosen.after_encoder)
 
+    # A method, whose state is its model's: of a copy it computes with the copy's weights.
     @functools.wraps(whole)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         positions = kwargs.pop(POSITIONS, None)
         labels = kwargs.get("labels")
         if positions is None or labels is None or not torch.is_grad_enabled():
-            return whole(*args, **kwargs)
+            return whole(self, *args, **kwargs)
         kwargs["labels"] = labels.reshape(-1).index_select(0, positions)[None]
-        chosen.positions = positions
+        self._chosen_tokens.positions = positions
         try:
-            return whole(*args, **kwargs)
+            return whole(self, *args, **kwargs)
         finally:
-            chosen.positions = None
+            self._chosen_tokens.positions = None
 
-    model.forward = forward
+    model.forward = types.MethodType(forward, model)
 
     def undo() -> None:
         hook.remove()
-        model.forward = whole
+        del model.forward, model._chosen_tokens
+        if earlier is not None:
+            model.forward = earlier
 
     return undo
+
+
+def _divides_batches(trainer: Trainer) -> bool:
+    """Return whether what is passed to a model is divided by samples, as positions in a batch cannot be."""
+    dispatches = trainer.accelerator.dispatch_batches
+    if dispatches is None:
+        # accelerate's default (data_loader.prepare_data_loader), with one process as well.
+        dispatches = isinstance(trainer.train_dataset, IterableDataset)
+    return bool(dispatches) or trainer.args.n_gpu > 1
 
 
 def predict_labelled_tokens(trainer: Trainer) -> None:
     """Have a ``Trainer`` of a masked language model compute the logits of the tokens with a label alone.
 
-    Evaluations compute all of them. Raises ``SettingUnavailableError`` for another kind of model, or one whose logits
-    of a token depend on which others are computed.
+    Evaluations compute all of them. Raises ``SettingUnavailableError`` for another kind of model, for one whose logits
+    of a token depend on which others are computed, and where accelerate divides the batches of a dataset that streams.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model = _masked_model(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
-    if not name.endswith("ForMaskedLM") or model.base_model is model:
+    if not name.endswith("ForMaskedLM") or model.base_model is model or not hasattr(model.forward, "__func__"):
         raise SettingUnavailableError(f"{name} is no masked language model with an encoder of its own")
-    whole = model.forward
+    if _divides_batches(trainer):
+        raise SettingUnavailableError(
+            "batches are divided by their samples on the way to the model; give accelerator_config "
+            "dispatch_batches=False, and train with one process for each GPU"
+        )
     undo = predict_chosen_tokens(model)
-    if not next(model.parameters()).is_meta and not _is_alike(model, whole):
-        undo()
-        raise SettingUnavailableError(f"the logits of {name} are other ones where only some tokens are predicted")
+    if not next(model.parameters()).is_meta:
+        try:
+            with trainer.accelerator.autocast():
+                is_alike = _is_alike(model)
+        except BaseException as error:
+            undo()
+            if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
+                raise SettingUnavailableError(f"{name} does not compute some tokens alone: {error}") from error
+            raise
+        if not is_alike:
+            undo()
+            raise SettingUnavailableError(f"the logits of {name} are other ones where only some tokens are predicted")
     trainer.data_collator = WithPositions(trainer.data_collator)
 
 
-def _is_alike(model: Any, whole: Callable[..., Any]) -> bool:
+def _is_alike(model: Any) -> bool:
     """Return whether a model gives the same logits of some tokens alone as of them among all."""
     words, device = model.get_input_embeddings().num_embeddings, next(model.parameters()).device
     tokens = torch.arange(8, device=device).reshape(2, 4) % words
@@ -135,9 +171,7 @@ def _is_alike(model: Any, whole: Callable[..., Any]) -> bool:
         with torch.enable_grad():
             some = model.forward(input_ids=tokens, labels=tokens, predicted_positions=positions).logits.detach()
         with torch.no_grad():
-            every = whole(input_ids=tokens).logits
-    except (TypeError, ValueError, AttributeError, RuntimeError):
-        return False
+            every = model.forward(input_ids=tokens).logits
     finally:
         model.train(is_training)
     if some.shape != (1, 2, every.shape[-1]):

@@ -215,7 +215,8 @@ class Anytime:
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
-            if _owner(row.name) == "torch_compile" and BY_NAME[_GRAPHS] in rows:
+            has_failed = not _ways_of("torch_compile").isdisjoint(self.failures(history))
+            if _owner(row.name) == "torch_compile" and BY_NAME[_GRAPHS] in rows and not has_failed:
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has
                 # a lever already, so that they are tried at once as well.
                 both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))
@@ -270,17 +271,17 @@ class Anytime:
         if memory is None or not layers or not candidate.arm.gradient_checkpointing or root.measurement is None:
             return
         now = candidate.arm.checkpointed_layers or layers
-        a_layer = self._bytes_a_layer(history, root)
+        a_layer, ran_out = self._bytes_a_layer(history, root), self._added.get(_FEWER_LAYERS, 0.0)
         if now < layers and a_layer is None:
             return
         for count in range(1, now):
             fewer = replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
             if a_layer is not None:
-                fits: bool | None = self._leaves_room(history, root, a_layer * (now - count))
+                fits: bool | None = self._leaves_room(history, root, a_layer * (now - count) + ran_out)
             elif (fits := memory.likely_fits(fewer)) is None:
                 # Compiled layers keep no more of their activations than others do.
                 more = self._more_bytes(memory, candidate, fewer)
-                fits = more is not None and self._leaves_room(history, root, more)
+                fits = more is not None and self._leaves_room(history, root, more + ran_out)
             if fits and not history.is_ruled_out(fewer):
                 yield _FEWER_LAYERS, fewer, gain_of_fewer_layers(root.measurement, count, layers, before=now)
                 return
@@ -290,17 +291,16 @@ class Anytime:
 
         ``None`` where there are none. Compiled layers keep less than is predicted of others.
         """
-        arm, layers = root.candidate.arm, self._layers or 0
+        arm, layers, found = root.candidate.arm, self._layers or 0, list[float]()
+        assert root.measurement is not None
         for other in history.tried:
-            if other.measurement is None or root.measurement is None or other.candidate == root.candidate:
-                continue
             like = changed(other.candidate.arm, checkpointed_layers=arm.checkpointed_layers)
-            if replace(other.candidate, arm=like) != root.candidate:
-                continue
             fewer = (other.candidate.arm.checkpointed_layers or layers) - (arm.checkpointed_layers or layers)
+            if other.measurement is None or not fewer or replace(other.candidate, arm=like) != root.candidate:
+                continue
             more = root.measurement.judged_bytes(arm) - other.measurement.judged_bytes(other.candidate.arm)
-            return max(0.0, more / fewer)
-        return None
+            found += [more / fewer] if more / fewer > 0 else []
+        return max(found, default=None)
 
     def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return the candidates at larger or smaller batches of no lower multiple, or of any; the nearest first."""
@@ -372,11 +372,13 @@ class Anytime:
         for tried in history.tried:
             if isinstance(tried.outcome, Failed) and self.uses_levers(tried.candidate):
                 has = levers_of(tried.candidate.arm, _WAYS)
-                failed_with.append((has - proven or has, tried.outcome.message))
-        for unproven, message in sorted(failed_with, key=lambda each: len(each[0])):
-            if unproven.isdisjoint(found):
+                failed_with.append((has - proven, has, tried.outcome.message))
+        for unproven, has, message in sorted(failed_with, key=lambda each: len(each[0] or each[1])):
+            suspected = unproven or has
+            if suspected.isdisjoint(found):
                 # Of compiling and graphs at once, graphs: compiling alone is tried then, and tells.
-                blamed = _GRAPHS if _GRAPHS in unproven else _most_telling(unproven)
+                is_compiler = not _ways_of("torch_compile").isdisjoint(found)
+                blamed = _GRAPHS if _GRAPHS in unproven and not is_compiler else _most_telling(suspected)
                 found[blamed] = " ".join(message.split())
         for owner in {row.part_of for row in LEVERS if row.name in found and row.part_of in _WAYS} | {*found}:
             ways = [row.name for row in LEVERS if row.part_of == owner and row.name in _WAYS]

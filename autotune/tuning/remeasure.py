@@ -62,7 +62,7 @@ _FEW_SHARE = 0.1
 # A GPU that reaches its power limit slows down within a second of work. Qwen2.5-0.5B compiled and in CUDA graphs ran at
 # 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
 # 2026).
-_SUSTAINED_SECONDS = 1.5
+_SUSTAINED_SECONDS, _SUSTAINED_STEPS = 1.5, 150
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 
@@ -74,10 +74,11 @@ def effort_of(
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
         # A candidate that compiles is measured so at once, since a second trial would compile again.
+        sustains = request.device.kind == "cuda"
         effort = replace(
             effort,
-            max_steps=_FINAL_TIMES * effort.max_steps,
-            min_seconds=_SUSTAINED_SECONDS if request.device.kind == "cuda" else 0.0,
+            max_steps=max(_FINAL_TIMES * effort.max_steps, _SUSTAINED_STEPS if sustains else 0),
+            min_seconds=_SUSTAINED_SECONDS if sustains else 0.0,
             max_seconds=_FINAL_TIMES * effort.max_seconds,
             max_micro_steps=_final_micro_steps(candidate, effort, history),
         )

@@ -1,13 +1,16 @@
 """What ``autotune.training`` changes in a ``Trainer``: its speed and memory, and nothing else."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from emulated_graphs import EmulatedGraph, emulated
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -436,6 +439,8 @@ class TestSparsePrediction:
         trainer = apply(trainer_of(masked_model(), masked_samples(), tmp_path), sparse_prediction=True)
         predicted = trainer.predict(masked_samples(8))
         assert predicted.predictions.shape == (8, 16, VOCABULARY)
+        without_labels = [{"input_ids": row["input_ids"]} for row in masked_samples(8)]
+        assert trainer.predict(without_labels).predictions.shape == (8, 16, VOCABULARY)
         assert predicted.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-6)
 
     def test_a_batch_has_as_many_positions_as_the_next_sixteenth_of_its_tokens(self) -> None:
@@ -451,6 +456,41 @@ class TestSparsePrediction:
         trainer = apply(trainer_of(masked_model(), samples(classes=True), tmp_path), sparse_prediction=True)
         with pytest.raises(SettingUnavailableError, match="a batch has no label for each token"):
             trainer.train()
+
+    def test_batches_that_accelerate_divides_are_refused(self, tmp_path: Path) -> None:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(masked_samples())
+
+        with pytest.raises(SettingUnavailableError, match="dispatch_batches=False"):
+            apply(trainer_of(masked_model(), Stream(), tmp_path), sparse_prediction=True)
+        whole = {"accelerator_config": {"dispatch_batches": False}}
+        stock = train(trainer_of(masked_model(), Stream(), tmp_path, **whole))
+        trainer = apply(trainer_of(masked_model(), Stream(), tmp_path, **whole), sparse_prediction=True)
+        assert train(trainer)[0] == pytest.approx(stock[0], rel=1e-6)
+
+    def test_a_copy_computes_with_its_own_weights(self, tmp_path: Path) -> None:
+        trainer = trainer_of(masked_model(), masked_samples(), tmp_path, bf16=True, max_steps=1)
+        apply(trainer, sparse_prediction=True).train()
+        copied = copy.deepcopy(trainer.model)
+        for parameter in copied.parameters():
+            parameter.data.zero_()
+        tokens = torch.arange(8)[None]
+        assert not copied(input_ids=tokens).logits.any()
+        assert trainer.model(input_ids=tokens).logits.any()
+
+    def test_with_adapters_it_is_the_same(self, tmp_path: Path) -> None:
+        def adapted() -> Any:
+            return peft.get_peft_model(masked_model(), peft.LoraConfig(target_modules=["query"], r=4))
+
+        data = masked_samples()
+        stock = train(trainer_of(adapted(), data, tmp_path))
+        trainer = apply(trainer_of(adapted(), data, tmp_path), sparse_prediction=True)
+        layer, rows = trainer.model.get_output_embeddings(), list[int]()
+        layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[-2]))
+        assert train(trainer)[0] == pytest.approx(stock[0], rel=1e-6)
+        assert rows
+        assert max(rows) <= 20
 
     def test_a_model_whose_tokens_are_not_computed_alone_is_refused_and_left_as_it_was(self, tmp_path: Path) -> None:
         model = masked_model()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import ComputedRunner, fault, measurement
+from recorded import ComputedRunner, fault, measurement, out_of_memory
 from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, interrupt_after, new_store, request, search
 from tiny import tiny_workload
 
@@ -464,6 +464,19 @@ class TestMemory:
         assert again is not None
         assert again.candidate.arm.checkpointed_layers == 1
         assert 1.05 < again.gain < 1.3
+
+    def test_what_ran_out_of_memory_is_not_followed_by_one_layer_more(self) -> None:
+        compiled = replace(self.ALL, torch_compile=True, regional_compilation=True)
+        space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
+        root = Candidate(compiled, 64)
+        measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
+        history, levers = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24)), Anytime(space, 24)
+        history.add(Tried("a", root, Completed(measured)))
+        idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        assert idea is not None
+        history.add(Tried("b", idea.candidate, out_of_memory(24 * GIB)))
+        levers.learn(idea, history, {root})
+        assert levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0) is None
 
     @pytest.mark.parametrize(
         ("line_gib", "recomputes", "is_tried"), [(24, False, False), (36, False, True), (24, True, True)]
