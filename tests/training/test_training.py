@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from emulated_graphs import EmulatedGraph, emulated
@@ -480,6 +479,8 @@ class TestSparsePrediction:
         assert trainer.model(input_ids=tokens).logits.any()
 
     def test_with_adapters_it_is_the_same(self, tmp_path: Path) -> None:
+        peft = pytest.importorskip("peft")
+
         def adapted() -> Any:
             return peft.get_peft_model(masked_model(), peft.LoraConfig(target_modules=["query"], r=4))
 
@@ -667,6 +668,7 @@ class TestPartialCheckpointing:
         assert [layer.gradient_checkpointing for layer in layers] == [False, False, True] * 2
 
 
+@pytest.mark.skipif(not hasattr(modeling_utils, "save_on_cpu"), reason="this transformers cannot offload activations")
 def test_offloaded_activations_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is not pinned here, which a torch for CPUs cannot (2.13)."""
     monkeypatch.setattr(modeling_utils, "save_on_cpu", lambda **_: torch.autograd.graph.save_on_cpu())
