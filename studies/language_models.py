@@ -33,12 +33,17 @@ _LONGEST_SECONDS = 300.0
 _SECONDS_TO_END = 40.0
 _LORA = ["--peft", "lora"]
 _QLORA = [*_LORA, "--quantize", "4bit"]
+_LONG = ["--model", "llama-3.2-1b", "--seq-len", "32768", "--effective-batch", "4", "--dtype", "bfloat16"]
 CASES: dict[str, list[str]] = {
     "full-1b-2048": ["--model", "llama-3.2-1b", "--seq-len", "2048"],
     "lora-8b-1024": ["--model", "llama-3.1-8b", "--seq-len", "1024", *_LORA],
     "lora-8b-4096": ["--model", "llama-3.1-8b", "--seq-len", "4096", *_LORA],
     "qlora-14b-1024": ["--model", "qwen3-14b", "--seq-len", "1024", *_QLORA],
     "qlora-32b-1024": ["--model", "qwen3-32b", "--seq-len", "1024", *_QLORA],
+    # With --memory-limit 31.7GiB, as a published training of this length.
+    "full-0.6b-8192": ["--model", "qwen3-0.6b", "--seq-len", "8192", "--effective-batch", "8", "--dtype", "bfloat16"],
+    "full-1b-32768": _LONG,
+    "full-1b-32768-offloaded": [*_LONG, "--offload-activations", "on"],
 }
 TINY: dict[str, list[str]] = {
     "full-tiny": ["--model", "llama-tiny", "--seq-len", "32"],
@@ -132,7 +137,7 @@ def summary(parts: dict[str, Document]) -> Document:
 def run_case(name: str, words: list[str], place: list[str], given: argparse.Namespace, folder: Path) -> Document:
     """Predict, search and verify one case: the parts of it that are asked for."""
     storage = ["--storage", str(folder / f"{name}.db")]
-    batch = ["--effective-batch", "16"]
+    batch = [] if "--effective-batch" in words else ["--effective-batch", "16"]
     tried = [*words, *batch, "--memory-limit", given.memory_limit, *place, *storage]
     commands = {
         "predict": ["predict", *words, *batch, "--gpu", "h200", "--memory-limit", given.memory_limit, *storage],
