@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import Trainer
 
+from autotune.training.adapters import without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 
@@ -14,8 +13,7 @@ def choose_experts(trainer: Trainer, name: str) -> None:
 
     Raises ``SettingUnavailableError`` for a model without experts, or one whose experts are computed in one way only.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     kind = type(model).__name__
     if not getattr(model, "_can_set_experts_implementation", lambda: False)():
         raise SettingUnavailableError(f"this transformers has one way to compute the experts of {kind}, if it has any")

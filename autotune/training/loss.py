@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from autotune.training.adapters import without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 # Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
@@ -254,7 +255,7 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
 
     Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = without_adapters(model)
     name = type(model).__name__
     layer = model.get_output_embeddings()
     earlier = getattr(model.loss_function, "__self__", None)

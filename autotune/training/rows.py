@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AttentionInterface, Trainer
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from autotune.training.adapters import without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 ATTENTION = "autotune_varlen"
@@ -265,7 +266,7 @@ def join_samples(trainer: Trainer) -> None:
     ``SettingUnavailableError`` for a model whose samples would mix.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     name, config = type(base).__name__, base.config.get_text_config()
     if isinstance(trainer.data_collator, InOneRow):
         raise SettingUnavailableError("the samples of a batch are put in one row already")

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from autotune.training.adapters import without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 POSITIONS = "predicted_positions"
@@ -77,18 +78,13 @@ class _Chosen:
         return output
 
 
-def _masked_model(model: Any) -> Any:
-    """Return the model itself, without adapters around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def predict_chosen_tokens(model: Any) -> Callable[[], None]:
     """Have a masked language model that trains on a batch with ``predicted_positions`` compute their logits alone.
 
     Its loss is the same, since tokens without a label have no part in it. It returns logits (1, positions, vocabulary).
     What this function returns undoes it.
     """
-    model = _masked_model(model)
+    model = without_adapters(model)
     earlier, whole = model.__dict__.get("forward"), model.forward.__func__
     model._chosen_tokens = chosen = _Chosen()
     hook = model.base_model.register_forward_hook(chosen.after_encoder)
@@ -133,7 +129,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
     Evaluations compute all of them. Raises ``SettingUnavailableError`` for another kind of model, for one whose logits
     of a token depend on which others are computed, and where accelerate divides the batches of a dataset that streams.
     """
-    model = _masked_model(trainer.accelerator.unwrap_model(trainer.model))
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")

@@ -203,6 +203,7 @@ class Anytime:
         candidate, measured = root.candidate, root.measurement
         assert measured is not None
         rows = self._rows(history, candidate)
+        captures = BY_NAME[_GRAPHS] in rows and _ways_of("torch_compile").isdisjoint(self.failures(history))
         for row in rows:
             prior = _WAYS[row.name]
             if row.name == _FEWER_LAYERS:
@@ -215,8 +216,7 @@ class Anytime:
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
-            has_failed = not _ways_of("torch_compile").isdisjoint(self.failures(history))
-            if _owner(row.name) == "torch_compile" and BY_NAME[_GRAPHS] in rows and not has_failed:
+            if captures and _owner(row.name) == "torch_compile":
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has
                 # a lever already, so that they are tried at once as well.
                 both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))

@@ -30,9 +30,8 @@ from autotune.worker.fake.zero import ZeroRank, compute_dtype
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
-from autotune.worker.trial import synthetic
 from autotune.worker.trial.build import build_model
-from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.synthetic import MASKED_FRACTION, synthetic_dataset
 
 # Workspace of cuBLASLt, which linear layers with a bias use: recorded on an H200 (torch 2.11).
 _LT_WORKSPACE_BYTES = 1024**2
@@ -66,7 +65,7 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
 
 def _predicted_tokens(workload: Workload) -> int:
     """Return for how many tokens of a sample logits are computed where only masked ones are predicted."""
-    masked = math.ceil(synthetic.MASKED_FRACTION * workload.seq_len)
+    masked = math.ceil(MASKED_FRACTION * workload.seq_len)
     return sparse.positions_to_compute(workload.seq_len, masked)
 
 
