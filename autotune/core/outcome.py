@@ -239,8 +239,10 @@ FailureReason = Literal[
     "malformed",
     "interrupted",
     "non_finite",
+    "unavailable",
 ]
-"""``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended."""
+"""``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended.
+``unavailable``: the training cannot have a setting, at any batch."""
 
 TRANSIENT: frozenset[str] = frozenset({"killed", "lost", "device_lost", "malformed"})
 """Failures that may have an outside cause, so that the candidate is tried a second time.

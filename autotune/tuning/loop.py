@@ -373,7 +373,27 @@ class Search:
         if (gain := self._plan.told_of_lever(ended)) is not None:
             self._observer.note(gain)
             self._keep_best()
+        self._raise_if_unavailable(ended)
         self._raise_if_others_fail_too(ended)
+
+    def _raise_if_unavailable(self, ended: TrialRecord) -> None:
+        """Raise ``NoResultError`` where every trial asked for a setting that the training cannot have.
+
+        A smaller batch cannot have it either. Which samples a model keeps apart depends on its attention, so each
+        attention has to have failed. The baseline is a training without what was asked for.
+        """
+        searched = [trial for trial in self._plan.records.values() if trial.stage != "baseline"]
+        outcomes = {trial.candidate.arm: trial.outcome for trial in searched}
+        if not isinstance(ended.outcome, Failed) or any(
+            not isinstance(outcome, Failed) or outcome.reason != "unavailable" for outcome in outcomes.values()
+        ):
+            return
+        if {arm.attn_implementation for arm in self._prepared.space.arms} <= {
+            arm.attn_implementation for arm in outcomes
+        }:
+            raise NoResultError(
+                ended.outcome.message, f"search again without that setting; the trial's log is {ended.log_path}"
+            )
 
     def _raise_if_others_fail_too(self, ended: TrialRecord) -> None:
         """Raise ``NoResultError`` where the user's own settings failed, and two others with the same words.

@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
+from autotune.training.errors import SettingUnavailableError
 
 # Lower-case parts of messages, each of which has occurred. The exception's type alone is not enough: cuBLAS, cuDNN and
 # asynchronous kernels raise plain RuntimeErrors.
@@ -140,6 +141,8 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0
     culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
+    if culprit is None and isinstance(error, SettingUnavailableError):
+        return Failed("unavailable", str(error), during=during)
     if culprit is None:
         reason: FailureReason = "device_lost" if any(map(is_lost_device, chain_of(error))) else "error"
         text = "".join(traceback.format_exception(error))[-20_000:]

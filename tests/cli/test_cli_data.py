@@ -174,6 +174,25 @@ def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, pl
     assert "--study" in other.stderr
 
 
+def test_a_model_that_mixes_the_samples_of_a_row_ends_the_search_at_its_first_trial(folder: Path, run: Run) -> None:
+    """A smaller batch mixes them as well. The state of a Mamba goes on from a sample to the next."""
+    model = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 32, "state_size": 4}
+    (folder / "mamba").mkdir()
+    (folder / "mamba" / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2, "vocab_size": 100}))
+    write_jsonl(folder / "train.jsonl", [{"text": text} for text in texts(SHORT * 10)])
+    write_tokenizer(folder / "tokenizer")
+    ran = run(
+        "search", "--model", "mamba", "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--seq-len", "32",
+        "--padding-free", "on", "--effective-batch", "8", "--device", "cpu", "--no-baseline", "--storage", "s.db",
+        "--memory-limit", "1GiB",
+    )  # fmt: skip
+    assert ran.code != 0
+    assert "error: MambaForCausalLM mixes the samples of a row with eager attention" in ran.stderr
+    assert "search again without that setting" in ran.stderr
+    shown = run("show", "mamba-8", "--storage", "s.db")
+    assert shown.stdout.count("unavailable") == 1, shown.stdout
+
+
 REFUSED_AT_ONCE = [
     ("--dataset missing.jsonl", "missing.jsonl: there is no such file or folder"),
     ("--dataset empty.csv", "empty.csv: the file is empty"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from autotune.core.jobs import TrialWork
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, FailureReason, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.training.errors import SettingUnavailableError
@@ -114,7 +114,8 @@ class OwnTrial(Trial):
             return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
         if isinstance(error, UserCodeError | SettingUnavailableError):
             print("; ".join(filter(None, (f"autotune: {error}", getattr(error, "hint", "")))), file=sys.stderr)
-            return Failed("error", str(error), during=self._phases.current)
+            reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
+            return Failed(reason, str(error), during=self._phases.current)
         outcome = self._failure(error)
         if isinstance(outcome, Failed):
             return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
