@@ -146,7 +146,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     from autotune.results.wording import describe_data
 
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
-    workload = request.workload
+    workload, trained = request.workload, model.trainable_parameters
     batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
     if request.world_size > 1:
         batch += f" on {request.world_size} devices"
@@ -155,7 +155,8 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     # An arm is named by its autocast, which says nothing about products of weights in 16 bits.
     without = f"; fp32 below is without autocast, in {workload.dtype}" if workload.dtype != "float32" else ""
     lines = [
-        f"model   {workload.model} ({model.class_name}), {format_count(model.parameters)} parameters",
+        f"model   {workload.model} ({model.class_name}), {format_count(model.parameters)} parameters"
+        + (f", {format_count(trained)} of them trained" if 0 < trained < model.parameters else ""),
         f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}{without}",
         f"device  {', '.join(slot.label for slot in request.slots)}, {request.device.name}{together}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "

@@ -12,7 +12,7 @@ from autotune.core.device import Device, Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of
 from autotune.core.training_source import find_loop, find_script, find_trainer
-from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
+from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, LORA_DEFAULTS, DTypeName, Task, Workload
 from autotune.devices.listing import find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.images import check_images_fit, choose_image_side
@@ -179,7 +179,11 @@ _LORA_ARGUMENTS = {
 def _lora_options(options: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of peft's ``LoraConfig`` that were given; ``None`` where none was."""
     given = {argument: options[name] for name, argument in _LORA_ARGUMENTS.items() if options.get(name)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()} or None
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    if given.get("target_modules") == [LORA_DEFAULTS["target_modules"]]:
+        # peft knows this word by itself, and not as one of several.
+        del given["target_modules"]
+    return given or None
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:

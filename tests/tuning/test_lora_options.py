@@ -42,6 +42,10 @@ def test_lora_arguments_are_what_recipes_use_unless_others_are_given() -> None:
     assert len({each.fingerprint() for each in (given, workload(peft="lora", lora_rank=8), workload())}) == 3
 
 
+def test_all_linear_is_the_default_by_pefts_name() -> None:
+    assert workload(peft="lora", lora_targets=("all-linear",)) == workload(peft="lora")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("lora_rank", 8), ("lora_alpha", 8), ("lora_dropout", 0.1), ("lora_targets", ("query",)), ("dora", True)],
