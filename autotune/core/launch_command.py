@@ -77,6 +77,10 @@ _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinit
 
 # Beginnings of its options that say how ranks share the model.
 _SHARING = ("use-fsdp", "fsdp", "use-deepspeed", "deepspeed", "zero", "offload", "use-megatron-lm", "megatron-lm")
+# Those that say that ranks share each sample.
+_SHARING_SAMPLES = ("use-parallelism-config", "parallelism-config")
+NOT_BY_SAMPLE = "leave it out; --gpus 2 --strategy fsdp shards the weights, and each rank has samples of its own"
+"""What to do about ranks that share a sample."""
 _ASK_FOR_FSDP = "ask for FSDP with --strategy ddp,fsdp and --gpus"
 # What accelerate's own configuration file may say where each process has all of the model (accelerate config).
 _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
@@ -129,6 +133,12 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
     Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
     """
     command = shlex.join(words)
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        for name in ("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"):
+            if os.environ.get(name, "1") != "1":
+                raise InvalidRequestError(
+                    f"{name} has several ranks share a sample, which is not searched", NOT_BY_SAMPLE
+                )
     filled, left = _split_filled_variables(words)
     launch = _Launch(command, ranks, filled, {})
     for _ in range(len(words) + 1):
@@ -237,6 +247,11 @@ def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
         launch.check_number(config["num_processes"], f"num_processes: {config['num_processes']} in {path}", left)
     if "num-machines" not in given and config.get("num_machines", "1") != "1":
         raise _several_hosts(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
+    # A section, whose lines are indented; without any it is {}.
+    if config.get("parallelism_config") == "":
+        raise InvalidRequestError(
+            f"{path} has several ranks share a sample (parallelism_config), which is not searched", NOT_BY_SAMPLE
+        )
     kind = config.get("distributed_type", "NO").strip("'\"")
     if launch.ranks > 1 and kind not in _REPLICATED:
         raise InvalidRequestError(
@@ -414,6 +429,10 @@ def _split(
                 raise InvalidRequestError(
                     f"{command[:80]!r} says with {word} how ranks share the model, which is searched",
                     f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_shown(rest)}",
+                )
+            if name.startswith(_SHARING_SAMPLES):
+                raise InvalidRequestError(
+                    f"{command[:80]!r} has several ranks share a sample ({word}), which is not searched", NOT_BY_SAMPLE
                 )
             raise _unknown(command, f"has the launcher's option {word}, which is not known here", rest)
     if not left:

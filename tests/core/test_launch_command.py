@@ -46,6 +46,14 @@ def test_a_launcher_of_one_process_is_taken_off(command: str, left: str) -> None
     assert " ".join(without_launchers(command.split()).words) == left
 
 
+def test_variables_that_have_ranks_share_a_sample_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    assert without_launchers(["train.py"]).words == ("train.py",)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with pytest.raises(InvalidRequestError, match="PARALLELISM_CONFIG_CP_SIZE has several ranks share a sample"):
+        without_launchers(["train.py"])
+
+
 def test_a_launcher_that_is_told_its_processes_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     with pytest.raises(InvalidRequestError, match="starts several processes") as refused:
@@ -89,6 +97,11 @@ def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
             "accelerate launch --use_fsdp train.py",
             "says with --use_fsdp how ranks share",
             "ask for FSDP with --strategy",
+        ),
+        (
+            "accelerate launch --use_parallelism_config --parallelism_config_cp_size 2 train.py",
+            "has several ranks share a sample (--use_parallelism_config), which is not searched",
+            "leave it out; --gpus 2 --strategy fsdp shards the weights",
         ),
         ("accelerate launch --config_file no.yaml train.py", "--config_file no.yaml: No such file", "name another"),
         ("accelerate launch --x train.py", "option --x, which is not known here", "-- python train.py"),
@@ -170,12 +183,18 @@ def test_a_launcher_of_as_many_processes_as_a_trial_has_ranks_is_taken_off(folde
             "accelerate launch --config_file fsdp.yaml train.py",
             "distributed_type: FSDP, and how ranks share the model is searched",
         ),
+        (
+            "accelerate launch --config_file cp.yaml train.py",
+            "cp.yaml has several ranks share a sample (parallelism_config), which is not searched",
+        ),
     ],
 )
 def test_a_launcher_that_starts_something_else_than_the_ranks_is_refused(
     folder: Path, command: str, message: str
 ) -> None:
-    (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nparallelism_config: {}\n")
+    shared = "distributed_type: FSDP\nnum_processes: 2\nparallelism_config:\n  parallelism_config_cp_size: 2\n"
+    (folder / "cp.yaml").write_text(shared)
     with pytest.raises(InvalidRequestError, match=re.escape(message)):
         without_launchers(command.split(), 2)
 
