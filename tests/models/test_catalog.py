@@ -48,7 +48,10 @@ PUBLISHED_MILLIONS = {
     "gemma-2-9b": 9242, "gemma-2-27b": 27227, "Qwen2.5-14B": 14770, "Qwen2.5-32B": 32764, "Qwen3-8B": 8191,
     "Qwen3-14B": 14768, "Qwen3-32B": 32762, "Qwen3-30B-A3B": 30532, "Mistral-7B-v0.3": 7248,
     "Mistral-Nemo-Base-2407": 12248, "Mistral-Small-24B-Base-2501": 23572, "Phi-3-mini-4k-instruct": 3821,
-    "phi-4": 14660, "OLMo-2-1124-7B": 7299, "OLMoE-1B-7B-0924": 6919, "gpt-oss-20b": 20915,
+    "phi-4": 14660, "OLMo-2-1124-7B": 7299, "OLMoE-1B-7B-0924": 6919, "gpt-oss-20b": 20915, "gemma-3-270m": 268,
+    # Without the 417 million of its vision part: arXiv 2503.19786, table 1.
+    "gemma-3-4b-pt": 3884, "gemma-3-12b-pt": 11771, "gemma-3-27b-pt": 27016, "SmolLM3-3B": 3075,
+    "Phi-4-mini-instruct": 3836, "Qwen3-4B-Instruct-2507": 4022, "Qwen3-30B-A3B-Instruct-2507": 30532,
     "Qwen2.5-VL-3B-Instruct": 3755, "Qwen2.5-VL-7B-Instruct": 8292, "SmolVLM-256M-Instruct": 256,
     "t5-small": 60.5, "t5-base": 223, "t5-large": 738,
     # Published as 77, 248 and 783 with an output matrix of its own; transformers 5 ties it to the
@@ -64,7 +67,7 @@ PUBLISHED_MILLIONS = {
 
 TASK_OF_TYPE = {
     **dict.fromkeys(("gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"), "causal-lm"),
-    **dict.fromkeys(("mistral", "phi3", "olmo2", "qwen3_moe", "olmoe", "gpt_oss"), "causal-lm"),
+    **dict.fromkeys(("mistral", "phi3", "olmo2", "qwen3_moe", "olmoe", "gpt_oss", "smollm3"), "causal-lm"),
     **dict.fromkeys(("t5", "bart"), "seq2seq-lm"),
     **dict.fromkeys(("vit", "dinov2"), "image-classification"),
     "whisper": "speech-seq2seq",
