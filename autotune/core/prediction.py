@@ -55,7 +55,7 @@ class TracedStep:
 
     arm: Arm
     step: str
-    """See ``autotune.worker.fake.packing``."""
+    """See ``autotune.worker.fake.scaling``."""
 
 
 @dataclass(frozen=True, slots=True)

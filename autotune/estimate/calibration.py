@@ -1,4 +1,4 @@
-"""Correct the specified rates of a GPU by what was measured on it (``autotune.worker.calibration``)."""
+"""Correct the specified rates of a GPU by what was measured on it (``autotune.worker.gpu_facts``)."""
 
 from __future__ import annotations
 

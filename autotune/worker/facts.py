@@ -63,12 +63,10 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     layers = tuple(layer_classes(model)) if sharding_error is None else ()
     seen = AfterStep()
     if ranks > 1:
-        from autotune.worker.fake.unused import what_ddp_can_skip
+        from autotune.worker.fake.ranks import what_ddp_can_skip, why_not_sharded
 
         seen = what_ddp_can_skip(workload)
         if layers:
-            from autotune.worker.fake.ranks import why_not_sharded
-
             sharding_error = why_not_sharded(workload, layers, ranks)
     return ModelFacts(
         model_type.__name__,

@@ -1,9 +1,14 @@
-"""Look at the calls of a library's functions, for the rest of this process."""
+"""Look at the calls of a library's functions, and change a library once it is imported, in the rest of this process."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -36,3 +41,42 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(function, *words, **options)
 
     setattr(owner, name, watched)
+
+
+Change = Callable[[ModuleType], None]
+
+
+def on_import(name: str, change: Change) -> None:
+    """Call ``change`` with the module of this name: now if it is imported already, else right after its import.
+
+    An error of ``change`` is the importer's: nothing is trained with a module that was not changed.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        change(module)
+        return
+    sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the one module as the other finders do, and has its loader call ``change`` at the end."""
+
+    def __init__(self, name: str, change: Change) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run: Any = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

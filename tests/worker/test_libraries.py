@@ -8,7 +8,7 @@ import pytest
 import warm
 
 from autotune.core.training_source import TrainingSource, find_script
-from autotune.worker.user.libraries import imports_of
+from autotune.worker.imports import imports_of
 
 SCRIPT = """
 import os, helpers

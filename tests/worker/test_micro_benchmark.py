@@ -2,7 +2,7 @@
 
 import torch
 
-from autotune.worker.calibration import calibrate
+from autotune.worker.gpu_facts import calibrate
 
 
 def test_the_cpu_is_measured_and_settings_are_as_before() -> None:

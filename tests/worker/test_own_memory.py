@@ -21,7 +21,7 @@ from autotune.core.workload import Workload
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import prepare
-from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
+from autotune.worker.user.fake_steps import BatchShapes, NotTraceableError, of_loader
 
 
 @pytest.fixture(scope="module")

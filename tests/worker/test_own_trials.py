@@ -422,7 +422,7 @@ def test_code_that_bears_no_other_batch_is_inspected_with_its_own(trial_server: 
 
 
 def test_a_batch_of_one_is_not_what_an_inspection_tries() -> None:
-    from autotune.worker.user.overlay import probe
+    from autotune.worker.user.trainer_code import probe
 
     for batch, accumulation in ((8, 1), (4, 4), (2, 1), (2, 8), (1, 1), (1, 16), (3, 5)):
         tried = probe(batch, accumulation)

@@ -18,7 +18,7 @@ from autotune.core.training_source import find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.meter import CpuMeter
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.user.overlay import Overlay
+from autotune.worker.user.trainer_code import Overlay
 from autotune.worker.user.trainer_trial import TrainerTrial
 
 

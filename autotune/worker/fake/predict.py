@@ -16,8 +16,7 @@ from autotune.core.chip import Chip
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
-from autotune.worker.fake.packing import unpacked
-from autotune.worker.fake.scaling import ScalableStep
+from autotune.worker.fake.scaling import ScalableStep, unpacked
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
 

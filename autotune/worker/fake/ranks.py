@@ -1,13 +1,16 @@
-"""Turn a fake model into that of one rank of several: with DDP's gradient buckets, or sharded by FSDP2."""
+"""Find out on fake tensors what one rank of several holds, under DDP or FSDP2, and what DDP can skip."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from autotune.core.candidate import Arm
+from autotune.core.inspection import AfterStep
 from autotune.core.workload import Workload
 from autotune.space.precision_names import ACCELERATE
 from autotune.space.training_arguments import fsdp_settings
@@ -15,6 +18,8 @@ from autotune.worker.failures import first_line
 from autotune.worker.fake.build import build_fake_model
 from autotune.worker.private.accelerate import shard
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks, start_sharding
+from autotune.worker.private.transformers import decide_masks_without_values
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 # kDefaultFirstBucketBytes in torch/csrc/distributed/c10d/reducer.hpp, and the default of bucket_cap_mb in
 # torch/nn/parallel/distributed.py.
@@ -82,3 +87,28 @@ def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -
     except Exception as error:
         return first_line(error)
     return None
+
+
+def what_ddp_can_skip(workload: Workload) -> AfterStep:
+    """Return the parameters without a gradient after a step, and the buffers that it changes.
+
+    DDP waits for a gradient of every parameter, unless it looks in each step for those that have none; and it sends all
+    buffers from rank 0 to the others before each step. Changes how this process computes attention masks, so it belongs
+    into one that ends soon.
+    """
+    try:
+        decide_masks_without_values(padded=workload.padding > 0)
+        with fake_tensor_mode():
+            model = build_fake_model(workload)
+            sample = synthetic_dataset(workload, model, 1, 0)[0]
+            batch = {name: torch.zeros((2, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+            before = [(name, buffer, int(buffer._version)) for name, buffer in model.named_buffers()]
+            model(**batch).loss.backward()
+            after: dict[str, torch.Tensor] = dict(model.named_buffers())
+    except Exception:
+        # Operations that need values. DDP then does both, as it does by default.
+        traceback.print_exc(file=sys.stderr)
+        return AfterStep()
+    unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    changed = [name for name, was, version in before if was._version != version or after.get(name) is not was]
+    return AfterStep(tuple(unused), tuple(changed))

@@ -1,24 +1,23 @@
-"""Build the model of a workload, with random weights unless pretrained ones were asked for."""
+"""Build the model of a workload: its weights random or pretrained, in few bits, with LoRA adapters, as asked for."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 
+from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.models.tasks import AUTO_CLASS_OF_TASK
+from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.space.precision_names import HALF
 from autotune.worker.private.transformers import class_for_config
-from autotune.worker.trial.adapters import quantization_config, quantize_at_random, with_lora
 
 
 def auto_class(workload: Workload) -> Any:
@@ -47,13 +46,6 @@ def model_class(workload: Workload) -> Any:
         raise ValueError(f"transformers has no {workload.task} model of type {workload.model_type!r}") from error
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def check_liger_knows(model_type: str) -> None:
     """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log that and go on."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -79,7 +71,7 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
     """
     dtype = getattr(torch, workload.dtype)
     is_on_meta = device.type == "meta"
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         if workload.weights:
             # ZeRO-3 reads them itself, and gives each rank its part.
             streamed = {} if is_deepspeed_zero3_enabled() else {"device_map": {"": device}}
@@ -118,3 +110,99 @@ def linear_weights(model: torch.nn.Module) -> tuple[int, int]:
         every += count
         trained += count if module.weight.requires_grad else 0
     return every, trained
+
+
+# Of random weights, which have to be of some size: that of most language models' configs.
+_DEVIATION = 0.02
+_LINEAR = (torch.nn.Linear, Conv1D)
+
+
+def quantization_config(workload: Workload) -> Any:
+    """Return the quantization config for ``from_pretrained``; ``None`` where weights are not quantized."""
+    if workload.quantize is None:
+        return None
+    arguments = workload.bits_arguments()
+    if "bnb_4bit_compute_dtype" in arguments:
+        arguments["bnb_4bit_compute_dtype"] = getattr(torch, arguments["bnb_4bit_compute_dtype"])
+    return BitsAndBytesConfig(**arguments)
+
+
+def with_lora(model: Any, workload: Workload) -> Any:
+    """Return a model with LoRA adapters on its frozen weights.
+
+    Raises ``InvalidRequestError`` for a rank that exceeds a layer, and for a target that no layer is called.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    # peft has no task type for image classification, whose new head has to be trained all the same.
+    has_head = workload.task == "image-classification" and hasattr(model, "classifier")
+    config = LoraConfig(
+        **workload.lora_arguments(),
+        task_type=PEFT_TASKS.get(workload.task),
+        modules_to_save=["classifier"] if has_head else None,
+    )
+    targets = (workload.lora_options or {}).get("target_modules", [])
+    for target in targets:
+        if not any(name.endswith(target) for name, _ in model.named_modules()):
+            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if type(part) in _LINEAR}
+            raise InvalidRequestError(
+                f"--lora-targets: no layer is called {target}", f"its linear layers are {', '.join(sorted(linear))}"
+            )
+    adapted = get_peft_model(model, config)
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer) and config.r > min(layer.in_features, layer.out_features):
+            size = f"{layer.in_features} × {layer.out_features}"
+            least = min(layer.in_features, layer.out_features)
+            raise InvalidRequestError(
+                f"LoRA of rank {config.r} exceeds {name.rpartition('.')[2]} of {size}",
+                f"use --lora-rank {least} or less",
+            )
+    return adapted
+
+
+def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> Any:
+    """Return a model from the ``meta`` device with random weights on a device, those of its linear layers in few bits.
+
+    As ``from_pretrained`` makes it of saved weights: it chooses the layers, and quantizes each weight as it comes. So
+    building takes the memory of the model and of one more weight.
+    """
+    quantizer = AutoHfQuantizer.from_config(quantization_config(workload), pre_quantized=False)
+    quantizer.preprocess_model(model, dtype=getattr(torch, workload.dtype), device_map={"": device})
+    made: dict[int, Any] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if id(tensor) not in made:
+            made[id(tensor)] = _random_weight(model, name, tensor, quantizer, workload, device)
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        (module._parameters if own in module._parameters else module._buffers)[own] = made[id(tensor)]
+    # Draws the weights that are in full precision, and computes buffers such as those of rotary embeddings.
+    model.initialize_weights()
+    model.hf_quantizer = quantizer
+    return quantizer.postprocess_model(model)
+
+
+def _random_weight(
+    model: Any, name: str, tensor: Any, quantizer: Any, workload: Workload, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor for a parameter or buffer on ``meta``; one that is not in few bits has no values yet."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not quantizer.param_needs_quantization(model, f"{path}.weight"):
+        value = torch.empty_like(tensor, device=device)
+        return torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+    dtype = getattr(torch, workload.dtype)
+    if own != "weight":
+        bias = torch.zeros(tensor.shape, dtype=dtype, device=device)
+        return _finished(torch.nn.Parameter(bias, requires_grad=False))
+    drawn = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(std=_DEVIATION)
+    # Saved weights of such layers lie the other way round, and are turned while they are quantized.
+    drawn = drawn.T if issubclass(module.source_cls, Conv1D) else drawn
+    quantized = quantizer.get_quantize_ops().convert({name: drawn}, model=model, full_layer_name=name)
+    return _finished(quantized[name])
+
+
+def _finished(value: torch.Tensor) -> torch.Tensor:
+    """Keep transformers from drawing values for a tensor."""
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    return value

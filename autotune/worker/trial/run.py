@@ -32,13 +32,12 @@ from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype, linear_weights
 from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
 from autotune.worker.trial.gpu_busy import busy_step
-from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
-from autotune.worker.trial.trainer_steps import TrainerSteps
+from autotune.worker.trial.trainer_steps import LeftOutInputs, TrainerSteps
 
 Send = Callable[[Progress], None]
 

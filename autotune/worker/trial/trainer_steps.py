@@ -1,11 +1,18 @@
-"""Tell a step timer of the steps of a ``Trainer``."""
+"""Tell a step timer of the steps of a ``Trainer``, and keep the inputs of left-out micro-steps on the device.
+
+The Trainer moves the inputs of all micro-steps to the device before the first one runs. A trial that runs only a few of
+the micro-steps would otherwise show too small a peak, and complete where the training runs out of memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
+from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.measure import StepTimer
 
 
@@ -45,3 +52,56 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell that the data has ended."""
         self.timer.end()
+
+
+# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: the size of every request is rounded up to a multiple of it.
+_BLOCK_BYTES = 512
+# The inputs of one step are freed only after those of the next are there, so two steps show the peak.
+_EXCHANGES = 2
+
+
+class LeftOutInputs:
+    """Copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
+
+    def __init__(self, trainer: Any, left_out: int) -> None:
+        """Copy the inputs at the start of each of the trainer's steps."""
+        self.micro_batch_bytes: int | None = None
+        """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
+        self._left_out = left_out
+        self._held: list[list[torch.Tensor]] = []
+        self._exchanges = 0
+        self._device_type = trainer.args.device.type
+        self._fetch = trainer.get_batch_samples
+        trainer.get_batch_samples = self._get_batch_samples
+
+    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        fetched = self._fetch(*args, **kwargs)
+        if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
+            self._hold(fetched[0])
+        return fetched
+
+    def _hold(self, micro_batches: list[Any]) -> None:
+        """Copy the largest of these inputs, where they are larger than the copies held, and in the first steps always.
+
+        Later steps are timed. The copies stay, so that nothing is allocated in those.
+        """
+        largest = max((list(self._on_device(inputs)) for inputs in micro_batches), key=_bytes_of, default=None)
+        if largest is None:
+            return
+        size_bytes = _bytes_of(largest)
+        is_larger = self.micro_batch_bytes is None or size_bytes > self.micro_batch_bytes
+        if not is_larger and self._exchanges >= _EXCHANGES:
+            return
+        self._exchanges += 1
+        if is_larger:
+            self.micro_batch_bytes = size_bytes
+        if is_larger or size_bytes == self.micro_batch_bytes:
+            self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
+
+    def _on_device(self, inputs: Any) -> Iterator[torch.Tensor]:
+        tensors = (array for array in arrays_in(inputs) if isinstance(array, torch.Tensor))
+        return (tensor for tensor in tensors if tensor.device.type == self._device_type)
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)

@@ -17,8 +17,8 @@ from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 from autotune.core.units import lines_with_words
 from autotune.worker.process import flush_output
 from autotune.worker.stack import users_line
-from autotune.worker.user.on_import import on_import
 from autotune.worker.user.protection import begin_run, refused_write
+from autotune.worker.wrapping import on_import
 
 OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 """Options that name the folder which scripts write to, as HfArgumentParser spells them."""

@@ -27,20 +27,21 @@ from autotune.core.loop import LoopConfig
 from autotune.core.prediction import ArmsToTrace
 from autotune.space.levers import is_traced
 from autotune.worker.fake.operations import OperationTally
-from autotune.worker.fake.packing import packed
+from autotune.worker.fake.scaling import packed
 from autotune.worker.fake.step import install_cuda_semantics, tracing
 from autotune.worker.fake.tracer import DEATH, StorageTracer
 from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.training_watch import TrainingWatch
-from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_steps import (
     Memory,
+    NotTraceableError,
     OwnStep,
     Traced,
     arms_of,
     batch_to_trace,
     leave_large_weights_unset,
+    of_loader,
     trace_in_forks,
     update_as_on_gpu,
     why_not,

@@ -21,8 +21,7 @@ from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, Traini
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.advice import framework_of, next_step
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
-from autotune.worker.user.on_import import on_import
-from autotune.worker.wrapping import before
+from autotune.worker.wrapping import before, on_import
 
 Stop = Callable[[str, str], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""

@@ -1,10 +1,14 @@
-"""Run trials of the user's own training loop, a function that is given a ``LoopConfig``."""
+"""Run trials of the user's own training loop: a function that is given a ``LoopConfig``, or a script on a framework.
+
+A function says where its steps are. Of a script whose framework has an adapter, the candidate's settings are put over
+those of the framework, its batch over that of the training ``DataLoader``, which the inspection found.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +26,11 @@ from autotune.worker.trial.measure import micro_steps_to_run, most_steps
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
-from autotune.worker.user.code import UserCodeError, enter, load_function
+from autotune.worker.user.adapter import Changes
+from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
+from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
@@ -147,6 +153,35 @@ class LoopTrial(StepsTrial):
                 f"with one of {default}",
                 "make its loader's batch_size of config.per_device_batch_size",
             )
+
+
+class ScriptTrial(StepsTrial):
+    """A trial of a script that is changed by nothing but what is put over its framework."""
+
+    def run_code(self, output_dir: str) -> None:
+        """Run the script with the candidate's settings."""
+        source, candidate = self._source, self._candidate
+        takes = () if self._is_unmodified else source.interface.searched
+        self._run = accumulation = candidate.gradient_accumulation_steps
+        if "accumulation" in takes:
+            self._run = micro_steps_to_run(candidate, self._effort)
+        if self._run == accumulation:
+            self._run_all_micro_steps()
+        self._overlay_loader(candidate.per_device_train_batch_size if "batch" in takes else None)
+        self.output_dir, self.is_on_cpu = output_dir, self._device_kind == "cpu"
+        self._announced: Announced | None = None
+        ADAPTERS[source.framework].measure(Changes.of(source, candidate, takes, self._run, lambda _: None), self)
+        run_script(source, output_dir)
+
+    def steps(self, *, rehearses: bool) -> LoopSteps:
+        """Return what is to be told of the batches and steps, after ``begins``."""
+        return self._watch(self._run, rehearses=rehearses)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches of a loader, and measure from the first one on."""
+        if self._announced is None:
+            self._announced = Announced(self._watch(self._run), self.begins)
+        return self._announced.batches(loader)  # type: ignore[no-any-return]
 
 
 class Announced:

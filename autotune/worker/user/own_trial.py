@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autotune.core.jobs import TrialWork
 from autotune.core.outcome import Completed, Failed, FailureReason, Outcome, OutOfMemory
@@ -17,7 +18,6 @@ from autotune.worker.trial.measure import StepTimer, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
-from autotune.worker.user.dataset_cache import note_cache_files
 from autotune.worker.user.guard import Guard
 
 
@@ -124,3 +124,23 @@ class OwnTrial(Trial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+
+
+def note_cache_files(list_file: str) -> None:
+    """Have the cache files of ``datasets`` that this process makes written down, to be removed with the trial.
+
+    Preprocessing with a function that depends on a script's arguments makes others for each candidate, which are never
+    read again.
+    """
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        # datasets writes to a temporary file and moves it.
+        if event == "os.rename":
+            path = os.path.abspath(os.fsdecode(arguments[1]))
+            name = os.path.basename(path)
+            # One that was there before is the user's.
+            if name.startswith("cache-") and name.endswith(".arrow") and not os.path.exists(path):
+                with open(list_file, "a", encoding="utf-8") as file:
+                    file.write(f"{path}\n")
+
+    sys.addaudithook(on_event)

@@ -18,9 +18,9 @@ from autotune.core.workload import DTYPES
 from autotune.space.precision_names import HALF
 from autotune.worker.stack import lines_above
 from autotune.worker.trial.listener import Listener, ShapesByPlace
+from autotune.worker.trial.objective import LossOfSamples, loss_of_samples
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
 from autotune.worker.user.advice import batch_words
-from autotune.worker.user.batch_dependence import LossOfSamples, loss_of_samples
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrapped

@@ -23,8 +23,7 @@ from autotune.space.levers import applied_settings
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main, tell_launched_precision
 from autotune.worker.user.frameworks import ADAPTERS
-from autotune.worker.user.on_import import on_import
-from autotune.worker.wrapping import before
+from autotune.worker.wrapping import before, on_import
 
 
 def main() -> None:

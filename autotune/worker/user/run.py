@@ -20,8 +20,8 @@ from autotune.worker.user import (
     trainer_trial,
 )
 from autotune.worker.user.inspection import Code
+from autotune.worker.user.loop_trial import ScriptTrial
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.script_trial import ScriptTrial
 
 _TRIALS: dict[str, type[OwnTrial]] = {
     "trainer": trainer_trial.TrainerTrial,

@@ -1,15 +1,23 @@
-"""Run the user's code up to the training of its ``Trainer``."""
+"""Run the user's code up to the training of its ``Trainer``, with fields of its ``TrainingArguments`` replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import enum
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
+from autotune.core.code_interface import MadeFrom
 from autotune.core.training_source import TrainingSource
-from autotune.worker.user.code import UserCodeError, load_function, run_script
+from autotune.worker.stack import lines_above, module_of, users_line
+from autotune.worker.user.code import UserCodeError, load_function, run_script, tell_launched_precision
+from autotune.worker.wrapping import before
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
@@ -77,3 +85,183 @@ def ignored_message(source: TrainingSource, ignored: str) -> str:
     return (
         f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
     )
+
+
+# Fields of its TrainingArguments
+
+
+# A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
+# batch than it was told to where memory runs out.
+_QUIET: Document = {
+    "report_to": "none",
+    "push_to_hub": False,
+    "eval_on_start": False,
+    "auto_find_batch_size": False,
+    "disable_tqdm": True,
+    "resume_from_checkpoint": None,
+}
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
+_ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
+
+
+@dataclass
+class Overlay:
+    """What is put over every ``TrainingArguments`` that is made in this process from ``install`` on.
+
+    The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set
+    before it runs, so that it checks and derives from them as from the user's own. What keeps a trial quiet
+    is set once more when a ``Trainer`` is made of them.
+    """
+
+    output_dir: str
+    tuned: Document = field(default_factory=dict)
+    """Fields to set; empty for the user's unmodified settings."""
+    shortened: tuple[int, int] | None = None
+    """Accumulation steps to run fewer of, and how many to run."""
+    on_cpu: bool = False
+    refuse: Callable[[str, str], NoReturn] | None = None
+    """Ends an inspection, with what is wrong and what to do: the user's code might catch an error. ``None`` in a trial,
+    whose settings are the candidate's."""
+    is_probing: bool = False
+    """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
+    made_from: MadeFrom = "flags"
+    """Where the arguments come from."""
+    place: str | None = None
+    """The file or line that they come from."""
+    _set_at: dict[str, str] = field(default_factory=dict)
+    _last_own_batch: tuple[int, int] | None = None
+
+    def install(self) -> None:
+        """Wrap the class for the rest of this process."""
+        before(TrainingArguments, "__post_init__", self._put)
+        before(TrainingArguments, "__setattr__", self._note_change)
+        before(Trainer, "__init__", self._silence)
+
+    def _note_change(self, _: Any, name: str, __: Any) -> None:
+        """Record where fields are set after the arguments were made."""
+        if name in _BATCH and (place := _setter()) is not None:
+            self._set_at[name] = place
+
+    def _silence(self, _: Any, *words: Any, **options: Any) -> None:
+        """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
+        for given in (*words, *options.values()):
+            if isinstance(given, TrainingArguments):
+                # In arguments that are made, nobody is reported to by an empty list.
+                _set(given, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
+
+    def _put(self, arguments: Any) -> None:
+        given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+        # A copy of arguments that were overlaid shows the overlay, not the user's own.
+        if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
+            self._last_own_batch = given
+        arguments._autotune_own_batch = self._last_own_batch
+        self.made_from, self.place = _origin()
+        if self.refuse is not None and getattr(arguments, "fsdp", None):
+            # A Trainer refuses it in a single process, as the one that is inspected is.
+            self.refuse(
+                "the TrainingArguments of the code set fsdp", "leave fsdp out, and ask for it with --strategy fsdp"
+            )
+        if self.is_probing and not self.tuned:
+            self.tuned = probe(*given)
+        quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
+        _set(arguments, {**quiet, **self.tuned})
+        tell_launched_precision(self.tuned)
+        if generates(arguments):
+            # What is generated for a whole step would be another amount.
+            self.shortened = None
+        if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
+            arguments.gradient_accumulation_steps = self.shortened[1]
+
+    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
+        """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
+        for name, value in wanted.items():
+            asked = value
+            if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
+                asked = self.shortened[1]
+            value_there = getattr(arguments, name, None)
+            if name == "fsdp" and asked:
+                # A list of options in some versions, whichever way it was said.
+                value_there, asked = bool(value_there), True
+            if not _has(value_there, asked) and name != "use_cpu":
+                at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
+                return f"{name} is {plain(value_there)!r}, asked was {asked!r}{at}"
+        return None
+
+
+def _has(found: Any, asked: Any) -> bool:
+    """Return whether a field's value is what was asked for.
+
+    ``TrainingArguments`` makes an object of some settings, and adds those that were not given.
+    """
+    if isinstance(asked, dict) and found is not None:
+        settings = found if isinstance(found, Mapping) else vars(found)
+        return all(_has(settings.get(name), value) for name, value in asked.items())
+    return bool(plain(found) == asked)
+
+
+def _set(arguments: Any, fields: Document) -> None:
+    """Set those of the ``fields`` that this version's arguments have."""
+    for name, value in fields.items():
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)
+
+
+def probe(batch: int, accumulation: int) -> Document:
+    """Return another batch than the user's own, of the same effective batch where one of two or more samples has it.
+
+    Losses that compare the samples of a batch need two.
+    """
+    if batch >= 4 and batch % 2 == 0:
+        pair = batch // 2, accumulation * 2
+    elif accumulation % 2 == 0:
+        pair = batch * 2, accumulation // 2
+    else:
+        pair = batch * 2, accumulation
+    return dict(zip(_BATCH, pair, strict=True))
+
+
+def _setter() -> str | None:
+    """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
+    # Past what notes the change, and the two functions that wrap the setting of a field.
+    frame = sys._getframe(4)
+    module, path = module_of(frame), frame.f_code.co_filename
+    if path.startswith("<") or frame.f_code.co_name == "__init__" or module.startswith(("transformers.", "autotune.")):
+        return None
+    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
+
+
+def _origin() -> tuple[MadeFrom, str | None]:
+    """Return where the arguments that are being made come from, as the call stack shows."""
+    lines = list(lines_above())
+    for frame, _ in lines:
+        function, module = frame.f_code.co_name, module_of(frame)
+        if "argparser" in module or module.startswith(("trl.scripts.utils", "trl.trainer.utils")):
+            if function.startswith("parse_args"):
+                return "flags", None
+            if function in ("parse_json_file", "parse_yaml_file"):
+                given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
+                return "file", os.path.basename(os.fsdecode(given)) if given else ""
+    place = users_line(lines)
+    return ("flags" if place is None else "code"), place
+
+
+def generates(arguments: Any) -> bool:
+    """Return whether a training generates the completions that it trains on, as TRL's GRPO does."""
+    return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
+
+
+def own_batch(arguments: Any) -> tuple[int, int]:
+    """Return the per-device batch and the accumulation that the user's code gave for ``arguments``."""
+    given = getattr(arguments, "_autotune_own_batch", None)
+    return given or (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+
+
+def plain(value: Any) -> Any:
+    """Return a field's value as JSON has it: enumerations as their values."""
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def known_fields() -> set[str]:
+    """Return the names of the fields of the installed ``TrainingArguments``."""
+    return {f.name for f in dataclasses.fields(TrainingArguments)}

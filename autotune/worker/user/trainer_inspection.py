@@ -32,9 +32,18 @@ from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
-from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.trainer_code import build_trainer, ignored_message, intercept, run_source
+from autotune.worker.user.trainer_code import (
+    Overlay,
+    build_trainer,
+    ignored_message,
+    intercept,
+    known_fields,
+    own_batch,
+    plain,
+    probe,
+    run_source,
+)
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
 # predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.

@@ -25,9 +25,16 @@ from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
-from autotune.worker.user.overlay import Overlay, generates, known_fields, own_batch
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.trainer_code import ignored_message, intercept, run_source
+from autotune.worker.user.trainer_code import (
+    Overlay,
+    generates,
+    ignored_message,
+    intercept,
+    known_fields,
+    own_batch,
+    run_source,
+)
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20

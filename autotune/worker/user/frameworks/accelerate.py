@@ -18,12 +18,18 @@ from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, Inspecting, Measured, give_batches, measured_batches, silence
+from autotune.worker.user.adapter import (
+    Changes,
+    Inspecting,
+    LoopInspection,
+    Measured,
+    give_batches,
+    measured_batches,
+    silence,
+)
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.loop_inspection import LoopInspection
-from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
-from autotune.worker.wrapping import after, before
+from autotune.worker.wrapping import after, before, on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import Memory, OwnStep
@@ -260,8 +266,7 @@ def _traced_step(overlay: AccelerateOverlay, loader: Any) -> OwnStep:
     import torch
 
     from autotune.worker.private.accelerate import as_it_was_made
-    from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
-    from autotune.worker.user.fake_steps import OwnStep
+    from autotune.worker.user.fake_steps import NotTraceableError, OwnStep, of_loader
 
     model = overlay.models[0] if len(overlay.models) == 1 else None
     if model is None or len(overlay.optimizers) != 1:

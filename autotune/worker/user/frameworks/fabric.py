@@ -19,15 +19,14 @@ from autotune.worker.user.adapter import (
     Changes,
     GivesBatches,
     Inspecting,
+    LoopInspection,
     Measured,
     give_batches,
     measured_batches,
     silence,
 )
-from autotune.worker.user.loop_inspection import LoopInspection
-from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import set_options
-from autotune.worker.wrapping import before
+from autotune.worker.wrapping import before, on_import
 
 _OPTIONS = {
     "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
 from autotune.worker.user.adapter import Changes, Inspecting, Measured, silence
-from autotune.worker.user.on_import import on_import
 from autotune.worker.user.script_options import watch_options
+from autotune.worker.wrapping import on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import OwnStep
@@ -223,8 +223,7 @@ def _traced_step(trainer: Any, module: Any) -> OwnStep:
     """Return a step of a module that is optimized automatically."""
     import torch
 
-    from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
-    from autotune.worker.user.fake_steps import OwnStep
+    from autotune.worker.user.fake_steps import NotTraceableError, OwnStep, of_loader
 
     class LightningStep(OwnStep):
         """A step of a Lightning module that is optimized automatically.
