@@ -19,7 +19,7 @@ def before(owner: Any, name: str, act: Callable[..., object]) -> None:
         act(*words, **options)
         return function(*words, **options)
 
-    _wrap(owner, name, looked_at)
+    around(owner, name, looked_at)
 
 
 def after(owner: Any, name: str, act: Callable[..., object]) -> None:
@@ -30,15 +30,16 @@ def after(owner: Any, name: str, act: Callable[..., object]) -> None:
         act(result, *words, **options)
         return result
 
-    _wrap(owner, name, looked_at)
+    around(owner, name, looked_at)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """Have ``act`` called in place of a function of a class or module, with that function and the arguments."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def watched(*words: Any, **options: Any) -> Any:
-        return around(function, *words, **options)
+        return act(function, *words, **options)
 
     setattr(owner, name, watched)
 

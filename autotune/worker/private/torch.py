@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from autotune.worker.wrapping import after, before
+from autotune.worker.wrapping import after, around, before
 
 
 def set_allocator_settings(settings: str) -> None:
@@ -138,13 +138,10 @@ def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:
     """Call ``loaded`` with the iterator of a ``DataLoader`` and the seconds that its next batch was waited for."""
     from torch.utils.data import dataloader
 
-    base: Any = dataloader._BaseDataLoaderIter
-    give = base.__next__
-
-    def __next__(iterator: Any) -> Any:  # noqa: N807
+    def timed(give: Callable[..., Any], iterator: Any) -> Any:
         began = time.perf_counter()
         batch = give(iterator)
         loaded(iterator, time.perf_counter() - began)
         return batch
 
-    base.__next__ = __next__
+    around(dataloader._BaseDataLoaderIter, "__next__", timed)

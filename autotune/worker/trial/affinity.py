@@ -7,7 +7,6 @@ neither has to wake up the other on a second core, which made host-bound steps f
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing.util
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from autotune.devices.cores import core_for, usable_core_numbers
+from autotune.worker.wrapping import around
 
 # Upper limit of inductor's own choice (torch/_inductor/config.py, decide_compile_threads).
 _MOST_COMPILE_THREADS = 32
@@ -40,41 +40,19 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     # with one. One is also what torch chooses under ``taskset -c``.
     torch.set_num_threads(1)
     _free_children(usable)
-    _pin_threads({chosen})
-    return chosen
-
-
-def _pin_threads(cores: Collection[int]) -> None:
-    """Pin all present threads; threads that they start inherit it."""
+    # Threads that these start inherit it.
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         # A thread may have ended meanwhile.
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(thread.name), cores)
-    os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(int(thread.name), {chosen})
+    os.sched_setaffinity(0, {chosen})
+    return chosen
 
 
 def _free_children(all_cores: Collection[int]) -> None:
     """Let processes that are forked or started from now on use all cores."""
-    os.register_at_fork(after_in_child=lambda: _allow(all_cores))
-    # A started program inherits the cores of the thread that starts it, and no hook runs in between.
-    starting: Any = subprocess.Popen
-    starting.__init__ = _unpinned(starting.__init__, all_cores)
-    # multiprocessing starts processes that it does not fork, and its fork server, through this function.
-    util: Any = multiprocessing.util
-    util.spawnv_passfds = _unpinned(util.spawnv_passfds, all_cores)
 
-
-def _allow(cores: Collection[int]) -> None:
-    """Let this thread use these cores, as far as the system still has them."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, cores)
-
-
-def _unpinned(start: Callable[..., Any], all_cores: Collection[int]) -> Callable[..., Any]:
-    """Wrap a function so that it runs on all cores."""
-
-    @functools.wraps(start)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+    def unpinned(start: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         before = os.sched_getaffinity(0)
         _allow(all_cores)
         try:
@@ -82,4 +60,14 @@ def _unpinned(start: Callable[..., Any], all_cores: Collection[int]) -> Callable
         finally:
             _allow(before)
 
-    return wrapper
+    os.register_at_fork(after_in_child=lambda: _allow(all_cores))
+    # A started program inherits the cores of the thread that starts it, and no hook runs in between.
+    around(subprocess.Popen, "__init__", unpinned)
+    # multiprocessing starts processes that it does not fork, and its fork server, through this function.
+    around(multiprocessing.util, "spawnv_passfds", unpinned)
+
+
+def _allow(cores: Collection[int]) -> None:
+    """Let this thread use these cores, as far as the system still has them."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cores)

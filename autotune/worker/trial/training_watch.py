@@ -29,6 +29,7 @@ from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpo
 from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.updates import Update, parameters_of, part_of, update_of
+from autotune.worker.wrapping import around
 
 # Of a model's output these are hooked at most, and of its input looked at. A choice.
 _MOST_TENSORS = 16
@@ -176,11 +177,9 @@ class TrainingWatch:
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
-        zero_grad: Any = torch.nn.Module.zero_grad
         by_hand: list[_ByHand] = []
 
-        @functools.wraps(zero_grad)
-        def watched(model: Any, *words: Any, **options: Any) -> Any:
+        def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
                 by_hand[:] = by_hand or [_ByHand(model)]
                 if self.listener is not None:
@@ -193,9 +192,9 @@ class TrainingWatch:
 
         self._replace(torch.nn.Module, "zero_grad", watched)
 
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    def _replace(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
         self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
+        around(owner, name, act)
 
     def begin(self) -> None:
         """Forget what was seen before the training."""
@@ -370,10 +369,7 @@ class TrainingWatch:
     # Backward passes, compiled functions, autocast
 
     def _wrap_backward(self) -> None:
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def watched(*words: Any, **options: Any) -> Any:
+        def watched(backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
             if is_in_autograd():
                 # Checkpointing of the older kind runs passes of its own within one.
                 return backward(*words, **options)
@@ -406,12 +402,10 @@ class TrainingWatch:
 
     def _wrap_compile(self) -> None:
         """Have no hooks of modules within compiled functions, whose calls are taken for those of a module."""
-        compile_ = torch.compile
 
-        @functools.wraps(compile_)
-        def watched(model: Any = None, **options: Any) -> Any:
+        def watched(compile_: Callable[..., Any], model: Any = None, **options: Any) -> Any:
             self.compiles = True
-            made: Any = compile_(model, **options)
+            made = compile_(model, **options)
             if model is None or isinstance(model, torch.nn.Module):
                 # A decorator, which comes here again; or a module, whose call is not compiled itself.
                 return made
@@ -445,17 +439,13 @@ class TrainingWatch:
         return call
 
     def _wrap_autocast(self) -> None:
-        kind: Any = torch.autocast
-        enter = kind.__enter__
-
-        @functools.wraps(enter)
-        def __enter__(context: Any) -> Any:  # noqa: N807
+        def entered(enter: Callable[..., Any], context: Any) -> Any:
             cast = _cast(context.device, context.fast_dtype) if context._enabled else None
             if cast is not None and torch.is_grad_enabled():
                 self.autocasts.add(cast)
             return enter(context)
 
-        self._replace(kind, "__enter__", __enter__)
+        self._replace(torch.autocast, "__enter__", entered)
 
     def take_replay(self) -> None:
         """Count the latest call, with its backward pass, once more: a captured graph runs both without Python."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
@@ -18,7 +17,7 @@ from autotune.core.units import lines_with_words
 from autotune.worker.process import flush_output
 from autotune.worker.stack import users_line
 from autotune.worker.user.protection import begin_run, refused_write
-from autotune.worker.wrapping import on_import
+from autotune.worker.wrapping import around, on_import
 
 OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 """Options that name the folder which scripts write to, as HfArgumentParser spells them."""
@@ -52,13 +51,7 @@ def enter(source: TrainingSource) -> None:
 
 def _disable_wandb(wandb: Any) -> None:
     """Have ``wandb.init`` start no run; a ``mode`` that a script gives would count for more than the variable."""
-    start = wandb.init
-
-    @functools.wraps(start)
-    def init(*words: Any, **options: Any) -> Any:
-        return start(*words, **{**options, "mode": "disabled"})
-
-    wandb.init = init
+    around(wandb, "init", lambda start, *words, **options: start(*words, **{**options, "mode": "disabled"}))
 
 
 def run_script(source: TrainingSource, output_dir: str) -> None:

@@ -48,6 +48,7 @@ from autotune.worker.user.fake_steps import (
 )
 from autotune.worker.user.guard import Guard, forget_steps
 from autotune.worker.user.inspection import Code
+from autotune.worker.wrapping import around
 
 # The first micro-step is not traced, two are.
 _MICRO_STEPS = 3
@@ -244,13 +245,10 @@ def _trained_modules() -> torch.nn.Module:
 
 def _autocast_on_cpu() -> None:
     """Have autocast for a GPU, which is not at hand, be one for the CPU, where the tensors are."""
-    kind: Any = torch.autocast
-    make = kind.__init__
 
-    @functools.wraps(make)
-    def __init__(context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:  # noqa: N807
+    def on_cpu(make: Any, context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
         make(context, device_type, dtype, *words, **options)
 
-    kind.__init__ = __init__
+    around(torch.autocast, "__init__", on_cpu)

@@ -37,6 +37,7 @@ from autotune.worker.private.transformers import prepares_inputs_itself
 from autotune.worker.private.trl import fold_logits_as_on_gpu
 from autotune.worker.process import in_forks
 from autotune.worker.user.guard import forget_steps
+from autotune.worker.wrapping import around
 
 # Tracing a large model took 3 s on an idle core; a search goes on without what takes longer than this.
 _MOST_SECONDS = 60.0
@@ -55,17 +56,12 @@ def leave_large_weights_unset() -> None:
     core of an AMD EPYC, torch 2.13, transformers 5.23).
     """
 
-    def unless_large(fill: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fill)
-        def filled(tensor: Any, *words: Any, **options: Any) -> Any:
-            is_large = isinstance(tensor, torch.nn.Parameter) and tensor.numel() >= _LARGE_ELEMENTS
-            return tensor if is_large else fill(tensor, *words, **options)
+    def fill_small(fill: Callable[..., Any], tensor: Any, *words: Any, **options: Any) -> Any:
+        is_large = isinstance(tensor, torch.nn.Parameter) and tensor.numel() >= _LARGE_ELEMENTS
+        return tensor if is_large else fill(tensor, *words, **options)
 
-        return filled
-
-    kind: Any = torch.Tensor
     for name in ("normal_", "uniform_"):
-        setattr(kind, name, unless_large(getattr(kind, name)))
+        around(torch.Tensor, name, fill_small)
 
 
 class OwnStep(Training):

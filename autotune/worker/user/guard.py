@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, Traini
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.advice import framework_of, next_step
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
-from autotune.worker.wrapping import before, on_import
+from autotune.worker.wrapping import around, before, on_import
 
 Stop = Callable[[str, str], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""
@@ -132,14 +133,7 @@ def _end_job(message: str, hint: str) -> NoReturn:
 
 def before_steps(torch: Any, begins: Callable[[], None]) -> None:
     """Call ``begins`` before each backward pass and each step of an optimizer."""
-    backward = torch.autograd.backward
-
-    def watched(*words: Any, **options: Any) -> Any:
-        begins()
-        return backward(*words, **options)
-
-    watched.unwatched = getattr(backward, "unwatched", backward)  # type: ignore[attr-defined]
-    torch.autograd.backward = watched
+    before(torch.autograd, "backward", lambda *_, **__: begins())
     # torch.optim deletes the name of this module of its own.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
 
@@ -160,7 +154,7 @@ def watch_other_gradients(begins: Callable[[str], None]) -> None:
 
     def watch_jax(jax: Any) -> None:
         for name in {"grad", "value_and_grad"} & vars(jax).keys():
-            setattr(jax, name, functools.partial(made, getattr(jax, name)))
+            around(jax, name, made)
 
     def made(make: Callable[..., Any], *words: Any, **options: Any) -> Any:
         function = make(*words, **options)
@@ -185,7 +179,7 @@ def forget_steps(torch: Any) -> None:
     """Have nothing called any more around backward passes and optimizer steps, in the rest of this process."""
     from autotune.worker.private.torch import forget_optimizer_hooks
 
-    torch.autograd.backward = getattr(torch.autograd.backward, "unwatched", torch.autograd.backward)
+    torch.autograd.backward = inspect.unwrap(torch.autograd.backward)
     forget_optimizer_hooks()
 
 

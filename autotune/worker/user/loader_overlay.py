@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from autotune.core.code_interface import CodeInterface
 from autotune.worker.stack import module_of
 from autotune.worker.trial.training_watch import shapes_in
+from autotune.worker.wrapping import around
 
 # Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
 _LIBRARIES = (
@@ -55,11 +56,9 @@ class LoaderOverlay:
 
     def install(self) -> None:
         """Wrap ``DataLoader`` for the rest of this process."""
-        make = DataLoader.__init__
-        signature = inspect.signature(make)
+        signature = inspect.signature(DataLoader.__init__)
 
-        @functools.wraps(make)
-        def __init__(loader: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+        def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
             place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
@@ -74,22 +73,21 @@ class LoaderOverlay:
                 make(loader, *words, **options)
             setattr(loader, _KEY, key)
 
-        DataLoader.__init__ = __init__  # type: ignore[method-assign, assignment]
+        around(DataLoader, "__init__", made)
         if self._key is not None and self._least_batches:
             self._lengthen()
 
     def _lengthen(self) -> None:
         """Have the training loader count as many batches as a trial may take, and as many more than whole steps."""
-        length = DataLoader.__len__
 
-        def __len__(loader: Any) -> int:  # noqa: N807
+        def lengthened(length: Callable[..., int], loader: Any) -> int:
             own = length(loader)
             if key_of(loader) != self._key or not 0 < own < self._least_batches:
                 return own
             rounds = -(-self._least_batches // own)
             return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
 
-        DataLoader.__len__ = __len__  # type: ignore[method-assign]
+        around(DataLoader, "__len__", lengthened)
 
 
 def key_of(loader: Any) -> str | None:

@@ -24,6 +24,7 @@ from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loop_steps import MarkedSteps
 from autotune.worker.user.loop_trial import StepsTrial
+from autotune.worker.wrapping import around
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
@@ -139,18 +140,13 @@ class HookedSteps(MarkedSteps):
         self._loading = Loading()
         self._loading.watch()
         self._models = ModelNames()
-        self._watch_saving()
+        around(torch, "save", self._save)
         # Now, since within the call of a model its checks would be turned on for the modules in it.
         timer.begin()
 
-    def _watch_saving(self) -> None:
-        save = torch.save
-
-        def watched(*words: Any, **options: Any) -> Any:
-            with self._timer.saving():
-                return save(*words, **options)
-
-        torch.save = watched
+    def _save(self, save: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        with self._timer.saving():
+            return save(*words, **options)
 
     def call_begins(self, *, trains: bool) -> None:
         """Begin with the first one that trains."""

@@ -17,19 +17,14 @@ from autotune.core.code_interface import MadeFrom
 from autotune.core.training_source import TrainingSource
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.code import UserCodeError, load_function, run_script, tell_launched_precision
-from autotune.worker.wrapping import before
+from autotune.worker.wrapping import around, before
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
 
 def intercept(on_train: OnTrain) -> None:
     """Have every ``Trainer``'s training call ``on_train`` with what would have trained, in this process from now on."""
-    original = Trainer.train
-
-    def train(trainer: Any, *_: Any, **__: Any) -> NoReturn:
-        on_train(trainer, lambda: original(trainer))
-
-    Trainer.train = train
+    around(Trainer, "train", lambda train, trainer, *_, **__: on_train(trainer, lambda: train(trainer)))
 
 
 def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> NoReturn:

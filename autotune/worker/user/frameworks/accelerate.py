@@ -29,7 +29,7 @@ from autotune.worker.user.adapter import (
 )
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.script_options import set_options
-from autotune.worker.wrapping import after, before, on_import
+from autotune.worker.wrapping import after, around, before, on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import Memory, OwnStep
@@ -98,17 +98,9 @@ class AccelerateOverlay:
 
     def _wrap(self, module: ModuleType) -> None:
         kind: Any = module.Accelerator
-        self._wrap_making(kind)
-        before(kind, "prepare", self._on_prepare)
-        before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
-        after(kind, "prepare_data_loader", self._on_prepared_loader)
+        signature = python_inspect.signature(kind.__init__)
 
-    def _wrap_making(self, kind: Any) -> None:
-        make = kind.__init__
-        signature = python_inspect.signature(make)
-
-        @functools.wraps(make)
-        def __init__(accelerator: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+        def made(make: Callable[..., None], accelerator: Any, *words: Any, **options: Any) -> None:
             from autotune.worker.user.loader_overlay import line_of_maker
 
             given = signature.bind(accelerator, *words, **options)
@@ -118,7 +110,10 @@ class AccelerateOverlay:
             make(*given.args, **given.kwargs)
             self.accelerator = accelerator
 
-        kind.__init__ = __init__
+        around(kind, "__init__", made)
+        before(kind, "prepare", self._on_prepare)
+        before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
+        after(kind, "prepare_data_loader", self._on_prepared_loader)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
         changes, wanted = self._changes, dict[str, Any]()

@@ -6,7 +6,6 @@ searched where an option ``--gradient_accumulation_steps`` decides it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -26,7 +25,7 @@ from autotune.worker.user.adapter import (
     silence,
 )
 from autotune.worker.user.script_options import set_options
-from autotune.worker.wrapping import before, on_import
+from autotune.worker.wrapping import around, before, on_import
 
 _OPTIONS = {
     "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),
@@ -78,15 +77,14 @@ class FabricOverlay:
 
     def _wrap(self, module: ModuleType) -> None:
         kind: Any = module.Fabric
-        make, changes = kind.__init__, self._changes
+        changes = self._changes
         wanted = {} if changes.precision is None else {"precision": precision_names.LIGHTNING[changes.precision]}
 
-        @functools.wraps(make)
-        def __init__(fabric: Any, **options: Any) -> None:  # noqa: N807
+        def made(make: Callable[..., None], fabric: Any, **options: Any) -> None:
             make(fabric, **{**changes.over(options, wanted), **(self._quiet or {})})
             self.precision = fabric._precision.precision
 
-        kind.__init__ = __init__
+        around(kind, "__init__", made)
         for name in ("setup", "setup_module"):
             before(kind, name, self._on_setup)
         if self._quiet is None:

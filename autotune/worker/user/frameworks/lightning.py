@@ -19,7 +19,7 @@ from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
 from autotune.worker.user.adapter import Changes, Inspecting, Measured, silence
 from autotune.worker.user.script_options import watch_options
-from autotune.worker.wrapping import on_import
+from autotune.worker.wrapping import around, on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.fake_steps import OwnStep
@@ -131,20 +131,18 @@ class LightningOverlay:
 
     def _wrap(self, package: str, module: ModuleType) -> None:
         kind: Any = module.Trainer
-        make, fit, changes = kind.__init__, kind.fit, self._changes
+        changes = self._changes
         wanted: dict[str, Any] = {}
         if changes.precision is not None:
             wanted["precision"] = precision_names.LIGHTNING[changes.precision]
         if changes.accumulation is not None:
             wanted["accumulate_grad_batches"] = changes.accumulation
 
-        @functools.wraps(make)
-        def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+        def made(make: Callable[..., None], trainer: Any, *words: Any, **options: Any) -> None:
             options = changes.over(options, wanted)
             make(trainer, *words, **(options if self._quiet is None else self._quieted(package, options)))
 
-        @functools.wraps(fit)
-        def fitted(trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
+        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
             # Lightning calls it once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
             begins = inner.on_fit_start
@@ -159,7 +157,8 @@ class LightningOverlay:
             finally:
                 del inner.on_fit_start
 
-        kind.__init__, kind.fit = __init__, fitted
+        around(kind, "__init__", made)
+        around(kind, "fit", fitted)
         if self._quiet is not None:
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
