@@ -32,24 +32,19 @@ def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> 
     made: dict[int, Any] = {}
     copies: list[int] = []
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                if tracer is not None:
-                    tracer.see(fake, "weights")
-                made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            elif tracer is not None:
-                copies.append(tracer.hold("weights", parameter.nbytes))
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for own in (module._parameters, module._buffers):
+            is_trainable = own is module._parameters
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                     if tracer is not None:
-                        tracer.see(made[id(buffer)], "weights")
-                module._buffers[name] = made[id(buffer)]
+                        tracer.see(fake, "weights")
+                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_trainable else fake
+                elif is_trainable and tracer is not None:
+                    copies.append(tracer.hold("weights", tensor.nbytes))
+                own[name] = made[id(tensor)]
     for number in copies:
         assert tracer is not None
         tracer.let_go(number)

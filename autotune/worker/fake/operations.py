@@ -15,8 +15,6 @@ import torch
 from autotune.core.prediction import Operation, Operations, Size
 from autotune.worker.private.torch import is_in_autograd
 
-_aten = torch.ops.aten
-
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "update"
 
 _MATRIX_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}
@@ -106,7 +104,13 @@ class OperationTally:
         """Count one operation; those with the same ``key`` that is not ``None`` compute and move the same."""
         if self.counts_as is None:
             return
-        part = UPDATE if self.counts_as == "update" else _part_of_micro_step()
+        if self.counts_as == "update":
+            part = UPDATE
+        elif not is_in_autograd():
+            part = FORWARD
+        else:
+            # A checkpoint's forward pass runs again in the backward pass, where gradients are otherwise not tracked.
+            part = RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
         self._dispatched[part] += 1
         if key in self._rows:
             row = self._rows[key]
@@ -249,13 +253,6 @@ def _name_and_kind(func: Any) -> tuple[str, str]:
         if torch.Tag.pointwise in func.tags:
             return name, "elementwise"
     return func._schema.name, "unknown"
-
-
-def _part_of_micro_step() -> str:
-    if not is_in_autograd():
-        return FORWARD
-    # A checkpoint's forward pass runs again inside the backward pass, where gradients are otherwise not tracked.
-    return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
 
 
 _TAKING = frozenset(("embedding", "index", "index_select", "gather", "_unsafe_index"))

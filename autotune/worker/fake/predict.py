@@ -13,7 +13,7 @@ import torch
 
 from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
 from autotune.core.chip import Chip
-from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep, unpacked
@@ -30,22 +30,21 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     yield_to_trials()
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
-    step, operations = _step(work, workload)
+    if work.step is not None:
+        step, operations = unpacked(work.step)
+    else:
+        # Random weights take the same memory, and need not be read.
+        training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
+        step, operations = training.step(), training.operations
     bucket_copy_bytes = operations.gradient_bytes if operations and work.arm.rebuilds_buckets else None
     limits = Limits(step, work.chip, Bounds(work.cap_bytes, work.line_bytes), bucket_copy_bytes)
-    largest = limits.largest_batch(work.multiple) if work.multiple else None
-    wanted = {*work.batches, *((batch, 1) for batch in _around(largest, work.multiple))}
+    wanted, largest = {*work.batches}, None
+    if work.multiple:
+        largest = limits.largest_batch(work.multiple)
+        # And the next one, which does not fit.
+        wanted |= {(batch, 1) for batch in (largest, largest + work.multiple) if batch}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
     return PredictionAnswer(predicted, largest, operations)
-
-
-def _step(work: PredictionWork, workload: Workload) -> tuple[ScalableStep, Operations | None]:
-    """Return the step of an arm, and what its operations compute where that is known."""
-    if work.step is not None:
-        return unpacked(work.step)
-    # Random weights take the same memory, and need not be read.
-    training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
-    return training.step(), training.operations
 
 
 def yield_to_trials() -> None:
@@ -55,13 +54,6 @@ def yield_to_trials() -> None:
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
-    """Return the largest batch that fits and the next one, which does not."""
-    if largest is None or multiple is None:
-        return ()
-    return (largest, largest + multiple) if largest else (multiple,)
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,8 @@ class Limits:
         """Return whether a step without accumulation fits."""
         step = self._step.of(1)
         events = step.at(batch, self._chip, accumulation=1)
-        return peak_bytes(events) <= self._bounds.line_bytes and self._fit(self._peaks(events, step))
+        # What exists at once, unrounded, is a lower bound of reserved memory.
+        return _peak(events)[0] <= self._bounds.line_bytes and self._fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple that fits, found by bisection; 0 where none does."""
@@ -129,11 +122,6 @@ class Limits:
             middle = (low + high) // 2 // multiple * multiple
             low, high = (middle, high) if self._fits(middle) else (low, middle)
         return low
-
-
-def peak_bytes(events: Events) -> int:
-    """Return the most bytes that exist at once, unrounded, which is a lower bound of reserved memory."""
-    return _peak(events)[0]
 
 
 def _peak(events: Events) -> tuple[int, int]:

@@ -92,7 +92,9 @@ class ScalableStep:
         self._shift = max(self._sizes) + 1
         self._begins = trace.parts["first inputs"]
         self._model_is_built = trace.parts.get("sharing", self._begins)
-        self._inputs = _alive_after(trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]])
+        loads = trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]]
+        ended = {number for number, size in loads if size == DEATH}
+        self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
         self._events: dict[int, list[_Event]] = {}
         """The events of two steps, by accumulation."""
 
@@ -125,14 +127,13 @@ class ScalableStep:
 
         ``None`` where all are in that.
         """
-        return self._stream if self._trace.streams else None
-
-    def _stream(self, number: int) -> int:
-        return self._trace.streams.get(number % self._shift, 0)
+        streams, shift = self._trace.streams, self._shift
+        return (lambda number: streams.get(number % shift, 0)) if streams else None
 
     def micro_batch_bytes(self, batch: int, chip: Chip) -> int:
         """Return the device memory of one micro-step's inputs, each tensor rounded as the allocator does."""
-        return sum(_rounded(self._sizes[number].at(batch, chip)) for number in self._inputs)
+        sizes = (self._sizes[number].at(batch, chip) for number in self._inputs)
+        return sum(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES for size_bytes in sizes)
 
     def _two_steps(self, accumulation: int) -> list[_Event]:
         """Return set-up, the step, and the step again, without allocations that the first one keeps (optimizer state).
@@ -181,12 +182,6 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
     return Size(value // batch, 0, columns, table, logits // batch if logits is not None else None)
 
 
-def _alive_after(events: Events) -> list[int]:
-    """Return the allocations that these events make and do not release, in order."""
-    ended = {number for number, size in events if size == DEATH}
-    return [number for number, size in events if size != DEATH and number not in ended]
-
-
 def _one_micro_step(trace: Trace) -> Events:
     """Return the traced step from its first micro-step on, without the second micro-step.
 
@@ -195,10 +190,6 @@ def _one_micro_step(trace: Trace) -> Events:
     second = trace.events[trace.parts["second micro-step"] : trace.parts["update"]]
     absent = {number for number, size in second if size != DEATH}
     return [event for event in trace.events[trace.parts["first micro-step"] :] if event[0] not in absent]
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 # aten/src/ATen/native/cuda/Embedding.cu: with at most this many indices, the gradient needs no scratch memory.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
+from autotune.core.chip import Chip
 from autotune.worker.private.torch import replace_attention, without_cpu_autocast
 from autotune.worker.private.transformers import decide_masks_without_values
 
@@ -94,7 +95,7 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def install_cuda_autocast() -> torch.library.Library:
+def _install_cuda_autocast() -> torch.library.Library:
     """Make CPU autocast use CUDA's float32 list, once and for the rest of this process.
 
     The library has to stay alive. torch 2.11 refuses a second one.
@@ -204,13 +205,15 @@ def _attention(
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
-def install_cuda_functions(*, flash: bool, padded: bool) -> None:
-    """Replace dropout and attention by what CUDA runs, however they are reached.
+def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
+    """Make fake CPU tensors allocate as on a chip, in the rest of this process.
 
-    Samples are never packed, and masks are full unless samples are ``padded``. transformers finds out both from tensor
-    values, which fake tensors do not have; without this it would keep a mask that a real step drops.
+    Dropout and attention are replaced by what CUDA runs, however they are reached. Samples are never packed, and masks
+    are full unless samples are ``padded``. transformers finds out both from tensor values, which fake tensors do not
+    have; without this it would keep a mask that a real step drops.
     """
-    _HARDWARE["flash"] = flash
+    _install_cuda_autocast()
+    _HARDWARE["flash"] = chip.has_flash_attention
     decide_masks_without_values(padded=padded)
     functional.dropout = _dropout
     torch.dropout = lambda input, p, train: _dropout(input, p, train)

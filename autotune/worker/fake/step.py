@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parameters
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
-from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
+from autotune.worker.fake.semantics import install_cuda_semantics
 from autotune.worker.fake.tracer import StorageTracer, Trace
 from autotune.worker.fake.zero import ZeroRank, compute_dtype
 from autotune.worker.private.accelerate import with_float32_outputs
@@ -63,12 +63,6 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
     return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
 
 
-def _predicted_tokens(workload: Workload) -> int:
-    """Return for how many tokens of a sample logits are computed where only masked ones are predicted."""
-    masked = math.ceil(MASKED_FRACTION * workload.seq_len)
-    return sparse.positions_to_compute(workload.seq_len, masked)
-
-
 def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
     """Return the class of the optimizer that ``TrainingArguments.optim`` names, and its default settings."""
     return optimizer_class(TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused"), model)
@@ -81,13 +75,6 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     kind, options = _optimizer_kind(name, model)
     optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     return optimizer
-
-
-@contextlib.contextmanager
-def _fake() -> Iterator[Any]:
-    mode = fake_tensor_mode()
-    with mode:
-        yield mode
 
 
 @contextlib.contextmanager
@@ -142,11 +129,13 @@ def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(model: torch.nn.Module, chip: Chip, operations: OperationTally, *, padded: bool) -> Iterator[StorageTracer]:
+def tracing(
+    model: torch.nn.Module, chip: Chip, operations: OperationTally | None, *, padded: bool
+) -> Iterator[StorageTracer]:
     """Record the allocations of whatever is done within, with the model's parameters replaced by fake tensors."""
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
-    with _fake(), _no_surprise_collection(), _noting_pieces(tracer), tracer:
+    with fake_tensor_mode(), _no_surprise_collection(), _noting_pieces(tracer), tracer:
         materialise(model, tracer)
         yield tracer
 
@@ -206,11 +195,11 @@ def _optimizer_step(
     tracer.enter("first micro-step", "activations")
     operations.counts_as = "micro_step"
     with _noting_gradients(training.model, tracer):
-        _micro_step(training, batches[0])
+        _micro_step(training.loss, batches[0])
     operations.counts_as = None
     tracer.enter("second micro-step", "activations")
     if not tracer.repeat_micro_step("first micro-step"):
-        _micro_step(training, batches[1])
+        _micro_step(training.loss, batches[1])
     tracer.enter("update", "workspaces")
     if training.max_grad_norm > 0:
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.max_grad_norm)
@@ -223,8 +212,8 @@ def _optimizer_step(
         optimizer.zero_grad(set_to_none=True)
 
 
-def _micro_step(training: Training, batch: Any) -> None:
-    loss = training.loss(batch) / 2
+def _micro_step(loss_of: Callable[[Any], Any], batch: Any) -> None:
+    loss = loss_of(batch) / 2
     loss.backward()
 
 
@@ -234,12 +223,6 @@ def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
         return forward
     autocast = torch.autocast("cpu", getattr(torch, HALF[precision]), cache_enabled=caches)
     return with_float32_outputs(autocast(forward))
-
-
-def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
-    """Make fake CPU tensors allocate as on a chip, in the rest of this process."""
-    install_cuda_autocast()
-    install_cuda_functions(flash=chip.has_flash_attention, padded=padded)
 
 
 class _BuiltIn:
@@ -267,7 +250,9 @@ class _BuiltIn:
         """Return a synthetic batch."""
         batch = _batch(self._workload, self.model, size)
         if self._arm.sparse_prediction:
-            batch[sparse.POSITIONS] = torch.zeros(size * _predicted_tokens(self._workload), dtype=torch.int64)
+            masked = math.ceil(MASKED_FRACTION * self._workload.seq_len)
+            computed = size * sparse.positions_to_compute(self._workload.seq_len, masked)
+            batch[sparse.POSITIONS] = torch.zeros(computed, dtype=torch.int64)
         return batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
@@ -325,11 +310,8 @@ class FakeTraining:
 
     def _sharded_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
         """Return the allocations of a step of one or two micro-steps on a rank that keeps a part of the model."""
-        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
-        tracer.follow_resizes()
-        tracer.has_padding = self._workload.padding > 0
-        with _fake(), _no_surprise_collection(), tracer:
-            materialise(model, tracer)
+        with tracing(model, self._chip, None, padded=self._workload.padding > 0) as tracer:
+            tracer.follow_resizes()
             tracer.enter("sharing", "weights")
             model = shard_model(model, self._arm, self._mesh)
             optimizer = _optimizer(self._arm.optim, model)
@@ -354,7 +336,7 @@ class FakeTraining:
             tracer.enter(part, "activations")
             if number < micro_steps:
                 model.set_requires_gradient_sync(number + 1 == micro_steps or self._arm.sync_each_batch)
-                _sharded_micro_step(model, batches[number])
+                _micro_step(_loss_of_call(model), batches[number])
         for parameter in model.parameters():
             if parameter.grad is not None:
                 tracer.see(parameter.grad, "gradients")
@@ -370,7 +352,7 @@ class FakeTraining:
         tracer.has_padding = self._workload.padding > 0
         dtype = compute_dtype(self._arm)
         rank = ZeroRank(model, self._arm, tracer, batch_size)
-        with _fake(), _no_surprise_collection():
+        with fake_tensor_mode(), _no_surprise_collection():
             rank.cast_model(tracer.overlook, model, dtype)
             with tracer:
                 tracer.enter("sharing", "weights")
@@ -397,7 +379,7 @@ class FakeTraining:
             if number < micro_steps:
                 rank.is_last = number + 1 == micro_steps
                 rank.prepare_forward(model)
-                _sharded_micro_step(model, batches[number])
+                _micro_step(_loss_of_call(model), batches[number])
                 rank.end_backward()
         for hook in hooks:
             hook.remove()
@@ -407,18 +389,9 @@ class FakeTraining:
         rank.update()
 
 
-def _sharded_micro_step(model: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Run a micro-step of a sharded model.
-
-    FSDP casts weights and inputs in place of autocast, by hooks that only a call of the model runs.
-    """
-
-    def loss_of() -> Any:
-        # The outputs are freed when it returns.
-        return model(**batch)["loss"]
-
-    loss = loss_of() / 2
-    loss.backward()
+def _loss_of_call(model: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Return the loss of a sharded model: FSDP casts in place of autocast, by hooks that only a call of it runs."""
+    return lambda batch: model(**batch)["loss"]
 
 
 def numbers_of(document: Any) -> Iterator[int]:

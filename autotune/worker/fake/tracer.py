@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,12 +193,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold_again(self, number: int, size_bytes: int) -> int:
         copy = self.hold(self.trace.labels[number], size_bytes)
-        if number in self.trace.column_sums:
-            self.trace.column_sums[copy] = self.trace.column_sums[number]
-        if number in self.trace.embeddings:
-            self.trace.embeddings[copy] = self.trace.embeddings[number]
-        if number in self.trace.pieces:
-            self.trace.pieces[copy] = self.trace.pieces[number]
+        kinds: tuple[dict[int, Any], ...] = (self.trace.column_sums, self.trace.embeddings, self.trace.pieces)
+        for sizes in kinds:
+            if number in sizes:
+                sizes[copy] = sizes[number]
         return copy
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
@@ -241,8 +238,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             if storage.nbytes() == 0:
                 return
-            number = self._known[storage] = self.hold(self.phase, storage.nbytes())
-            self._references[number] = weakref.ref(storage, self._death_of(number))
+            number = self.hold(self.phase, storage.nbytes())
+            self._know(storage, number)
         if label is not None:
             self.trace.labels[number] = label
 
@@ -267,15 +264,17 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.let_go(number)
         if size_bytes := storage.nbytes():
             label = self.phase if number is None else self.trace.labels[number]
-            number = self._known[storage] = self.hold(label, size_bytes)
-            self._references[number] = weakref.ref(storage, self._death_of(number))
+            self._know(storage, self.hold(label, size_bytes))
 
-    def _death_of(self, number: int) -> Callable[[Any], None]:
+    def _know(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Know a storage by the number of its allocation, and record its end."""
+
         def died(_: Any) -> None:
             self.let_go(number)
             self._references.pop(number, None)
 
-        return died
+        self._known[storage] = number
+        self._references[number] = weakref.ref(storage, died)
 
     def _keep_workspaces(self, *, with_bias: bool) -> None:
         """Record cuBLAS's workspace at a thread's first matrix product, and cuBLASLt's at its first with a bias.
@@ -294,13 +293,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _inherit(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Treat a result as being in its first operand's storage, as after an addition in place."""
-        storage = new.untyped_storage()
         number = self._known.pop(old.untyped_storage(), None)  # type: ignore[no-untyped-call]
         if number is None:
             self.see(new)
-            return
-        self._known[storage] = number
-        self._references[number] = weakref.ref(storage, self._death_of(number))
+        else:
+            self._know(new.untyped_storage(), number)
 
     def _reduction(self, source: torch.Tensor, total: torch.Tensor) -> None:
         """Record the scratch memory of CUDA's sum over all but the last dimension, such as a bias gradient."""

@@ -119,16 +119,12 @@ class ZeroRank:
                     made[id(tensor)] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 place = module._parameters if name in module._parameters else module._buffers
                 place[name] = made[id(tensor)]
-        self._rename(made)
+        # Known by their new ids.
+        self._own = {id(made[key]) for key in self._own}
+        self._split = {id(made[key]) for key in self._split}
         ranks = self._ranks if self._stage == 3 else 1
         # Parameters of their own, until they are parts of the flat tensors.
         self._cast = [self._hold("weights", p.numel() // ranks) for p in model.parameters()]
-
-    def _rename(self, made: dict[int, Any]) -> None:
-        """Know parameters by their new ids."""
-        new = {old: id(tensor) for old, tensor in made.items()}
-        self._own = {new[key] for key in self._own}
-        self._split = {new[key] for key in self._split}
 
     def begin(self, kind: Any, options: dict[str, Any]) -> None:
         """Split weights and optimizer state; ``kind`` and ``options`` make the optimizer."""

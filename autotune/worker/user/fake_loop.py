@@ -28,7 +28,8 @@ from autotune.core.prediction import ArmsToTrace
 from autotune.space.levers import is_traced
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.scaling import packed
-from autotune.worker.fake.step import install_cuda_semantics, tracing
+from autotune.worker.fake.semantics import install_cuda_semantics
+from autotune.worker.fake.step import tracing
 from autotune.worker.fake.tracer import DEATH, StorageTracer
 from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.training_watch import TrainingWatch

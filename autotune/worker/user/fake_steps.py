@@ -30,7 +30,8 @@ from autotune.worker.arrays import arrays_by_place, arrays_in
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.fake.scaling import packed, telling_batch
-from autotune.worker.fake.step import Training, install_cuda_semantics, numbers_of, trace_training, with_autocast
+from autotune.worker.fake.semantics import install_cuda_semantics
+from autotune.worker.fake.step import Training, numbers_of, trace_training, with_autocast
 from autotune.worker.private.accelerate import compute_on_cpu
 from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
 from autotune.worker.private.transformers import prepares_inputs_itself
