@@ -36,7 +36,12 @@ def load(spec: DataSpec, folder: Path) -> Any:
     except Exception as error:
         if _NO_DATA in str(error):
             raise _is_empty(spec) from error
-        raise _unreadable(spec, error) from error
+        hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
+        if spec.kind == "hub":
+            hint += "; no file or folder has this name"
+        # The message of datasets only says that something failed; the exception's cause says what.
+        why = first_line(error.__cause__ or error)
+        raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint) from error
     if isinstance(loaded, DatasetDict):
         if spec.split not in loaded:
             raise InvalidRequestError(
@@ -52,15 +57,6 @@ def _is_empty(spec: DataSpec) -> InvalidRequestError:
     return InvalidRequestError(
         f"--dataset {spec.label} has no samples (split {spec.split})", "give a dataset or split with samples"
     )
-
-
-def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
-    hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
-    if spec.kind == "hub":
-        hint += "; no file or folder has this name"
-    # The message of datasets only says that something failed; the exception's cause says what.
-    why = first_line(error.__cause__ or error)
-    return InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint)
 
 
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -33,19 +31,6 @@ ROWS_FILE = "rows.npy"
 TOKENIZER_FOLDER = "tokenizer"
 IMAGE = "image"
 """The column of undecoded images: a struct of ``bytes`` and ``path``."""
-
-
-class _Ordered(Sampler[int]):
-    """Yields indices in a given order."""
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        self._order = order
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
 
 class PreparedDataset:
@@ -95,7 +80,7 @@ class PreparedDataset:
     def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> OrderedTrainer:
         """Return a real ``Trainer`` on this dataset in the order of the schedule."""
         trainer = OrderedTrainer(model=model, args=arguments, callbacks=[callback], **self.ingredients(model))
-        trainer.train_order = _Ordered(schedule.order)
+        trainer.train_order = schedule.order
         return trainer
 
     def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:

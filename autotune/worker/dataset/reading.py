@@ -37,9 +37,9 @@ from autotune.worker.dataset.prepared import (
     TARGET_LENGTHS_FILE,
     TOKENIZER_FOLDER,
 )
-from autotune.worker.dataset.schedule import grouped_order
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table
+from autotune.worker.private.transformers import length_grouped_order
 
 _HUB_TIMEOUT_SECONDS = 10.0
 _TARGET_NAMES = ("target", "summary", "labels", "label")
@@ -115,7 +115,6 @@ class _Reading:
     def _read_text(self, dataset: Any) -> DataFacts:
         tokenizer = self._tokenizer()
         is_seq2seq = self._workload.task == "seq2seq-lm"
-        columns: dict[str, list[Any]] = {}
         num_labels: int | None = None
         target: str | None = None
         if is_seq2seq:
@@ -128,9 +127,8 @@ class _Reading:
         else:
             tokenized, raw = self._tokenize(dataset, tokenizer, find_text_columns(dataset, self._spec, target), target)
         if self._workload.task == "sequence-classification":
-            columns["labels"], num_labels = read_labels(dataset, self._spec)
-        for name, values in columns.items():
-            tokenized = tokenized.add_column(name, values)
+            labels, num_labels = read_labels(dataset, self._spec)
+            tokenized = tokenized.add_column("labels", labels)
         self._check_vocabulary(tokenized, made_before=made_before)
         lengths = _token_counts(tokenized, _TOKENS)
         targets = _token_counts(tokenized, "labels") if is_seq2seq else None
@@ -142,18 +140,15 @@ class _Reading:
         if not self._spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
             return DataFacts(len(lengths), num_labels, described)
-        rows = self._pack(lengths)
+        # Which row each sample is packed in, and the tokens of each row.
+        of_sample = np.empty(len(lengths), dtype=np.int64)
+        packed = best_fit(lengths.tolist(), self._workload.seq_len)
+        for number, row in enumerate(packed):
+            of_sample[row] = number
+        rows = np.array([int(lengths[row].sum()) for row in packed], dtype=np.int64)
+        np.save(self._folder / ROWS_FILE, of_sample)
         np.save(self._folder / LENGTHS_FILE, rows)
         return DataFacts(len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described))
-
-    def _pack(self, lengths: Any) -> Any:
-        """Write down which row each sample is packed in; return an array (rows,) of their tokens."""
-        of_sample = np.empty(len(lengths), dtype=np.int64)
-        rows = best_fit(lengths.tolist(), self._workload.seq_len)
-        for number, row in enumerate(rows):
-            of_sample[row] = number
-        np.save(self._folder / ROWS_FILE, of_sample)
-        return np.array([int(lengths[row].sum()) for row in rows], dtype=np.int64)
 
     def _tokenizer(self) -> Any:
         name = self._spec.tokenizer
@@ -309,7 +304,7 @@ def _padding_share(lengths: Any, spec: DataSpec, seq_len: int) -> float:
     """Return the share of the tokens of batches of 8 that is padding."""
     some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
     if spec.group_by_length:
-        some = some[grouped_order(some, _SHOWN_BATCH, 0)]
+        some = some[length_grouped_order(some.tolist(), _SHOWN_BATCH, 0)]
     batches = [some[start : start + _SHOWN_BATCH] for start in range(0, len(some), _SHOWN_BATCH)]
     padded = sum(len(batch) * spec.padded(int(batch.max()), seq_len) for batch in batches)
     return float(1 - some.sum() / padded)
@@ -390,20 +385,15 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
             )
         return values, max(feature.num_classes, 2)
     if all(isinstance(value, float) for value in values):
-        _check_finite(values, spec, name)
+        # Every loss would be NaN.
+        if wrong := [value for value in values if not math.isfinite(value)]:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
+                f"infinite ({wrong[0]})",
+                "remove these samples, or name another column with --label-column",
+            )
         return values, 1
     return _classes(values, spec, name)
-
-
-def _check_finite(values: list[float], spec: DataSpec, name: str) -> None:
-    """Raise ``InvalidRequestError`` where a label is NaN or infinite: every loss would be NaN."""
-    wrong = [value for value in values if not math.isfinite(value)]
-    if wrong:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
-            f"infinite ({wrong[0]})",
-            "remove these samples, or name another column with --label-column",
-        )
 
 
 def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:

@@ -67,11 +67,6 @@ class Schedule:
         return StepEstimate(mean, quantile(count - unknowns) * error / mean)
 
 
-def grouped_order(lengths: Any, step_samples: int, seed: int) -> list[int]:
-    """Return the order of an epoch that the Trainer's own sampler gives for ``group_by_length``."""
-    return length_grouped_order(lengths.tolist(), step_samples, seed)
-
-
 def _spread_positions(count: int) -> Iterator[int]:
     """Yield positions below ``count``, of which the first few are spread evenly at any time.
 
@@ -122,7 +117,7 @@ def make_schedule(
     epoch = random.permutation(samples)[:_MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
     if spec.group_by_length and lengths is not None:
-        epoch = epoch[grouped_order(sizes[epoch], step_samples, seed)]
+        epoch = epoch[length_grouped_order(sizes[epoch].tolist(), step_samples, seed)]
     step_samples *= shape.ranks
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
     # Axes: step, micro-step, rank, sample.

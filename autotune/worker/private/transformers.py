@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
 from transformers import Trainer
 
 _INTEGRATIONS = "transformers.integrations."
@@ -15,9 +14,9 @@ _INTEGRATIONS = "transformers.integrations."
 class OrderedTrainer(Trainer):  # type: ignore[misc]
     """A ``Trainer`` that takes samples in the order of ``train_order``."""
 
-    train_order: Sampler[int]
+    train_order: Sequence[int]
 
-    def _get_train_sampler(self, *_: Any, **__: Any) -> Sampler[int]:
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Sequence[int]:
         return self.train_order
 
 
