@@ -24,13 +24,17 @@ from autotune.worker.trial.build import build_model
 _UNDRAWN = 0.02
 
 
-def begins_on_meta(workload: Workload, *, shards: bool, compiles: bool) -> bool:
-    """Return whether a model is sharded before it has weights.
+def built_or_on_meta(
+    workload: Workload, attn_implementation: str, device: torch.device, *, shards: bool, compiles: bool
+) -> tuple[Any, bool]:
+    """Return the model of a training, and whether it is on ``meta``, to be sharded before it has weights.
 
     Compiled models are wrapped before they are sharded, which is the Trainer's to do, and bitsandbytes' weights are
     quantized whole.
     """
-    return shards and not compiles and workload.quantize is None
+    if shards and not compiles and workload.quantize is None:
+        return on_meta(workload, attn_implementation), True
+    return build_model(workload, attn_implementation, device), False
 
 
 def shard_from_meta(trainer: Any, workload: Workload) -> None:

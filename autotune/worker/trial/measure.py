@@ -314,7 +314,10 @@ class StepTimer(StepListener):
         """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
         assert self._busy is not None
         if self._is_profiled:
-            self._busy.step_ends(measured.step_seconds, self._relative_cost())
+            # Over that of the epoch's mean step.
+            costs = self._cost_of_step()
+            cost = costs[0] / self._schedule.epoch_cost if costs and self._schedule else 1.0
+            self._busy.step_ends(measured.step_seconds, cost)
             self._busy_steps += 1
         self._step_is_over()
         self.checks.step_is_dropped()
@@ -342,11 +345,6 @@ class StepTimer(StepListener):
         timed = [not new for new in self._schedule.new_lengths[: self._position]]
         index = sum(timed) if self._schedule.new_lengths else self._position
         return list(self._schedule.costs[index : index + 1])
-
-    def _relative_cost(self) -> float:
-        """Return the padded tokens of the step that ends, over those of the epoch's mean step."""
-        costs = self._cost_of_step()
-        return costs[0] / self._schedule.epoch_cost if costs and self._schedule else 1.0
 
     @property
     def _position(self) -> int:

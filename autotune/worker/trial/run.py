@@ -29,8 +29,8 @@ from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype, linear_weights
-from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
+from autotune.worker.trial.build import check_liger_knows, in_deepspeeds_dtype, linear_weights
+from autotune.worker.trial.from_meta import built_or_on_meta, shard_from_meta
 from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
@@ -91,14 +91,6 @@ def trainer_arguments(
     )
 
 
-def _with_capture(candidate: Candidate, effort: Effort) -> Effort:
-    """Return the effort with warm-up steps enough for CUDA graphs to be captured in them."""
-    if not candidate.arm.cuda_graphs:
-        return effort
-    steps = 1 + math.ceil(EAGER_MICRO_STEPS / micro_steps_to_run(candidate, effort))
-    return dataclasses.replace(effort, warmup_steps=max(effort.warmup_steps, steps))
-
-
 def _train_until_measured(trainer: Any, timer: StepTimer, *, is_alone: bool) -> float | None:
     """Train until everything is measured; return the mean loss.
 
@@ -122,7 +114,11 @@ class Trial:
     ) -> None:
         self._workload = workload
         self._candidate = work.candidate
-        self._effort = _with_capture(work.candidate, work.effort)
+        self._effort = work.effort
+        if work.candidate.arm.cuda_graphs:
+            # Warm-up steps enough for the graphs to be captured in them.
+            steps = 1 + math.ceil(EAGER_MICRO_STEPS / micro_steps_to_run(work.candidate, work.effort))
+            self._effort = dataclasses.replace(work.effort, warmup_steps=max(work.effort.warmup_steps, steps))
         self._device_kind = work.devices.kind
         self._ranks = ranks or Ranks()
         self._uuid = work.devices.uuids[self._ranks.rank]
@@ -201,11 +197,9 @@ class Trial:
         # Once transformers knows of ZeRO-3, it shards a model while it builds it.
         arguments = make_arguments() if arm.zero_stage == 3 else None
         workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
-        is_on_meta = begins_on_meta(workload, shards=arm.is_sharded, compiles=arm.torch_compile)
-        if is_on_meta:
-            model = on_meta(workload, arm.attn_implementation)
-        else:
-            model = build_model(workload, arm.attn_implementation, self._meter.device)
+        model, is_on_meta = built_or_on_meta(
+            workload, arm.attn_implementation, self._meter.device, shards=arm.is_sharded, compiles=arm.torch_compile
+        )
         self._linear_weights = linear_weights(model)
         self._meter.reset_peaks()
         self._phases.enter("trainer")
@@ -319,26 +313,20 @@ class Trial:
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
         if self._is_open:
             self._meter.lift_limit()
-        peaks = self._meter.peaks() if self._is_open else None
+        memory: dict[str, Any] = {}
+        if self._is_open:
+            allocated, reserved = self._meter.peaks()
+            memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
         if isinstance(error, NotTrainedError):
             print(f"autotune: {error}", file=sys.stderr)
             if not error.found.is_out_of_memory:
                 return Failed(error.found.reason, str(error), during=self._phases.current)
-            return OutOfMemory(
-                str(error),
-                during=self._phases.current,
-                peak_allocated_bytes=peaks.allocated if peaks else None,
-                peak_reserved_bytes=peaks.reserved if peaks else None,
-            )
+            return OutOfMemory(str(error), during=self._phases.current, **memory)
         outcome = classify(
             error,
             during=self._phases.current,
             on_cpu=self._device_kind == "cpu",
-            memory={
-                "peak_allocated_bytes": peaks.allocated if peaks else None,
-                "peak_reserved_bytes": peaks.reserved if peaks else None,
-                "cap_bytes": self._cap_bytes,
-            },
+            memory={**memory, "cap_bytes": self._cap_bytes},
         )
         # Errors tell users to look at the log. After running out of host memory there may be none left for printing.
         with contextlib.suppress(MemoryError):

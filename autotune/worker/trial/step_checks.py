@@ -123,7 +123,9 @@ class StepChecks:
 
     def _judge_numerics(self) -> None:
         batch, sizes = self._batch, self.watch.inner_sizes
-        if batch is not None and self._is_filled and sizes and not any(_may_hold(size, batch) for size in sizes):
+        # Tensors of such first dimensions may be of all samples of the batch.
+        holds_all = any(size[0] % batch == 0 or size[1:] == (batch,) for size in sizes) if batch is not None else True
+        if self._is_filled and sizes and not holds_all:
             self._refuse(
                 f"the model of {self._name} is given a batch of {batch} and computes with fewer samples",
                 "have the model train with all samples of the batch that it is given",
@@ -288,11 +290,6 @@ class StepChecks:
         if ran_out:
             return NotTrained(f"{message}, after it ran out of memory and caught the error", hint, True)
         return NotTrained(message, hint)
-
-
-def _may_hold(size: tuple[int, ...], batch: int) -> bool:
-    """Return whether a tensor of these first dimensions may be of all samples of a batch."""
-    return size[0] % batch == 0 or size[1:] == (batch,)
 
 
 def fills(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:

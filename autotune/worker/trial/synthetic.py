@@ -56,12 +56,6 @@ def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Gener
     return [max(least, min(seq_len, round(seq_len * (low + (high - low) * place)))) for place in places.tolist()]
 
 
-def _image(config: Any, generator: torch.Generator) -> torch.Tensor:
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return torch.rand((config.num_channels, height, width), generator=generator)
-
-
 def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int, generator: torch.Generator) -> Sample:
     tokens = torch.randint(min(_LOWEST_TOKEN, vocabulary - 1), vocabulary, (workload.seq_len,), generator=generator)
     sample: Sample = {"input_ids": tokens}
@@ -110,7 +104,10 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
     config = model.config
     if workload.task == "image-classification":
         label = torch.randint(0, config.num_labels, (), generator=generator)
-        return {"pixel_values": _image(config, generator), "labels": label}
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        pixels = torch.rand((config.num_channels, height, width), generator=generator)
+        return {"pixel_values": pixels, "labels": label}
     vocabulary = model.get_input_embeddings().num_embeddings
     if workload.task == "speech-seq2seq":
         # Whisper's encoder takes log-mel frames at twice its positions: its first convolutions have stride 2.

@@ -25,8 +25,8 @@ from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import build_model, in_deepspeeds_dtype
-from autotune.worker.trial.from_meta import begins_on_meta, on_meta, shard_from_meta
+from autotune.worker.trial.build import in_deepspeeds_dtype
+from autotune.worker.trial.from_meta import built_or_on_meta, shard_from_meta
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
@@ -198,11 +198,9 @@ def build_trainer(
     built = workload
     if "deepspeed" in work.arguments:
         built = in_deepspeeds_dtype(workload, "bf16" if made.bf16 else "fp16" if made.fp16 else "fp32")
-    is_on_meta = begins_on_meta(built, shards=bool(made.fsdp), compiles=made.torch_compile)
-    if is_on_meta:
-        model = on_meta(built, work.attn_implementation)
-    else:
-        model = build_model(built, work.attn_implementation, meter.device)
+    model, is_on_meta = built_or_on_meta(
+        built, work.attn_implementation, meter.device, shards=bool(made.fsdp), compiles=made.torch_compile
+    )
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
     if made.world_size != work.devices.ranks:
