@@ -80,15 +80,12 @@ class Measured(Protocol):
 
     def begins(self) -> None:
         """Measure from now on."""
-        ...
 
     def steps(self, *, rehearses: bool) -> LoopSteps:
         """Return what is to be told of the batches and steps, after ``begins``."""
-        ...
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader, and measure from the first one on."""
-        ...
 
 
 class Adapter(Protocol):
@@ -96,15 +93,12 @@ class Adapter(Protocol):
 
     def overlay(self, changes: Changes) -> None:
         """Have the framework train with other settings, in this process from now on."""
-        ...
 
     def measure(self, changes: Changes, trial: Measured) -> None:
         """Do that, and tell the trial of the steps."""
-        ...
 
     def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
         """Look at what the script trains with, from now on; return what tells whether it has begun to."""
-        ...
 
 
 def silence(kind: Any, *names: str, returned: Any = None) -> None:

@@ -174,7 +174,8 @@ def _command(source: TrainingSource, options: Mapping[str, _Option], argv: Seque
     """Return the script's command line with placeholders, as it is to be pasted."""
     start = "torchrun" if source.is_ranked else "python"
     words = _with_placeholders(source.argv if argv is None else argv, options)
-    return shlex.join([start, *_own_name(source), *words])
+    name = ("-m", source.module) if source.module else (_file(source),)
+    return shlex.join([start, *name, *words])
 
 
 def why_no_budget(options: Sequence[str]) -> str | None:
@@ -197,10 +198,6 @@ def framework_of(frames: Sequence[FrameType]) -> str:
             if f"{module_of(frame)}.".startswith(f"{package}."):
                 return f" with {name}"
     return ""
-
-
-def _own_name(source: TrainingSource) -> tuple[str, ...]:
-    return ("-m", source.module) if source.module else (_file(source),)
 
 
 def _file(source: TrainingSource) -> str:

@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,8 @@ from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.chip import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
-from autotune.core.prediction import ArmsToTrace, TracedStep
+from autotune.core.prediction import TracedStep
+from autotune.space.dataloader import usable_cores
 from autotune.space.levers import is_traced
 from autotune.worker.arrays import arrays_by_place, arrays_in
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
@@ -176,7 +176,7 @@ class TrainerStep(OwnStep):
 
 
 def add_memory(work: InspectionWork, model: ModelFacts, make: Callable[[], OwnStep]) -> ModelFacts:
-    """Return the facts of a model with its traced steps, where the inspection asks for them; see ``trace_arms``."""
+    """Return the facts of a model with its traced steps, where the inspection asks for them; see ``traced``."""
     assert model.own is not None
     untraceable = model.interface.untraceable
     if untraceable is not None and work.arms is not None and work.arms.chip is not None:
@@ -201,27 +201,23 @@ def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
 
 
 def traced(work: InspectionWork, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory | None:
-    """Return what ``trace_arms`` returns; ``None`` where the inspection does not ask for it."""
-    if work.arms is None or work.arms.chip is None:
-        return None
-    return trace_arms(work.arms, work.arms.chip, attention, optim, make)
-
-
-def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory:
     """Return the packed trace of a step for each arm that may be searched. Raises nothing.
 
-    ``attention`` and ``optim`` are those of the user's code.
+    ``attention`` and ``optim`` are those of the user's code. Returns ``None`` where the inspection asks for no trace.
     """
+    wanted = work.arms
+    if wanted is None or (chip := wanted.chip) is None:
+        return None
     optims = wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,)
     arms = arms_of(wanted.precisions, wanted.checkpointing, attention, optims)
-    traced = [arm for arm in arms if is_traced(arm)]
-    if not traced:
+    to_trace = [arm for arm in arms if is_traced(arm)]
+    if not to_trace:
         return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
     try:
         step = make()
     except Exception as error:
         return Memory(unknown=why_not(error))
-    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in traced}, _MOST_SECONDS)
+    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in to_trace}, _MOST_SECONDS)
 
 
 def arms_of(
@@ -242,10 +238,8 @@ def trace_in_forks(
     traces: Mapping[Arm, Callable[[Callable[[Traced], NoReturn]], NoReturn]], limit_seconds: float
 ) -> Memory:
     """Call the function of each arm in a fork of this process; it sends the packed trace, or why there is none."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    answers = in_forks(
-        Traced, list(traces.values()), at_once=max(1, min(cores, _MOST_AT_ONCE)), limit_seconds=limit_seconds
-    )
+    at_once = max(1, min(usable_cores(), _MOST_AT_ONCE))
+    answers = in_forks(Traced, list(traces.values()), at_once=at_once, limit_seconds=limit_seconds)
     ended = "its process ended"
     whys = [ended if answer is None else answer.why for answer in answers if answer is None or answer.why is not None]
     steps = tuple(
@@ -325,7 +319,8 @@ class BatchShapes:
         largest = max(samples, key=_size)
         self._two, self._three = (collate([copy.deepcopy(largest) for _ in range(count)]) for count in (2, 3))
         mixed = [copy.deepcopy(sample) for sample in samples[:: max(1, len(samples) // _MIXED)]]
-        self.is_padded = _has_padding(collate([*mixed, copy.deepcopy(largest)]))
+        arrays = arrays_by_place(collate([*mixed, copy.deepcopy(largest)]))
+        self.is_padded = any("attention_mask" in place and bool((mask == 0).any()) for place, mask in arrays)
         """Whether attention masks have zeros."""
 
     def at(self, size: int) -> Any:
@@ -388,7 +383,3 @@ def _scaled(two: Any, three: Any, size: int) -> Any:
     if isinstance(two, int) and not isinstance(two, bool):
         return two + (three - two) * (size - 2)
     return two
-
-
-def _has_padding(batch: Any) -> bool:
-    return any("attention_mask" in place and bool((mask == 0).any()) for place, mask in arrays_by_place(batch))

@@ -62,7 +62,10 @@ class Guard:
 
         before_steps(torch, self._on_step)
         watch_other_gradients(self._on_other_gradients)
-        _watch_spawned(self._on_spawn)
+        # Before torch starts processes that run a function.
+        for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
+            if hasattr(sys.modules.get(name), "start_processes"):
+                before(sys.modules[name], "start_processes", lambda *_, **__: self._on_spawn())
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
@@ -99,7 +102,9 @@ class Guard:
             return
         words, environment = _STARTS[event](arguments)
         becomes = event == "os.exec" and os.getpid() == self._process
-        is_unknown = _is_python(words) and _is_unguarded(environment) and not _is_compiler(words)
+        # torch.compile compiles in processes that have an environment of their own.
+        is_compiler = any(word.endswith(_COMPILER) for word in words[1:2])
+        is_unknown = _is_python(words) and _is_unguarded(environment) and not is_compiler
         if becomes or _is_launcher(words) or is_unknown:
             verb = "becomes" if becomes else "starts"
             self._end(
@@ -183,13 +188,6 @@ def forget_steps(torch: Any) -> None:
     forget_optimizer_hooks()
 
 
-def _watch_spawned(on_spawn: Callable[[], None]) -> None:
-    """Have ``on_spawn`` called before torch starts processes that run a function."""
-    for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
-        if hasattr(sys.modules.get(name), "start_processes"):
-            before(sys.modules[name], "start_processes", lambda *_, **__: on_spawn())
-
-
 def describe_training(source: TrainingSource) -> tuple[str, str]:
     """Return what trains at this moment, as the call stack shows, and what to do instead."""
     from transformers import Trainer
@@ -259,12 +257,6 @@ _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
 
 def _text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
-
-
-def _is_compiler(words: Sequence[str]) -> bool:
-    """Return whether a command is that of a process in which torch.compile compiles, which has an environment of its
-    own."""
-    return any(word.endswith(_COMPILER) for word in words[1:2])
 
 
 def _is_launcher(words: Sequence[str]) -> bool:

@@ -187,7 +187,11 @@ class Cover:
         sockets = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in _sockets()]
         try:
             self._find_room(memory_bytes)
-            self._cover_root()
+            tree = os.path.join(self.run, "root")
+            os.mkdir(tree)
+            # In a user name space, folders of others must lie on the way to a layer, not in it.
+            if not self.is_user_space and self._overlay("/", tree):
+                self._new_root = tree
             for mount in self._mounts:
                 self._cover_mount(mount)
             self._cover_shared_memory()
@@ -262,13 +266,6 @@ class Cover:
         self._covered.append(path)
         return True
 
-    def _cover_root(self) -> None:
-        tree = os.path.join(self.run, "root")
-        os.mkdir(tree)
-        # In a user name space, folders of others must lie on the way to a layer, not in it.
-        if not self.is_user_space and self._overlay("/", tree):
-            self._new_root = tree
-
     def _cover_mount(self, mount: _Mounted) -> None:
         """Bring a mount to the place that it has in the new tree, or cover it where it is."""
         if mount.path == "/":
@@ -276,8 +273,7 @@ class Cover:
                 self._cover_entries("/")
             return
         target = self._new_root + mount.path
-        is_kernels = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in _KERNEL_FOLDERS)
-        stays = is_kernels or mount.is_read_only or any(is_within(mount.path, folder) for folder in self.outside)
+        stays = self._stays(mount)
         has_points = any(point != mount.path and is_within(point, mount.path) for point in self._points)
         if not stays and mount.is_folder and not has_points and self._overlay(mount.path, target, mount.fd):
             return
@@ -287,6 +283,12 @@ class Cover:
                 _set_read_only(target)
         elif not stays and mount.is_folder:
             self._cover_entries(mount.path)
+
+    def _stays(self, mount: _Mounted) -> bool:
+        """Return whether a mount is left as it is: one of the kernel's, one that is read-only or not to be covered."""
+        folders = (*_KERNEL_FOLDERS, *self.outside)
+        is_spared = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in folders)
+        return is_spared or mount.is_read_only
 
     def _cover_entries(self, folder: str) -> None:
         """Cover the folders in a folder that cannot be covered as a whole."""
@@ -322,9 +324,7 @@ class Cover:
     def _close_the_rest(self) -> None:
         """Make read-only what is not covered."""
         for mount in self._mounts:
-            is_kernels = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in _KERNEL_FOLDERS)
-            is_outside = any(is_within(mount.path, folder) for folder in self.outside)
-            if not (is_kernels or is_outside or mount.is_read_only or self.covers(mount.path)):
+            if not (self._stays(mount) or self.covers(mount.path)):
                 _set_read_only(mount.path)
 
 

@@ -49,7 +49,8 @@ _LEAST_OF_SUM = 1.6
 # What the script is told, and what where it rejects that. Choices.
 _BATCHES = (4, 2)
 _LARGER_BATCHES = (16, 8)
-
+# Placeholders that decide how many samples a step has.
+_TOTALS = ("accumulation", "effective_batch", "effective_tokens")
 
 _AS_PASSES = "it makes as many backward passes as {batch} says: put {accumulation} there"
 
@@ -252,9 +253,10 @@ class _Inspecting:
                 or self._where_batch_is(one, two),
             )
         if self._tells_total and _passes(values, one, others, two) is None:
+            totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
-                f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
-                f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
+                f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
+                f"for a step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
                 self._why_no_budget()
                 or "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
@@ -273,7 +275,7 @@ class _Inspecting:
 
     @property
     def _tells_total(self) -> bool:
-        return not {"accumulation", "effective_batch", "effective_tokens"}.isdisjoint(self._template.names)
+        return not self._template.names.isdisjoint(_TOTALS)
 
     def _facts(
         self, own: Seen | None, site: Site | None, first: tuple[Values, Seen], second: tuple[Values, Seen]
@@ -364,12 +366,6 @@ class _Inspecting:
         pairs = itertools.pairwise(("", *self._template.words))
         filled = (f"{before}={word}" if word.startswith("{") else word for before, word in pairs if mark in word)
         return [word.partition("=")[0] for word in filled]
-
-    def _total(self) -> str:
-        names = [
-            name for name in ("accumulation", "effective_batch", "effective_tokens") if name in self._template.names
-        ]
-        return " and ".join(f"{{{name}}}" for name in names)
 
     def _check_numerics(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> None:
         names, name = self._template.names, self._source.name

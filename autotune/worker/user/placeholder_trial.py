@@ -50,22 +50,10 @@ class PlaceholderTrial(StepsTrial):
         set_variables(source.variables, variables)
         self._checks.watch.watch_checkpoints()
         self._checks.watch.watch_updates_by_hand()
-        steps = self._steps = self._observed()
-        run_script(dataclasses.replace(source, argv=words), output_dir)
-        # The last step of an epoch may be a short one.
-        if steps.otherwise > 1:
-            raise UserCodeError(steps.told_otherwise)
-
-    def make_guard(self) -> Guard:
-        """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
-        return Guard(self._source, self._refuse, is_known=lambda: True)
-
-    def _observed(self) -> HookedSteps:
-        interface = self._source.interface
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
-        steps = self._checks.watch.listener = HookedSteps(
-            self._source.name,
+        steps = self._steps = self._checks.watch.listener = HookedSteps(
+            source.name,
             self._candidate,
             interface.steps,
             self._timer,
@@ -74,7 +62,14 @@ class PlaceholderTrial(StepsTrial):
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(message, ""),
         )
-        return steps
+        run_script(dataclasses.replace(source, argv=words), output_dir)
+        # The last step of an epoch may be a short one.
+        if steps.otherwise > 1:
+            raise UserCodeError(steps.told_otherwise)
+
+    def make_guard(self) -> Guard:
+        """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
+        return Guard(self._source, self._refuse, is_known=lambda: True)
 
     def samples_of_micro_step(self) -> int | None:
         """Return ``None``: the inspection has shown where samples go in, and they are counted there."""
@@ -138,7 +133,6 @@ class HookedSteps(MarkedSteps):
         self.told_otherwise = ""
         """What it did in the last of them."""
         self._loading = Loading()
-        self._loading.watch()
         self._models = ModelNames()
         around(torch, "save", self._save)
         # Now, since within the call of a model its checks would be turned on for the modules in it.
@@ -279,7 +273,7 @@ def unwrapped(module: Any) -> Any:
 
 
 class Loading:
-    """How long the batches of data loaders were waited for, and with how many processes they are loaded."""
+    """How long batches of data loaders are waited for from now on, and with how many processes they are loaded."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -287,9 +281,6 @@ class Loading:
         self.prefetch: int | None = None
         self.batches: Any = None
         """What chose the samples of the last batch; a ``BatchSampler`` unless the script has one of its own."""
-
-    def watch(self) -> None:
-        """Record it from now on."""
         on_loaded_batch(self._loaded)
 
     def _loaded(self, iterator: Any, seconds: float) -> None:

@@ -139,7 +139,6 @@ class Watching(Listener):
         self._watch.watch_checkpoints()
         self._watch.watch_updates_by_hand()
         self._loading = Loading()
-        self._loading.watch()
         after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
         self._watch.listener = self
         self._watch.install()

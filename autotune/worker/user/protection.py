@@ -26,6 +26,7 @@ from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.units import format_bytes
+from autotune.worker.failures import chain_of
 from autotune.worker.user import landlock, mount_namespace
 
 if TYPE_CHECKING:
@@ -250,11 +251,9 @@ def refused_write(error: BaseException) -> tuple[str, str] | None:
     """Return the file that the user's code was not allowed to write, and why; ``None`` for any other error."""
     if _current is None or _current.kind == "none":
         return None
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in chain_of(error):
         if isinstance(seen, OSError) and (why := _current.why_refused(seen)) is not None:
             return os.fsdecode(seen.filename2 or seen.filename or "a file"), why
-        seen = seen.__cause__ or seen.__context__
     # Writers in C++ and Rust raise errors of their own, which have no number.
     if _current.kind != "overlay" and any(words in str(error) for words in _REFUSED_WORDS):
         return "a file", _READ_ONLY

@@ -61,7 +61,10 @@ def _prepare_trainer(training: RealTraining) -> None:
     tell_launched_precision(training.arguments)
     on_import("transformers.training_args", functools.partial(_set_fields, training.arguments))
     if applied_settings(training.candidate.arm):
-        on_import("transformers.trainer", functools.partial(_apply_to_trainers, training))
+        on_import(
+            "transformers.trainer",
+            lambda module: before(module.Trainer, "train", lambda trainer, *_, **__: _apply(training, trainer)),
+        )
 
 
 def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
@@ -89,10 +92,6 @@ def _apply(training: RealTraining, trainer: Any) -> Any:
 
         apply(trainer, **settings)
     return trainer
-
-
-def _apply_to_trainers(training: RealTraining, module: ModuleType) -> None:
-    before(module.Trainer, "train", lambda trainer, *_, **__: _apply(training, trainer))
 
 
 # Other loops

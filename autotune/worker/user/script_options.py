@@ -31,9 +31,6 @@ class SeenOptions:
         self.values: dict[str, Any] = {}
         self.loaders: dict[str, int] = {}
         """``FILE:LINE`` of the script where it made a data loader, and its batch."""
-
-    def watch(self) -> None:
-        """Record them from now on."""
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
         after(kind, "add_argument", self._on_added)
         after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
@@ -63,6 +60,4 @@ class SeenOptions:
 @functools.cache
 def watch_options() -> SeenOptions:
     """Take down, from now on, which options the parsers of this process have, and where it makes data loaders."""
-    seen = SeenOptions()
-    seen.watch()
-    return seen
+    return SeenOptions()

@@ -49,15 +49,12 @@ def settings_of(frames: Sequence[FrameType]) -> tuple[Mapping[str, Any], bool]:
         if module_of(frame) == "__main__":
             text = _source_text(frame.f_code.co_filename)
             # nanoGPT's configurator, a file of its own or a copy.
-            if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + _configurator(text):
+            named = re.search(r"exec\(open\(['\"]([\w./]+)['\"]\)", text)
+            configurator = _source_text(named[1]) if named else ""
+            if re.search(r"exec\(open\(|globals\(\)\[", text) and "argv" in text + configurator:
                 found = {f"--{name}": value for name, value in frame.f_globals.items() if not name.startswith("_")}
                 return found, True
     return {}, True
-
-
-def _configurator(text: str) -> str:
-    named = re.search(r"exec\(open\(['\"]([\w./]+)['\"]\)", text)
-    return _source_text(named[1]) if named else ""
 
 
 def _source_text(path: str) -> str:
@@ -154,7 +151,8 @@ def likely_settings(frames: Sequence[FrameType], file: str) -> dict[str, Any]:
         values |= getattr(values.pop("self", None), "__dict__", None) or {}
         configs += [config for value in values.values() if (config := _config(value))]
         for key, number in (pair for config in configs for pair in _flat(config)):
-            if _is_number(number):
+            is_whole = isinstance(number, int) and not isinstance(number, bool)
+            if is_whole or (isinstance(number, str) and number.isdecimal()):
                 found.setdefault(key, number)
     return found
 
@@ -167,11 +165,6 @@ def sizes_at_hand(frames: Sequence[FrameType]) -> set[int]:
 
 def _package(frame: FrameType | None) -> str:
     return module_of(frame).partition(".")[0] if frame is not None else ""
-
-
-def _is_number(value: Any) -> bool:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return is_whole or (isinstance(value, str) and value.isdecimal())
 
 
 def _config(value: Any, depth: int = _DEEPEST) -> dict[str, Any] | None:

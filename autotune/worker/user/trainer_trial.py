@@ -159,13 +159,6 @@ class TrainerTrial(OwnTrial):
                 "have it do so only where its TrainingArguments say so",
             )
 
-    def _rehearse(self, trainer: Any) -> Rehearsing:
-        """Have the steps of its training data come twice where their shapes are new."""
-        rehearsing = Rehearsing(trainer.args.gradient_accumulation_steps)
-        original = trainer.get_train_dataloader
-        trainer.get_train_dataloader = lambda: rehearsing.over(original())
-        return rehearsing
-
     def _prepare(self, trainer: Any) -> None:
         """Measure it for as many steps as needed, and remove its other callbacks that report."""
         for callback in list(trainer.callback_handler.callbacks):
@@ -175,7 +168,11 @@ class TrainerTrial(OwnTrial):
             apply(trainer, **settings)
             if self._candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = self._checks.watch.take_replay
-        rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
+        rehearsing = None
+        if self._device_kind == "cuda":
+            # The steps of its training data come twice where their shapes are new.
+            rehearsing, load = Rehearsing(trainer.args.gradient_accumulation_steps), trainer.get_train_dataloader
+            trainer.get_train_dataloader = lambda: rehearsing.over(load())
         self._hold_inputs(trainer)
         self._checks.may_be_zero = generates(trainer.args)
         watch = LossWatch(trainer)

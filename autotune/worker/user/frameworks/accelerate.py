@@ -204,20 +204,20 @@ class AccelerateInspection(LoopInspection):
             self.finish()
 
     def take_loader(self) -> None:
-        """Record the loader, and trace the memory of a step."""
-        super().take_loader()
-        if self._traces:
-            self._memory = self._traced()
+        """Record the loader, and trace the memory of a step.
 
-    def _traced(self) -> Memory | None:
-        """Trace the memory of a step, before the first backward pass: no fork could compute gradients after it."""
+        That is before the first backward pass: no fork could compute gradients after it.
+        """
+        super().take_loader()
+        if not self._traces:
+            return
         from autotune.worker.private.transformers import attention_of
         from autotune.worker.user.fake_steps import traced
 
         config = getattr(self._overlay.models[0], "config", None) if len(self._overlay.models) == 1 else None
         attention = attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"
         make = functools.partial(_traced_step, self._overlay, self.loader)
-        return traced(self.inspecting.work, attention, OWN_OPTIM, make)
+        self._memory = traced(self.inspecting.work, attention, OWN_OPTIM, make)
 
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""
