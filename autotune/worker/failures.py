@@ -85,12 +85,6 @@ def _is_onednns(text: str) -> bool:
     return text.strip().partition("\n")[0] == _ONEDNN_LINE
 
 
-def is_lost_device(error: BaseException) -> bool:
-    """Return whether an error means that the GPU, or this process's connection to it, has failed."""
-    text = str(error).lower()
-    return "cuda" in text and any(fragment in text for fragment in _LOST_DEVICE_FRAGMENTS)
-
-
 def chain_of(error: BaseException) -> list[BaseException]:
     """Return the error and the errors it was raised from, outermost first."""
     chain: list[BaseException] = []
@@ -144,7 +138,9 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     if culprit is None and isinstance(error, SettingUnavailableError):
         return Failed("unavailable", str(error), during=during)
     if culprit is None:
-        reason: FailureReason = "device_lost" if any(map(is_lost_device, chain_of(error))) else "error"
+        said = [text for each in chain_of(error) if "cuda" in (text := str(each).lower())]
+        is_lost = any(fragment in text for text in said for fragment in _LOST_DEVICE_FRAGMENTS)
+        reason: FailureReason = "device_lost" if is_lost else "error"
         text = "".join(traceback.format_exception(error))[-20_000:]
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()

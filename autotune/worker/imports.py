@@ -85,12 +85,6 @@ def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[No
                 del sys.modules[name]
 
 
-def _not_used_by(workload: Workload) -> tuple[str, ...]:
-    """Return packages that transformers' Trainer imports and that this workload does not use."""
-    unused = () if workload.data else ("datasets",)
-    return (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
-
-
 def renew_thread_pool_in_forks() -> None:
     """Have forks of this process, and theirs, make a new thread pool before any of their threads asks for it.
 
@@ -151,7 +145,9 @@ def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[
     """Return the packages that are not to be imported now, and those that never are."""
     if workload is None:
         return (_NO_STEP_NEEDS, ("datasets", "peft")) if is_plain else ((), ())
-    return _NO_STEP_NEEDS, _not_used_by(workload)
+    # transformers' Trainer imports these, and this workload does not use them.
+    unused = () if workload.data else ("datasets",)
+    return _NO_STEP_NEEDS, (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
 
 
 def _import_class(workload: Workload) -> None:

@@ -188,21 +188,16 @@ def serve_one_job(kind: type[W], run: Callable[[W, str], Any]) -> None:
     """
     die_with(os.getppid())
     result_fd = int(sys.argv[1])
-    if _is_unread(result_fd):
-        # The parent died while this process imported its modules, and another one is its parent now.
+    poll = select.poll()
+    poll.register(result_fd, 0)
+    if poll.poll(0):
+        # Nobody is left to read: the parent died while this process imported its modules, and it has another one now.
         leave(1)
     os.set_inheritable(result_fd, False)
     message = json.loads(sys.stdin.readline())
     result = run(decode(message["work"], kind), message["output_dir"])
     with os.fdopen(result_fd, "w") as stream:
         json.dump(encode(result), stream)
-
-
-def _is_unread(pipe_fd: int) -> bool:
-    """Return whether nobody is left who could read what is written to a pipe."""
-    poll = select.poll()
-    poll.register(pipe_fd, 0)
-    return bool(poll.poll(0))
 
 
 def flush_output() -> None:

@@ -245,7 +245,7 @@ class Server:
             job = Job.from_document(document)
         except ValueError as error:
             job_id = document.get("id") if isinstance(document, dict) else None
-            self._refuse(str(job_id), str(error))
+            self.report(Ended(str(job_id), refused=str(error)))
         else:
             self._start(job)
 
@@ -254,7 +254,7 @@ class Server:
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
         except AutotuneError as error:
-            self._refuse(job.id, f"{error.message}; {error.hint}")
+            self.report(Ended(job.id, refused=f"{error.message}; {error.hint}"))
             return
         process.flush_output()
         ranks: list[_Rank] = []
@@ -270,7 +270,8 @@ class Server:
             for rank in ranks:
                 os.close(rank.lines.fd)
             scratch.remove()
-            self._refuse(job.id, f"no process can be started: {getattr(error, 'strerror', None) or error}")
+            why = getattr(error, "strerror", None) or error
+            self.report(Ended(job.id, refused=f"no process can be started: {why}"))
             return
         self._jobs.append(_RunningJob(job, ranks, scratch, store))
         if job.protection is not None and job.protection.layer is not None:
@@ -306,10 +307,6 @@ class Server:
     def _pids(self) -> list[int]:
         """Return the processes of the jobs that are running."""
         return [rank.pid for job in self._jobs for rank in job.ranks]
-
-    def _refuse(self, job_id: str, why: str) -> None:
-        """Report the end of a job that could not be started."""
-        self.report(Ended(job_id, refused=why))
 
     def _attend(self, job: _RunningJob) -> None:
         for rank in job.ranks:
