@@ -100,13 +100,12 @@ def package_of(error: BaseException) -> str | None:
 
     torch registers functions of other packages, and transformers imports them.
     """
-    module, trace = None, error.__traceback__
-    while trace is not None:
-        _, _, within = trace.tb_frame.f_code.co_filename.partition("site-packages" + os.sep)
+    module = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        _, _, within = frame.f_code.co_filename.partition("site-packages" + os.sep)
         name = within.partition(os.sep)[0].removesuffix(".py")
         if within and name not in ("torch", "transformers", "autotune"):
             module = name
-        trace = trace.tb_next
     return module
 
 

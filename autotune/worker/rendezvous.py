@@ -70,30 +70,22 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
     one that is free. On a CPU, DeepSpeed would choose a GPU that it finds. An optimizer on the CPU gets its share of
     the cores, since ranks have a single thread otherwise.
     """
+    import torch
+
     if ranks == 1 and "RANK" not in os.environ:
         os.environ.update({**rank_variables(0, 1, 0), "TORCHELASTIC_USE_AGENT_STORE": "False"})
     if device_kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
-        _number_gpus()
+        # By their numbers in NVML: DeepSpeed 0.19 cannot read UUIDs (``_get_nvml_gpu_id``). CUDA reads the variable
+        # once, so it is started first.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        numbers = [gpu_number(uuid) for uuid in named]
+        if None not in numbers:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     if offloads:
-        import torch
-
         torch.set_num_threads(offloading_threads(usable_cores(), ranks))
-
-
-def _number_gpus() -> None:
-    """Name the visible GPUs by their numbers in NVML: DeepSpeed 0.19 cannot read UUIDs (``_get_nvml_gpu_id``).
-
-    CUDA reads the variable once, so it is started first.
-    """
-    import torch
-
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    numbers = [gpu_number(uuid) for uuid in named]
-    if None not in numbers:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
 
 class Ranks:

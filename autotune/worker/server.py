@@ -29,7 +29,6 @@ dead thread pools or an unusable CUDA.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -228,7 +227,15 @@ class Server:
             for line in self._control.read():
                 message = json.loads(line)
                 if "job" in message:
-                    self._take_job(message["job"])
+                    document = message["job"]
+                    try:
+                        asked = Job.from_document(document)
+                    except ValueError as error:
+                        # This version of the worker cannot read it.
+                        job_id = document.get("id") if isinstance(document, dict) else None
+                        self.report(Ended(str(job_id), refused=str(error)))
+                    else:
+                        self._start(asked)
                 elif "log_path" in message:
                     # Another search is served from now on.
                     process.append_output(message["log_path"])
@@ -238,16 +245,6 @@ class Server:
     def _patience_seconds(self) -> float:
         deadlines = [job.deadline for job in self._jobs if not job.timed_out]
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
-
-    def _take_job(self, document: Any) -> None:
-        """Start a job, or refuse it where this version of the worker cannot read it."""
-        try:
-            job = Job.from_document(document)
-        except ValueError as error:
-            job_id = document.get("id") if isinstance(document, dict) else None
-            self.report(Ended(str(job_id), refused=str(error)))
-        else:
-            self._start(job)
 
     def _start(self, job: Job) -> None:
         # Made and removed by the server, since a job may be killed at any point.
@@ -282,27 +279,51 @@ class Server:
         """Start a process of a job; raises ``OSError`` where there can be none."""
         server = os.getpid()
         read_fd, write_fd = os.pipe()
-        log_path = rank_log(job.log_path, number)
         try:
             pid = os.fork()
         except OSError:
             os.close(read_fd)
             os.close(write_fd)
             raise
-        leader = others[0].pid if others else None
         if pid == 0:
             os.close(read_fd)
-            close = [self._reports.fd, self._wake_read, *(rank.lines.fd for rank in others)]
             if store is not None:
                 os.environ.update(rank_variables(number, job.ranks, store.port))
-            told = dataclasses.replace(job, log_path=log_path)
-            _become_child(told, number, scratch, server, write_fd, self._torch_threads, close, leader)
+            self._become_child(job, number, scratch, server, write_fd, others)
         os.close(write_fd)
         if store is not None:
             # Also here, so that no rank is outside the group for a moment.
             with contextlib.suppress(OSError):
-                os.setpgid(pid, leader or pid)
-        return _Rank(number, pid, read_fd, log_path)
+                os.setpgid(pid, others[0].pid if others else pid)
+        return _Rank(number, pid, read_fd, rank_log(job.log_path, number))
+
+    def _become_child(
+        self, job: Job, number: int, scratch: Scratch, server: int, result_fd: int, others: list[_Rank]
+    ) -> NoReturn:
+        """Run one job, or one rank of it, in the forked child: in its own log, without clean-up at the end.
+
+        A job of one process has a session of its own; several ranks have the process group of the first.
+        """
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for caught in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+                signal.signal(caught, signal.SIG_DFL)
+            if job.ranks > 1:
+                os.setpgid(0, others[0].pid if others else 0)
+            else:
+                os.setsid()
+            process.die_with(server)
+            process.redirect_output(rank_log(job.log_path, number))
+            for fd in (self._reports.fd, self._wake_read, *(rank.lines.fd for rank in others)):
+                os.close(fd)
+            scratch.enter()
+            _run_job(job, number, scratch, result_fd, self._torch_threads)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            process.leave(code)
 
     def _pids(self) -> list[int]:
         """Return the processes of the jobs that are running."""
@@ -396,17 +417,12 @@ class Server:
                     self.report(MalformedLine(malformed, job.id))
                 rank.malformed = malformed
                 continue
-            if len(job.ranks) == 1:
-                job.has_result = job.has_result or "result" in message
-                self._forward_line(message, job)
-            elif "result" in message:
+            if len(job.ranks) > 1 and "result" in message:
                 rank.answer = rank.answer or message
             elif rank.number == 0:
-                self._forward_line(message, job)
-
-    def _forward_line(self, message: dict[str, Any], job: _RunningJob) -> None:
-        said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
-        self._put({**said, "id": job.id})
+                job.has_result = job.has_result or "result" in message
+                said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
+                self._put({**said, "id": job.id})
 
 
 def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
@@ -415,42 +431,6 @@ def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
         return {**result, "problem": _of_rank(number, problem)}
     message = result.get("message")
     return {**result, "message": f"rank {number}: {message}"} if isinstance(message, str) else result
-
-
-def _become_child(
-    job: Job,
-    rank: int,
-    scratch: Scratch,
-    server: int,
-    result_fd: int,
-    torch_threads: int,
-    close: list[int],
-    leader: int | None,
-) -> NoReturn:
-    """Run one job, or one rank of it, in the forked child: in its own log, without clean-up at the end.
-
-    A job of one process has a session of its own; several ranks have the process group of the first, ``leader``.
-    """
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        if job.ranks > 1:
-            os.setpgid(0, leader or 0)
-        else:
-            os.setsid()
-        process.die_with(server)
-        process.redirect_output(job.log_path)
-        for fd in close:
-            os.close(fd)
-        scratch.enter()
-        _run_job(job, rank, scratch, result_fd, torch_threads)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        process.leave(code)
 
 
 def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:

@@ -261,6 +261,12 @@ class _Reading:
 
     def _describe(self, lengths: Any, raw: Any, targets: Any) -> Lengths:
         limit, spec = self._workload.seq_len, self._spec
+        # The share of the tokens of batches of 8 that is padding.
+        some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
+        if spec.group_by_length:
+            some = some[length_grouped_order(some.tolist(), _SHOWN_BATCH, 0)]
+        batches = [some[start : start + _SHOWN_BATCH] for start in range(0, len(some), _SHOWN_BATCH)]
+        padded = sum(len(batch) * spec.padded(int(batch.max()), limit) for batch in batches)
         counts, _ = np.histogram(lengths, bins=_BINS, range=(0, int(lengths.max())))
         return Lengths(
             shortest=int(lengths.min()),
@@ -269,7 +275,7 @@ class _Reading:
             longest=int(lengths.max()),
             mean=float(lengths.mean()),
             truncated=float((raw > limit).mean()),
-            padding=_padding_share(lengths, spec, limit),
+            padding=float(1 - some.sum() / padded),
             histogram=tuple(int(count) for count in counts),
             longest_target=int(targets.max()) if targets is not None else None,
         )
@@ -298,16 +304,6 @@ class _Reading:
 def _token_counts(dataset: Any, column: str) -> Any:
     """Return an array (samples,) of the lengths of a column of lists."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
-
-
-def _padding_share(lengths: Any, spec: DataSpec, seq_len: int) -> float:
-    """Return the share of the tokens of batches of 8 that is padding."""
-    some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
-    if spec.group_by_length:
-        some = some[length_grouped_order(some.tolist(), _SHOWN_BATCH, 0)]
-    batches = [some[start : start + _SHOWN_BATCH] for start in range(0, len(some), _SHOWN_BATCH)]
-    padded = sum(len(batch) * spec.padded(int(batch.max()), seq_len) for batch in batches)
-    return float(1 - some.sum() / padded)
 
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")

@@ -27,7 +27,12 @@ _NICENESS = 19
 
 def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     """Return a prediction for each batch asked for, and the largest that fits."""
-    yield_to_trials()
+    # On one core at the lowest priority, since trials are timed at the same time.
+    torch.set_num_threads(1)
+    os.nice(_NICENESS)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
     if work.step is not None:
@@ -45,15 +50,6 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
         wanted |= {(batch, 1) for batch in (largest, largest + work.multiple) if batch}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
     return PredictionAnswer(predicted, largest, operations)
-
-
-def yield_to_trials() -> None:
-    """Run on one core at the lowest priority, since trials are timed at the same time."""
-    torch.set_num_threads(1)
-    os.nice(_NICENESS)
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,14 @@ class ScalableStep:
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
         held = accumulation if self._most_inputs is None else min(accumulation, self._most_inputs)
         loads = [event for number in range(held) for event in self._later(inputs, 2 * number)]
-        part = self._trace.events[self._trace.parts["first micro-step"] :]
+        traced, parts = self._trace.events, self._trace.parts
+        part = traced[parts["first micro-step"] :]
         if accumulation == 1:
-            part = _one_micro_step(self._trace)
-        before = self._trace.events[self._begins : self._trace.parts["first micro-step"]]
+            # Without the second micro-step. Allocations made before and released in it are released here, too.
+            second = traced[parts["second micro-step"] : parts["update"]]
+            absent = {number for number, size in second if size != DEATH}
+            part = [event for event in part if event[0] not in absent]
+        before = traced[self._begins : parts["first micro-step"]]
         given = {number for number, size in before if size != DEATH}
         return loads, [event for event in _events(part) if event[0] not in given]
 
@@ -180,16 +184,6 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
         return Size(0, value, columns, table)
     logits = trace.pieces.get(number)
     return Size(value // batch, 0, columns, table, logits // batch if logits is not None else None)
-
-
-def _one_micro_step(trace: Trace) -> Events:
-    """Return the traced step from its first micro-step on, without the second micro-step.
-
-    Allocations made before and released in the second micro-step are released here, too.
-    """
-    second = trace.events[trace.parts["second micro-step"] : trace.parts["update"]]
-    absent = {number for number, size in second if size != DEATH}
-    return [event for event in trace.events[trace.parts["first micro-step"] :] if event[0] not in absent]
 
 
 # aten/src/ATen/native/cuda/Embedding.cu: with at most this many indices, the gradient needs no scratch memory.

@@ -53,14 +53,8 @@ def class_for_config(auto_class: Any, config: Any) -> Any:
 
 def attention_implementations(model_class: type) -> list[str]:
     """List the attention implementations that a model class supports."""
-    names = ["eager"]
-    if getattr(model_class, "_supports_sdpa", False):
-        names.append("sdpa")
-    if getattr(model_class, "_supports_flash_attn", False):
-        names.append("flash_attention_2")
-    if getattr(model_class, "_supports_flex_attn", False):
-        names.append("flex_attention")
-    return names
+    flags = {"sdpa": "sdpa", "flash_attention_2": "flash_attn", "flex_attention": "flex_attn"}
+    return ["eager", *(name for name, flag in flags.items() if getattr(model_class, f"_supports_{flag}", False))]
 
 
 def attention_of(config: Any) -> str:

@@ -139,19 +139,15 @@ class BusyStep:
         self._cost_seconds += time.perf_counter() - self._began
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
             return
-        *others, last = self._parts
-        seconds = last + sum(others) * (self._micro_steps - 1)
-        self._shares.append(seconds / cost / step_seconds)
-        self._kinds.append(self._kinds_of_step(cost))
-
-    def _kinds_of_step(self, cost: float) -> dict[str, float]:
-        """Return the seconds of each kind of work in a step, as its busy seconds are put together from parts."""
-        *others, last = self._kinds_of_parts
+        # All parts but the last stand for as many micro-steps.
+        times = [self._micro_steps - 1] * (len(self._parts) - 1) + [1]
+        busy = sum(count * part for count, part in zip(times, self._parts, strict=True))
+        self._shares.append(busy / cost / step_seconds)
         seconds_by_kind: dict[str, float] = {}
-        for part, times in [*((other, self._micro_steps - 1) for other in others), (last, 1)]:
+        for count, part in zip(times, self._kinds_of_parts, strict=True):
             for kind, seconds in part.items():
-                seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + times * seconds / cost
-        return seconds_by_kind
+                seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + count * seconds / cost
+        self._kinds.append(seconds_by_kind)
 
     @property
     def share(self) -> float | None:

@@ -265,7 +265,11 @@ class TrainingWatch:
         if self._is_close:
             self.place = self.place or users_line(lines_above())
         if torch.is_grad_enabled() and not is_in_autograd():
-            self._look_at_autocast()
+            # An autocast that is on for good is never entered.
+            kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+            on = [cast for device in kinds if (cast := _cast(device, torch.get_autocast_dtype(device)))]
+            self.autocasts.update(on)
+            self._casts.update(on or [None])
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
         looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
         # Hooks of checkpointing around the call would not come to act.
@@ -273,13 +277,6 @@ class TrainingWatch:
             self._look_within(called)
         if self.listener is not None and not is_in_autograd():
             self.listener.call_begins(trains=torch.is_grad_enabled())
-
-    def _look_at_autocast(self) -> None:
-        """Take down the autocast that a model is called in. One that is on for good is never entered."""
-        kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
-        on = [cast for device in kinds if (cast := _cast(device, torch.get_autocast_dtype(device)))]
-        self.autocasts.update(on)
-        self._casts.update(on or [None])
 
     def look_within_anew(self) -> None:
         """Look at what the next calls keep, in place of what others kept before."""

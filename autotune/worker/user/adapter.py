@@ -15,6 +15,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.worker.checkpointing import enable_checkpointing
 from autotune.worker.trial.listener import Listener
 from autotune.worker.user.script_options import watch_options
+from autotune.worker.wrapping import around
 
 if TYPE_CHECKING:
     from autotune.worker.user.loop_steps import LoopSteps
@@ -113,12 +114,8 @@ GivesBatches = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
 
 def give_batches(kinds: Iterable[Any], gives: GivesBatches) -> None:
     """Have a function give the batches of every loader of some classes."""
-
-    def given(own: Any) -> Any:
-        return lambda loader: gives(loader, lambda: own(loader))
-
     for kind in kinds:
-        kind.__iter__ = given(kind.__iter__)
+        around(kind, "__iter__", lambda own, loader: gives(loader, lambda: own(loader)))
 
 
 def measured_batches(changes: Changes, trial: Measured) -> GivesBatches:

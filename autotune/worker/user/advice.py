@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -206,15 +207,15 @@ def _file(source: TrainingSource) -> str:
     return source.file if within.startswith(os.pardir) else within
 
 
+@dataclass(frozen=True)
 class _Option:
     """An option of the script, and what to write for it."""
 
-    def __init__(self, name: str, value: str, *, joined: bool = False) -> None:
-        self.name = name
-        self.value = value
-        """A placeholder; with the option in it where that takes no value."""
-        self.joined = joined
-        """Whether it is written as ``name=value``."""
+    name: str
+    value: str
+    """A placeholder; with the option in it where that takes no value."""
+    joined: bool = False
+    """Whether it is written as ``name=value``."""
 
     @property
     def words(self) -> list[str]:

@@ -56,20 +56,7 @@ def _disable_wandb(wandb: Any) -> None:
 
 def run_script(source: TrainingSource, output_dir: str) -> None:
     """Run a script to its end as ``__main__``, its output folder exchanged for ``output_dir``."""
-    run_as_main(source, _redirected(source.argv, output_dir))
-
-
-def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
-    """Run a script to its end with some options."""
-    sys.argv = [source.file, *argv]
-    if source.module:
-        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(source.file, run_name="__main__")
-
-
-def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
-    words = list(argv)
+    words = list(source.argv)
     for place, word in enumerate(words):
         option, equals, own = word.partition("=")
         if option not in OUTPUT_OPTIONS:
@@ -79,7 +66,16 @@ def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
         elif place + 1 < len(words):
             own, words[place + 1] = words[place + 1], output_dir
         os.environ[REDIRECTED_VARIABLE] = own
-    return words
+    run_as_main(source, words)
+
+
+def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
+    """Run a script to its end with some options."""
+    sys.argv = [source.file, *argv]
+    if source.module:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(source.file, run_name="__main__")
 
 
 def tell_launched_precision(fields: Mapping[str, Any]) -> None:

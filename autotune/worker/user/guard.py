@@ -105,7 +105,9 @@ class Guard:
         # torch.compile compiles in processes that have an environment of their own.
         is_compiler = any(word.endswith(_COMPILER) for word in words[1:2])
         is_unknown = _is_python(words) and _is_unguarded(environment) and not is_compiler
-        if becomes or _is_launcher(words) or is_unknown:
+        # What starts processes to train in, as the launchers of torch and accelerate do.
+        launches = any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
+        if becomes or launches or is_unknown:
             verb = "becomes" if becomes else "starts"
             self._end(
                 f"{self._source.name} {verb} another process, in which nothing can be measured: "
@@ -257,11 +259,6 @@ _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
 
 def _text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
-
-
-def _is_launcher(words: Sequence[str]) -> bool:
-    """Return whether a command starts processes to train in, as the launchers of torch and accelerate do."""
-    return any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
 
 
 def _is_python(words: Sequence[str]) -> bool:

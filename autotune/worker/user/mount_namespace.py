@@ -200,7 +200,9 @@ class Cover:
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
             self._connect(sockets)
             if not self._new_root:
-                self._close_the_rest()
+                for mount in self._mounts:
+                    if not (self._stays(mount) or self.covers(mount.path)):
+                        _set_read_only(mount.path)
         finally:
             for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in passed + sockets)]:
                 os.close(fd)
@@ -234,7 +236,7 @@ class Cover:
 
     def _overlay(self, path: str, target: str, fd: int | None = None) -> bool:
         """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
-        name = layer_name(path)
+        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         layer = f"{_by_fd(self._run_fd)}/{name}"
         own = "" if _owns_machine() else ",userxattr"
         with contextlib.ExitStack() as stack:
@@ -321,12 +323,6 @@ class Cover:
                     _mount(_by_fd(fd), self._new_root + path, None, _BIND)
                     _set_read_only(self._new_root + path)
 
-    def _close_the_rest(self) -> None:
-        """Make read-only what is not covered."""
-        for mount in self._mounts:
-            if not (self._stays(mount) or self.covers(mount.path)):
-                _set_read_only(mount.path)
-
 
 def _last_of_others(path: str) -> str:
     """Return the innermost folder on the way to a folder that is not this user's, or the first of all.
@@ -345,11 +341,6 @@ def _owns_machine() -> bool:
     """Return whether this process is in the first user name space, where an overlay may use attributes of its own."""
     with open("/proc/self/uid_map", encoding="utf-8") as lines:
         return lines.read().split() == ["0", "0", "4294967295"]
-
-
-def layer_name(path: str) -> str:
-    """Return the name of the layer over a folder."""
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 def _dress(upper: str, lower: str) -> None:

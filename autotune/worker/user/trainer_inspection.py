@@ -283,6 +283,7 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
     batch, accumulation = own_batch(args)
     checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
     without_fsdp2 = why_no_fsdp2()
+    loss = type(getattr(trainer, "loss", None)).__name__
     return dataclasses.replace(
         facts_of(model, None),
         attn_implementations=(attention_of(config),),
@@ -301,7 +302,7 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
         samples=length(getattr(trainer, "train_dataset", None)),
         always_checkpoints=is_checkpointing(model) and not checkpointing,
         dataloader_num_workers=args.dataloader_num_workers,
-        in_batch_loss=_in_batch_loss(trainer),
+        in_batch_loss=loss if any(part in loss for part in _IN_BATCH_LOSSES) else None,
     )
 
 
@@ -313,7 +314,8 @@ def _engine(args: Any) -> str | None:
     return f"vLLM keeps up to {share:.0%} of the same GPU's memory beside it (vllm_gpu_memory_utilization={share:g})"
 
 
-# Losses of sentence-transformers for which the other samples of a batch are the negatives.
+# Losses of sentence-transformers for which the other samples of a batch are the negatives: another batch makes another
+# training.
 _IN_BATCH_LOSSES = (
     "MultipleNegatives",
     "MegaBatch",
@@ -323,12 +325,6 @@ _IN_BATCH_LOSSES = (
     "BatchAll",
     "BatchSemi",
 )
-
-
-def _in_batch_loss(trainer: Any) -> str | None:
-    """Return the name of a loss that compares the samples of a batch, which another batch makes another training."""
-    loss = type(getattr(trainer, "loss", None)).__name__
-    return loss if any(part in loss for part in _IN_BATCH_LOSSES) else None
 
 
 def _precision(args: Any) -> Precision:
