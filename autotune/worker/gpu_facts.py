@@ -16,8 +16,8 @@ import torch
 
 from autotune.core.chip import Calibration, Chip
 from autotune.core.inspection import GpuFacts, GpuWork
-from autotune.worker.context import context_bytes
 from autotune.worker.process import serve_one_job
+from autotune.worker.trial.meter import context_bytes
 
 
 def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
@@ -66,6 +66,8 @@ def _cublas_version() -> str | None:
     except (OSError, StopIteration, AttributeError):
         return None
 
+
+# What the GPU and the host do in half a second: matrix products, memory traffic, launches, dispatch
 
 BUDGET_SECONDS = 0.5
 """For all parts together; each stops at its share of it, but runs once at least."""

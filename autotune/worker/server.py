@@ -471,11 +471,11 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
 
             send("result", InspectionAnswer(inspect(job.workload, work)))
         case TrialWork() as work:
-            from autotune.worker.trial.run import run_trial
+            from autotune.worker.trial.run import Trial
 
             ranks = Ranks.join(rank, work.devices.ranks, job.timeout_seconds)
-            outcome = run_trial(job.workload, work, scratch, lambda progress: send("progress", progress), ranks)
-            send("result", outcome_document(outcome))
+            trial = Trial(job.workload, work, scratch, lambda progress: send("progress", progress), ranks)
+            send("result", outcome_document(trial.run()))
 
 
 def _read_workload(control: LineReader) -> dict[str, Any]:

@@ -363,7 +363,7 @@ class TestUsedBytes:
     def test_the_context_is_this_process_own_memory_and_nobody_elses(self, machine: Machine) -> None:
         """While CUDA started, a desktop took 3 GiB."""
         code = f"""
-from autotune.worker.context import context_beside
+from autotune.worker.trial.meter import context_beside
 def measured(own_mib, **facts):
     os.environ["STAND_IN_PROCESSES"] = "" if own_mib is None else f"{{os.getpid()}}=python={{own_mib}}"
     return context_beside({uuid_of(0)!r}, 2 << 30, 1 << 30, **facts)

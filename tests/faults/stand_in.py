@@ -145,9 +145,9 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
         misbehave(behaviour, result_fd)
     time.sleep(float(os.environ.get("FAULTS_SECONDS", "0.02")))
     if is_real:
-        from autotune.worker.trial.run import run_trial
+        from autotune.worker.trial.run import Trial
 
-        trained = run_trial(job.workload, work, scratch, lambda progress: send("progress", encode(progress)))
+        trained = Trial(job.workload, work, scratch, lambda progress: send("progress", encode(progress))).run()
         if not isinstance(trained, Completed):
             send("result", outcome_document(trained))
             return

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune.core.workload import Workload
 from autotune.worker.private.accelerate import shard
 from autotune.worker.rendezvous import open_store, rank_variables
-from autotune.worker.trial import from_meta
+from autotune.worker.trial import build
 
 CPU = torch.device("cpu")
 SETTINGS = {
@@ -44,13 +44,13 @@ def run(workload: Workload, rank: int, port: int, folder: Path) -> None:
     os.environ.update(rank_variables(rank, 2, port))
     dist.init_process_group("gloo")
     torch.manual_seed(7)
-    model = from_meta.on_meta(workload, "sdpa")
+    model = build.on_meta(workload, "sdpa")
     model = shard(model, SETTINGS, "no", init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     held = LargestTensor()
     with held:
-        from_meta.fill(model, CPU)
+        build.fill(model, CPU)
     if workload.weights:
-        from_meta._take_from_files(model, workload, CPU)
+        build._take_from_files(model, workload, CPU)
     gathered = {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
     loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
     loss.backward()

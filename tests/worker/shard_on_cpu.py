@@ -21,7 +21,7 @@ from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import outcome_document
 from autotune.core.scratch import Scratch
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
-from autotune.worker.trial.run import run_trial
+from autotune.worker.trial.run import Trial
 from autotune.worker.user.run import run_own
 
 _start = AcceleratorState.__init__
@@ -72,7 +72,7 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
     if job.workload.source is not None:
         # Ends the process.
         run_own(job.workload, job.work, scratch, lambda what, told: tell(told) if what == "result" else None, ranks)
-    tell(outcome_document(run_trial(job.workload, job.work, scratch, lambda _: None, ranks)))
+    tell(outcome_document(Trial(job.workload, job.work, scratch, lambda _: None, ranks).run()))
     sys.stderr.flush()
     os._exit(0)
 

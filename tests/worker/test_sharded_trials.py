@@ -21,8 +21,7 @@ from autotune.core.protection import Protection
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.worker.trial.build import build_model
-from autotune.worker.trial.from_meta import fill, on_meta
+from autotune.worker.trial.build import build_model, fill, on_meta
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"

@@ -153,14 +153,8 @@ class OperationTally:
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
-        per_sample = constant = 0
-        for tensor in tensors:
-            size_bytes = _touched(tensor) * times
-            if size_bytes % self._batch == 0:
-                per_sample += size_bytes // self._batch
-            else:
-                constant += size_bytes
-        return per_sample, constant
+        sizes = [self._split(_touched(tensor) * times) for tensor in tensors]
+        return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
         position = _MATRIX_PRODUCTS[name]

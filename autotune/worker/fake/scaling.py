@@ -230,6 +230,9 @@ def _last_power_of_two(number: int) -> int:
     return 1 << (max(1, number).bit_length() - 1)
 
 
+# A trace as text, so that one process can trace and others predict from it
+
+
 def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operations | None) -> str:
     """Return the trace of a step at a telling batch, and its operations if they are known, as text."""
     kinds = sorted(set(trace.labels.values()))

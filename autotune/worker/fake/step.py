@@ -19,14 +19,12 @@ from autotune.core.workload import Workload
 from autotune.space.features import optim_package
 from autotune.space.precision_names import HALF
 from autotune.training import loss, sparse
-from autotune.worker.fake.build import materialise
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
-from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parameters
+from autotune.worker.fake.ranks import ZeroRank, bucket_bytes, compute_dtype, shard_model, sums_of_parameters
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_semantics
-from autotune.worker.fake.tracer import StorageTracer, Trace
-from autotune.worker.fake.zero import ZeroRank, compute_dtype
+from autotune.worker.fake.tracer import StorageTracer, Trace, materialise
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class

@@ -330,3 +330,29 @@ def _flash_backward_bytes(query: torch.Tensor) -> int:
     batch, heads, length, size = query.shape
     rows = -(-length // 128) * 128
     return 4 * batch * heads * rows * (-(-size // 32) * 32 + 1)
+
+
+def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> None:
+    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, and have the tracer see them.
+
+    A tied parameter is allocated for each of its owners, and the copies are freed when they are tied.
+    """
+    made: dict[int, Any] = {}
+    copies: list[int] = []
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            is_trainable = own is module._parameters
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if tracer is not None:
+                        tracer.see(fake, "weights")
+                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_trainable else fake
+                elif is_trainable and tracer is not None:
+                    copies.append(tracer.hold("weights", tensor.nbytes))
+                own[name] = made[id(tensor)]
+    for number in copies:
+        assert tracer is not None
+        tracer.let_go(number)

@@ -82,7 +82,7 @@ def loss_of_batch(compute: Callable[[Any], Any], give: Callable[[], Any], sample
     return "mean" if min(parts) - slack <= whole <= max(parts) + slack else "other"
 
 
-# By its gradients
+# By its gradients. Where it is not, n batches of one sample train otherwise than one batch of n.
 
 
 # Of the largest second derivative within a sample: those across samples are no rounding. A choice.

@@ -29,8 +29,13 @@ from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import check_liger_knows, in_deepspeeds_dtype, linear_weights
-from autotune.worker.trial.from_meta import built_or_on_meta, shard_from_meta
+from autotune.worker.trial.build import (
+    built_or_on_meta,
+    check_liger_knows,
+    in_deepspeeds_dtype,
+    linear_weights,
+    shard_from_meta,
+)
 from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
@@ -107,7 +112,7 @@ def _train_until_measured(trainer: Any, timer: StepTimer, *, is_alone: bool) -> 
 
 
 class Trial:
-    """Runs a job, and keeps the phase and the meter so that a failure can report them."""
+    """Runs a job, and keeps the phase and the meter so that a failure can report them; ``send`` gets the progress."""
 
     def __init__(
         self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, ranks: Ranks | None = None
@@ -332,8 +337,3 @@ class Trial:
         with contextlib.suppress(MemoryError):
             print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
         return outcome
-
-
-def run_trial(workload: Workload, work: TrialWork, scratch: Scratch, send: Send, ranks: Ranks | None = None) -> Outcome:
-    """Run a candidate and return its outcome; ``send`` gets the progress."""
-    return Trial(workload, work, scratch, send, ranks).run()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -224,7 +225,7 @@ class StepChecks:
         return self._ran_out
 
     def _problem(self, seen: Seen, micro_steps: int, given: Sequence[Shapes]) -> NotTrained | None:
-        at = self._at
+        at, lacks = self._at, functools.partial(self._with_memory, errors=seen.memory_errors)
         batches = f"{micro_steps} {'batch' if micro_steps == 1 else 'batches'}"
         if seen.is_elsewhere:
             return NotTrained(
@@ -232,41 +233,35 @@ class StepChecks:
                 "have it train in the thread that asks for the batches",
             )
         if seen.backward_passes < micro_steps:
-            return self._with_memory(
+            return lacks(
                 f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}{at}",
                 "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
-                seen.memory_errors,
             )
-        lacks_calls = not seen.calls and (seen.forward_calls or seen.memory_errors or self._usual)
-        if lacks_calls:
-            return self._with_memory(
+        if not seen.calls and (seen.forward_calls or seen.memory_errors or self._usual):
+            return lacks(
                 f"no gradient came back to the model of {self._name}{at}",
                 "compute its loss from the output of the model, and catch no error of it",
-                seen.memory_errors,
             )
         if self._usual is not None and self._is_timed and not self._usual <= {call.module_id for call in seen.calls}:
-            return self._with_memory(
+            return lacks(
                 f"{self._name} trains with other models in some steps than in its first{at}",
                 "have each step train the same models",
-                seen.memory_errors,
             )
         if self._is_timed and any(
             not call.is_even and call.module_id in (self._usual or ()) and call.module_id not in self._uneven
             for call in seen.calls
         ):
-            return self._with_memory(
+            return lacks(
                 f"the model of {self._name} computes with fewer samples in later steps than in its first{at}",
                 "have the model train with all samples of the batch that it is given",
-                seen.memory_errors,
             )
         if (found := self._problem_of_batch(seen, given)) is not None:
             return found
         if self._batch is not None and not fills(seen.calls, micro_steps, self._batch):
             rows = max(call.rows for call in seen.calls)
-            return self._with_memory(
+            return lacks(
                 f"{self._name} gives its model {rows} samples of a batch of {self._batch}{at}",
                 "have all samples of the batch go into the model",
-                seen.memory_errors,
             )
         return None
 

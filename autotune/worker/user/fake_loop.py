@@ -130,7 +130,7 @@ class _TracedLoop(Listener):
         shapes = of_loader(loader)
         self._on_begin()
         forget_steps(torch)
-        _autocast_on_cpu()
+        around(torch.autocast, "__init__", _on_cpu)
         self._model = _trained_modules()
         self._optimizers = {id(each): each for each in _alive(torch.optim.Optimizer)}
         step = OwnStep(self._model, shapes)
@@ -244,12 +244,8 @@ def _trained_modules() -> torch.nn.Module:
     return outermost[0] if len(outermost) == 1 else torch.nn.ModuleList(outermost)
 
 
-def _autocast_on_cpu() -> None:
-    """Have autocast for a GPU, which is not at hand, be one for the CPU, where the tensors are."""
-
-    def on_cpu(make: Any, context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.float16
-        make(context, device_type, dtype, *words, **options)
-
-    around(torch.autocast, "__init__", on_cpu)
+def _on_cpu(make: Any, context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:
+    """Make an autocast for a GPU, which is not at hand, one for the CPU, where the tensors are."""
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.float16
+    make(context, device_type, dtype, *words, **options)

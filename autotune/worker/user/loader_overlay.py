@@ -75,19 +75,15 @@ class LoaderOverlay:
 
         around(DataLoader, "__init__", made)
         if self._key is not None and self._least_batches:
-            self._lengthen()
+            around(DataLoader, "__len__", self._lengthened)
 
-    def _lengthen(self) -> None:
-        """Have the training loader count as many batches as a trial may take, and as many more than whole steps."""
-
-        def lengthened(length: Callable[..., int], loader: Any) -> int:
-            own = length(loader)
-            if key_of(loader) != self._key or not 0 < own < self._least_batches:
-                return own
-            rounds = -(-self._least_batches // own)
-            return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
-
-        around(DataLoader, "__len__", lengthened)
+    def _lengthened(self, length: Callable[..., int], loader: Any) -> int:
+        """Return as many batches of the training loader as a trial may take, and as many more than whole steps."""
+        own = length(loader)
+        if key_of(loader) != self._key or not 0 < own < self._least_batches:
+            return own
+        rounds = -(-self._least_batches // own)
+        return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
 
 
 def key_of(loader: Any) -> str | None:

@@ -68,13 +68,10 @@ class _WholeSteps(TrainerSteps):
         else:
             self.timer.step_is_dropped()
         _silence(control)
-        # A callback of the user's own may stop a training that is only measured.
-        control.should_training_stop = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have nothing happen between epochs."""
         _silence(control)
-        control.should_training_stop = False
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
         if self.timer.micro_steps_begun < args.gradient_accumulation_steps:
@@ -89,6 +86,8 @@ class _WholeSteps(TrainerSteps):
 
 def _silence(control: Any) -> None:
     control.should_log = control.should_evaluate = control.should_save = False
+    # A callback of the user's own may stop a training that is only measured.
+    control.should_training_stop = False
 
 
 class TrainerTrial(OwnTrial):
