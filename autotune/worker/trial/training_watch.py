@@ -153,7 +153,7 @@ class TrainingWatch:
         # torch.optim deletes the name of this module of its own.
         optimizers: Any = sys.modules["torch.optim.optimizer"]
         before = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_update(optimizer))
-        after = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._after_update(optimizer))
+        after = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer))
         self._undo += [before.remove, after.remove]
 
     def remove(self) -> None:
@@ -465,15 +465,11 @@ class TrainingWatch:
         if self.listener is not None and not is_in_autograd():
             self.listener.optimizer_begins(optimizer)
 
-    def _after_update(self, optimizer: Any) -> None:
+    def _end_update(self, optimizer: Any) -> None:
+        self._has_passed = False
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             # A fused optimizer leaves its update out by itself.
             self._found_inf.append(found)
-        self._end_update(optimizer)
-
-    def _end_update(self, optimizer: Any) -> None:
-        self._has_passed = False
-        found = getattr(optimizer, "found_inf", None)
         if self._is_close and (found is None or not bool(found.item())):
             update = update_of(optimizer, self._weights_before)
             self._weights_before = []

@@ -140,6 +140,9 @@ def measured_batches(changes: Changes, trial: Measured) -> GivesBatches:
 class LoopInspection(Listener):
     """What a loop is seen to train with; the loader is the one whose batch came last before a backward pass."""
 
+    overlay: Any
+    """What is put over the framework, and seen of it."""
+
     def __init__(self, inspecting: Inspecting) -> None:
         from autotune.worker.trial.training_watch import TrainingWatch
 
@@ -154,7 +157,8 @@ class LoopInspection(Listener):
         self._steps = 0
 
     def install(self) -> Callable[[], bool]:
-        """Watch from now on; return what tells whether the script has begun to train."""
+        """Watch from now on what the script makes; return what tells whether it has begun to train."""
+        self.overlay.install()
         self._watch.install(calls=False)
         return self.is_at_work
 

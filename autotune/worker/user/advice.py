@@ -143,7 +143,8 @@ def _lines(files: Sequence[str], names: Mapping[str, Sequence[str]]) -> dict[str
 
 def _changed(lines: Mapping[str, ConfigLine], values: Mapping[str, str]) -> str:
     said = " and ".join(f"{line.place} says {line.said}" for line in lines.values())
-    return f"{said}: write {' and '.join(line.said_with(values[what]) for what, line in lines.items())}"
+    written = (line.said.removesuffix(line.number) + values[what] for what, line in lines.items())
+    return f"{said}: write {' and '.join(written)}"
 
 
 def _words_that_say_it(argv: Sequence[str]) -> list[str] | None:
@@ -172,9 +173,20 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def _command(source: TrainingSource, options: Mapping[str, _Option], argv: Sequence[str] | None = None) -> str:
-    """Return the script's command line with placeholders, as it is to be pasted."""
+    """Return the script's command line, as it is to be pasted, with placeholders in place of what it says."""
     start = "torchrun" if source.is_ranked else "python"
-    words = _with_placeholders(source.argv if argv is None else argv, options)
+    words = list(source.argv if argv is None else argv)
+    chosen = dict(options)
+    if "accumulation" in chosen:
+        chosen.pop("effective_batch", None)
+        chosen.pop("effective_tokens", None)
+    for option in chosen.values():
+        at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option.name), None)
+        if at is None:
+            words += option.words
+            continue
+        takes_next = "=" not in words[at] and len(option.words) == 2
+        words[at : at + 1 + takes_next] = option.words
     name = ("-m", source.module) if source.module else (_file(source),)
     return shlex.join([start, *name, *words])
 
@@ -389,23 +401,6 @@ def _precisions(known: Sequence[str]) -> tuple[str, str] | None:
     autocast = ("fp32", "amp_bf16")
     both = next((pair for pair in (autocast, *_PRECISIONS) if set(pair) <= set(known)), None)
     return both or next((pair for pair in (*_PRECISIONS, autocast) if set(pair) & set(known)), None)
-
-
-def _with_placeholders(argv: Sequence[str], found: Mapping[str, _Option]) -> list[str]:
-    """Return a command line with placeholders in place of what it says for these options."""
-    words = list(argv)
-    chosen = dict(found)
-    if "accumulation" in chosen:
-        chosen.pop("effective_batch", None)
-        chosen.pop("effective_tokens", None)
-    for option in chosen.values():
-        at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option.name), None)
-        if at is None:
-            words += option.words
-            continue
-        takes_next = "=" not in words[at] and len(option.words) == 2
-        words[at : at + 1 + takes_next] = option.words
-    return words
 
 
 def _function_with_steps(source: TrainingSource) -> str | None:

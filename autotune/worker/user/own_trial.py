@@ -27,6 +27,9 @@ class OwnTrial(Trial):
     Whatever their code would do with an exception, it gets none: the result is sent and the process ends.
     """
 
+    begins_anywhere = False
+    """Whether the code may train in this process wherever it begins to, since it is measured there."""
+
     def __init__(
         self,
         workload: Workload,
@@ -41,12 +44,8 @@ class OwnTrial(Trial):
         self._source = self._workload.source
         self._finish = finish
         self._is_unmodified = work.unmodified
-        self._guard = self.make_guard()
+        self._guard = Guard(self._source, self._refuse, is_known=lambda: self.begins_anywhere)
         self._timer: StepTimer | None = None
-
-    def make_guard(self) -> Guard:
-        """Return what keeps the code from training where nothing measures it."""
-        return Guard(self._source, self._refuse)
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""

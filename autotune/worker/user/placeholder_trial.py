@@ -21,7 +21,6 @@ from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
 from autotune.worker.user.code import UserCodeError, run_script
-from autotune.worker.user.guard import Guard
 from autotune.worker.user.loop_steps import MarkedSteps
 from autotune.worker.user.loop_trial import StepsTrial
 from autotune.worker.wrapping import around
@@ -36,6 +35,8 @@ _MOST_LATER = 40
 
 class PlaceholderTrial(StepsTrial):
     """A trial of a script that is started with other values on its command line."""
+
+    begins_anywhere = True
 
     def run_code(self, output_dir: str) -> None:
         """Run the script with the candidate's values in place, or with its own."""
@@ -66,10 +67,6 @@ class PlaceholderTrial(StepsTrial):
         # The last step of an epoch may be a short one.
         if steps.otherwise > 1:
             raise UserCodeError(steps.told_otherwise)
-
-    def make_guard(self) -> Guard:
-        """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
-        return Guard(self._source, self._refuse, is_known=lambda: True)
 
     def samples_of_micro_step(self) -> int | None:
         """Return ``None``: the inspection has shown where samples go in, and they are counted there."""

@@ -82,10 +82,6 @@ class ConfigLine:
     """``batch_size: 16``."""
     number: str
 
-    def said_with(self, value: str) -> str:
-        """Return what it is to say."""
-        return self.said.removesuffix(self.number) + value
-
 
 def line_in_config(files: Sequence[str], names: Sequence[str]) -> ConfigLine | None:
     """Return the first line of configuration files that gives a setting with one of these names a number."""

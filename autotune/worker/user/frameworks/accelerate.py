@@ -178,21 +178,16 @@ class AccelerateInspection(LoopInspection):
 
     def __init__(self, inspecting: Inspecting) -> None:
         super().__init__(inspecting)
-        self._overlay = AccelerateOverlay(Changes(), is_quiet=True, on_call=self._on_call)
+        self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True, on_call=self._on_call)
         self._traces = inspecting.work.arms is not None and inspecting.work.arms.chip is not None
         self._calls = 0
         """Forward passes of prepared models before the first backward pass."""
         self._memory: Memory | None = None
-
-    def install(self) -> Callable[[], bool]:
-        """Watch what the script makes."""
-        self._overlay.install()
         give_batches(_loaders(), self.batches)
-        return super().install()
 
     def accumulates_itself(self) -> bool:
         """Return whether the script divides its steps by ``Accelerator.accumulate``."""
-        return self._overlay.accumulates
+        return self.overlay.accumulates
 
     def _on_call(self) -> None:
         if not self.is_at_work() or self.loader is not None:
@@ -214,9 +209,9 @@ class AccelerateInspection(LoopInspection):
         from autotune.worker.private.transformers import attention_of
         from autotune.worker.user.fake_steps import traced
 
-        config = getattr(self._overlay.models[0], "config", None) if len(self._overlay.models) == 1 else None
+        config = getattr(self.overlay.models[0], "config", None) if len(self.overlay.models) == 1 else None
         attention = attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"
-        make = functools.partial(_traced_step, self._overlay, self.loader)
+        make = functools.partial(_traced_step, self.overlay, self.loader)
         self._memory = traced(self.inspecting.work, attention, OWN_OPTIM, make)
 
     def facts(self) -> ModelFacts:
@@ -227,7 +222,7 @@ class AccelerateInspection(LoopInspection):
         from autotune.worker.user.inspection import facts_of_script
 
         source = self.inspecting.source
-        accelerator, models = self._overlay.accelerator, self._overlay.models
+        accelerator, models = self.overlay.accelerator, self.overlay.models
         if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(
                 f"{source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
@@ -242,8 +237,8 @@ class AccelerateInspection(LoopInspection):
                 "accelerate",
                 accumulates_by=by,
                 flags=self.options.flags(_OPTIONS),
-                accelerator=os.path.basename(self._overlay.made_at),
-                passed=tuple(sorted(self._overlay.passed)),
+                accelerator=os.path.basename(self.overlay.made_at),
+                passed=tuple(sorted(self.overlay.passed)),
                 untraceable=many_calls if self._calls > 1 else None,
             ),
             models[0] if models else None,

@@ -104,18 +104,13 @@ class FabricInspection(LoopInspection):
     def __init__(self, inspecting: Inspecting) -> None:
         super().__init__(inspecting)
         is_on_cpu = inspecting.work.devices.kind == "cpu"
-        self._overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)
-
-    def install(self) -> Callable[[], bool]:
-        """Watch what the script makes."""
-        self._overlay.install()
-        return super().install()
+        self.overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)
 
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""
         from autotune.worker.user.inspection import facts_of_script
 
-        by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self._overlay.precision)
+        by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self.overlay.precision)
         is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
         return facts_of_script(
             self.inspecting.source,
@@ -125,7 +120,7 @@ class FabricInspection(LoopInspection):
                 flags=self.options.flags(_OPTIONS),
                 untraceable="a loop with Fabric is not traced",
             ),
-            self._overlay.models[0] if self._overlay.models else None,
+            self.overlay.models[0] if self.overlay.models else None,
             self.loader,
             accumulation=self.passes,
             # Weights of 16 bits are computed in without an autocast.
