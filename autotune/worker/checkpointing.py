@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """List those of some modules that are in no other of them."""
+    inner = {id(part) for each in modules for part in each.modules() if part is not each}
+    return [each for each in modules if id(each) not in inner]
 
 
 def checkpointing_parts(model: Any) -> list[Any]:
     """List the outermost models of transformers within a module that can recompute activations."""
-    models: list[Any] = []
-    inner: set[int] = set()
-    for part in model.modules():
-        if id(part) not in inner and getattr(part, "supports_gradient_checkpointing", False):
-            models.append(part)
-            inner |= {id(each) for each in part.modules()}
-    return models
+    return outermost([part for part in model.modules() if getattr(part, "supports_gradient_checkpointing", False)])
 
 
 def enable_checkpointing(model: Any) -> None:

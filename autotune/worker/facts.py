@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import platform
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
 from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
 from autotune.space.features import version_of
+from autotune.worker.checkpointing import outermost
 from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import (
@@ -39,13 +42,10 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
     Layers are what the outermost lists of modules hold. Where the model says which modules are not to be split, those
     among them that it names; else those of the lists with the most parameters.
     """
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
-    outermost = [module for module in lists if id(module) not in inner]
-    held = {type(layer).__name__: 0 for outer in outermost for layer in outer}
-    for outer in outermost:
-        for layer in outer:
-            held[type(layer).__name__] += sum(parameter.numel() for parameter in layer.parameters())
+    lists = outermost([module for module in model.modules() if isinstance(module, torch.nn.ModuleList)])
+    held: Counter[str] = Counter()
+    for layer in itertools.chain.from_iterable(lists):
+        held[type(layer).__name__] += sum(parameter.numel() for parameter in layer.parameters())
     named = [name for name in modules_not_to_split(model) if held.get(name)]
     if named:
         return sorted(named)

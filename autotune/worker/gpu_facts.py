@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +94,9 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
     for kind in ("half", "tf32", "fp32"):
         with contextlib.suppress(RuntimeError), _product_precision(kind, device):
             products[kind] = _product_flops(kind, size, device, share)
-    kernel_seconds, dispatch_seconds = _small_operation_seconds(device, share)
+    # Of an operation on one element. A partial function takes no longer to call than the method.
+    add_one = functools.partial(torch.zeros(1, device=device).add_, 1)
+    kernel_seconds, dispatch_seconds = _best_seconds(add_one, device, share, _LAUNCHES)
     return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
 
 
@@ -116,7 +119,7 @@ def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -
     other, result = one.clone(), torch.empty_like(one)
     # On the GPU a product in float32 may take most of the time there is.
     together = _RUN_TOGETHER if kind != "fp32" else 1
-    return 2 * size**3 / _best_seconds(lambda: torch.matmul(one, other, out=result), device, seconds, together)
+    return 2 * size**3 / _best_seconds(lambda: torch.matmul(one, other, out=result), device, seconds, together)[0]
 
 
 def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
@@ -126,37 +129,26 @@ def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
         other, result = one.clone(), torch.empty_like(one)
     except RuntimeError:
         return None
-    return 3 * size_bytes / _best_seconds(lambda: torch.add(one, other, out=result), device, seconds, _RUN_TOGETHER)
+    run_seconds, _ = _best_seconds(lambda: torch.add(one, other, out=result), device, seconds, _RUN_TOGETHER)
+    return 3 * size_bytes / run_seconds
 
 
-def _small_operation_seconds(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return the seconds of an operation on one element: until it has run, and until it was issued."""
-    value = torch.zeros(1, device=device)
-    run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
-    while True:
-        started = time.perf_counter()
-        for _ in range(_LAUNCHES):
-            value.add_(1)
-        issued = min(issued, (time.perf_counter() - started) / _LAUNCHES)
-        _wait(device)
-        run = min(run, (time.perf_counter() - started) / _LAUNCHES)
-        if time.perf_counter() > deadline:
-            return run, issued
-
-
-def _best_seconds(work: Callable[[], object], device: torch.device, seconds: float, together: int) -> float:
-    """Return the shortest time of one run, of several in a row that are waited for together."""
+def _best_seconds(
+    work: Callable[[], object], device: torch.device, seconds: float, together: int
+) -> tuple[float, float]:
+    """Return the shortest time of one run, of several in a row that are waited for together, and that to issue one."""
     work()
     _wait(device)
-    best, deadline = float("inf"), time.perf_counter() + seconds
+    run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
     while True:
         started = time.perf_counter()
         for _ in range(together):
             work()
+        issued = min(issued, (time.perf_counter() - started) / together)
         _wait(device)
-        best = min(best, (time.perf_counter() - started) / together)
+        run = min(run, (time.perf_counter() - started) / together)
         if time.perf_counter() > deadline:
-            return best
+            return run, issued
 
 
 def _wait(device: torch.device) -> None:

@@ -113,24 +113,22 @@ def _describe(values: Any, found: list[Any]) -> bool:
 def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
     """Return what makes results like ``out`` for arguments like these; ``None`` where that is not known."""
     if isinstance(out, torch.Tensor):
-        return _tensor_maker(args, out)
+        return _maker_of_part(args, out)
     if type(out) not in (list, tuple):
         return None
     tensors = [each for each in out if isinstance(each, torch.Tensor)]
     if len({each.untyped_storage()._cdata for each in tensors}) < len(tensors):
         return None
-    makers = [_tensor_maker(args, each) if isinstance(each, torch.Tensor) else _constant_maker(each) for each in out]
+    makers = [_maker_of_part(args, each) for each in out]
     makers_known = [maker for maker in makers if maker is not None]
     kind = type(out)
     return (lambda given: kind([maker(given) for maker in makers_known])) if len(makers_known) == len(makers) else None
 
 
-def _constant_maker(value: Any) -> _Maker | None:
-    """Return what makes a result that is no tensor: an absent gradient, or a length."""
-    return (lambda given: value) if value is None or type(value) is int else None
-
-
-def _tensor_maker(args: Sequence[Any], out: torch.Tensor) -> _Maker | None:
+def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
+    if not isinstance(out, torch.Tensor):
+        # An absent gradient, or a length.
+        return (lambda given: out) if out is None or type(out) is int else None
     for position, value in enumerate(args):
         if value is out:
             return lambda given: given[position]

@@ -155,10 +155,8 @@ def expand_segments(expand: bool) -> None:
     torch reads its environment variable only once, perhaps on import. Settings given here take effect at once; they
     must come before the first allocation.
     """
-    settings = with_expandable_segments(os.environ, expand=expand)
-    if settings is None:
-        return
-    set_allocator_settings(settings)
+    if (settings := with_expandable_segments(os.environ, expand=expand)) is not None:
+        set_allocator_settings(settings)
 
 
 def _status_bytes(field: str) -> int:

@@ -26,6 +26,7 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.loop import LoopConfig
 from autotune.core.prediction import ArmsToTrace
 from autotune.space.levers import is_traced
+from autotune.worker.checkpointing import outermost
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.scaling import packed
 from autotune.worker.fake.semantics import install_cuda_semantics
@@ -237,11 +238,10 @@ def _alive(kind: type) -> list[Any]:
 def _trained_modules() -> torch.nn.Module:
     """Return one module of the outermost ones that have parameters."""
     modules: list[torch.nn.Module] = _alive(torch.nn.Module)
-    inner = {id(part) for each in modules for part in each.modules() if part is not each}
-    outermost = [each for each in modules if id(each) not in inner and any(True for _ in each.parameters())]
-    if not outermost:
+    trained = [each for each in outermost(modules) if any(True for _ in each.parameters())]
+    if not trained:
         raise NotTraceableError("it has made no torch.nn.Module when it asks for its first batch")
-    return outermost[0] if len(outermost) == 1 else torch.nn.ModuleList(outermost)
+    return trained[0] if len(trained) == 1 else torch.nn.ModuleList(trained)
 
 
 def _on_cpu(make: Any, context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:
