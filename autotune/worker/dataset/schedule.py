@@ -126,11 +126,12 @@ def make_schedule(
         # As many tokens as a batch of samples of the mean length has.
         padded = sizes[steps].mean(axis=3)
     else:
-        padded = _padded(sizes[steps].max(axis=3), spec, seq_len, is_text=lengths is not None)
+        longest = sizes[steps].max(axis=3)
+        padded = longest if lengths is None else np.broadcast_to(spec.padded(longest, seq_len), longest.shape)
     # Inputs and targets are padded separately: both lengths in one number.
     shapes = padded
     if targets is not None:
-        shapes = padded * _MOST_TOKENS + _padded(np.asarray(targets)[steps].max(axis=3), spec, seq_len, is_text=True)
+        shapes = padded * _MOST_TOKENS + spec.padded(np.asarray(targets)[steps].max(axis=3), seq_len)
     micro_costs = shape.batch * padded
     # Ranks wait for each other once a step, so the one with the most to do decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
@@ -160,15 +161,6 @@ def make_schedule(
         tuple(new_lengths) if shape.rehearses else (),
         len(np.unique(shapes)),
     )
-
-
-def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any:
-    """Return ``DataSpec.padded`` of an array."""
-    if not is_text:
-        return longest
-    multiple = spec.pad_to_multiple_of or 1
-    tokens = np.full_like(longest, seq_len) if spec.padding == "max_length" else longest
-    return -(-tokens // multiple) * multiple
 
 
 def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) -> list[int]:
