@@ -134,10 +134,10 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
     """
     command = shlex.join(words)
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        for name in ("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"):
-            if os.environ.get(name, "1") != "1":
+        for variable in ("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"):
+            if os.environ.get(variable, "1") != "1":
                 raise InvalidRequestError(
-                    f"{name} has several ranks share a sample, which is not searched", NOT_BY_SAMPLE
+                    f"{variable} has several ranks share a sample, which is not searched", NOT_BY_SAMPLE
                 )
     filled, left = _split_filled_variables(words)
     launch = _Launch(command, ranks, filled, {})

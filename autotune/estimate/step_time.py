@@ -190,7 +190,8 @@ class StepTimeModel:
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
         if candidate.arm.is_sharded and precision in ("bf16", "fp16"):
-            gpu = _scaled(gpu, 1 - _share_of_casts(gpu))
+            others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
+            gpu = replace(_scaled(gpu, 1 - _share_of_casts(gpu)), by_kind=others)
         ranks = candidate.arm.ranks
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (

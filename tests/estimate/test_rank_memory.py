@@ -56,6 +56,7 @@ from autotune.worker.fake.predict import Limits, anatomy, predict
 from autotune.worker.fake.ranks import bucket_bytes, why_not_sharded
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
+from autotune.worker.fake.tracer import DEATH
 from autotune.worker.trial.build import build_model
 
 kinds = json.loads(sys.argv[1])
@@ -104,6 +105,7 @@ for strategy, checkpointing, syncs in kinds["sharded"]:
         at = [s.at(40, chip, accumulation=accumulation) for s in (direct, scaled)]
         held = [replay(events, stream_of=s.stream_of) for events, s in zip(at, (direct, scaled))]
         row[accumulation] = {
+            "set_up": sum(size for _, size in traced.events[: traced.parts["first inputs"]] if size != DEATH),
             "peaks": [h.peak_allocated_bytes for h in held],
             "reserved": [h.peak_reserved_bytes for h in held],
             "anatomy": anatomy(at[1], scaled.label),
@@ -172,6 +174,8 @@ def test_a_rank_keeps_its_part_of_weights_and_optimizer_state(traced: dict[str, 
     half = traced["parameters"] / 2
     for row in traced["sharded"].values():
         parts = row["1"]["anatomy"]
+        # It never has the whole weights, not even for a moment.
+        assert row["1"]["set_up"] == pytest.approx(half, rel=0.02)
         # Buffers of positions and scalars besides.
         assert parts["weights"] == pytest.approx(half, rel=0.02)
         assert parts["optimizer"] == pytest.approx(2 * half, rel=0.02)
@@ -233,6 +237,8 @@ def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
     told = warm.output_of(str(STUDIES / "peak_memory.py"), *recordings, "--json")
     rows = [json.loads(line) for line in told.splitlines()]
     assert len(rows) >= 41
+    # Under FSDP these trials had the whole weights before they shared them, which left other free blocks.
+    bounds = {"zero": 0.06, "fsdp": 0.05}
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row
-        assert abs(row["reserved_error"]) < (0.06 if row["strategy"].startswith("zero") else 0.015), row
+        assert abs(row["reserved_error"]) < bounds.get(row["strategy"][:4], 0.015), row

@@ -66,6 +66,11 @@ def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake
         ({"lora_rank": 65}, "LoRA of rank 65 exceeds q_proj of 64 × 64", "use --lora-rank 64 or less"),
         ({"lora_options": {"target_modules": ["v_proj", "value"]}}, "--lora-targets: no layer is called value",
          "its linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+        ({"lora_options": {"target_modules": ["proj"]}}, "--lora-targets: no layer is called proj",
+         "its linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+        ({"lora_options": {"target_modules": ["input_layernorm"]}},
+         "--lora-targets: peft adapts no such layer as one of input_layernorm",
+         "its linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
     ],
 )  # fmt: skip
 def test_adapters_that_a_model_cannot_have_are_refused(
@@ -76,6 +81,14 @@ def test_adapters_that_a_model_cannot_have_are_refused(
     ) as started:
         found = started.inspect()
     assert (found.model_error, found.model_hint) == (message, hint)
+
+
+def test_a_router_may_have_fewer_rows_than_the_rank() -> None:
+    """One for each expert, as the eight of Mixtral; peft adapts it with the linear layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    mixtral = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4, "vocab_size": 64, **sizes}
+    model = build_model(with_lora(Workload("mixtral", mixtral, "causal-lm", 8), lora_rank=16), "eager", CPU)
+    assert model.get_base_model().config.num_local_experts == 4
 
 
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["v_proj"]}])

@@ -312,6 +312,10 @@ class FakeTraining:
             tracer.follow_resizes()
             tracer.enter("sharing", "weights")
             model = shard_model(model, self._arm, self._mesh)
+            # Whole weights are freed when nothing refers to them. A trial never has them: it shards a model on meta.
+            gc.collect()
+            tracer.forget_freed()
+            tracer.enter("sharing", "weights")
             optimizer = _optimizer(self._arm.optim, model)
             self._sharded_step(model, optimizer, tracer, batch_size, micro_steps)
             gc.collect()

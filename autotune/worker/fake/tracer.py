@@ -157,6 +157,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.parts[part] = len(self.trace.events)
         self.phase = phase
 
+    def forget_freed(self) -> None:
+        """Leave out of the trace what was allocated and freed again so far."""
+        freed = {number for number, size in self.trace.events if size == DEATH}
+        self.trace.events = [event for event in self.trace.events if event[0] not in freed]
+
     def note_gradient(self, parameter: torch.Tensor) -> None:
         """Record that a parameter got its gradient: in a repeated micro-step, the new gradient is freed here."""
         assert parameter.grad is not None

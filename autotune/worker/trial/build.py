@@ -148,15 +148,23 @@ def with_lora(model: Any, workload: Workload) -> Any:
         modules_to_save=["classifier"] if has_head else None,
     )
     targets = (workload.lora_options or {}).get("target_modules", [])
+    linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, _LINEAR)}
+    hint = f"its linear layers are {', '.join(sorted(linear))}"
     for target in targets:
-        if not any(name.endswith(target) for name, _ in model.named_modules()):
-            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if type(part) in _LINEAR}
-            raise InvalidRequestError(
-                f"--lora-targets: no layer is called {target}", f"its linear layers are {', '.join(sorted(linear))}"
-            )
-    adapted = get_peft_model(model, config)
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+            raise InvalidRequestError(f"--lora-targets: no layer is called {target}", hint)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        if not targets or "is not supported" not in str(error):
+            raise
+        raise InvalidRequestError(
+            f"--lora-targets: peft adapts no such layer as one of {', '.join(targets)}", hint
+        ) from error
     for name, layer in adapted.named_modules():
-        if isinstance(layer, LoraLayer) and config.r > min(layer.in_features, layer.out_features):
+        # Also wrapped are the weights of a router, which has a row for each expert: often fewer than the rank.
+        is_linear = isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), _LINEAR)
+        if is_linear and config.r > min(layer.in_features, layer.out_features):
             size = f"{layer.in_features} × {layer.out_features}"
             least = min(layer.in_features, layer.out_features)
             raise InvalidRequestError(

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
+from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.code import UserCodeError, load_function, run_script, tell_launched_precision
@@ -157,6 +158,13 @@ class Overlay:
             self.refuse(
                 "the TrainingArguments of the code set fsdp", "leave fsdp out, and ask for it with --strategy fsdp"
             )
+        parallelism = getattr(arguments, "parallelism_config", None)
+        if self.refuse is not None and parallelism is not None and parallelism.non_data_parallel_size > 1:
+            # Its process groups cannot be made in a single process.
+            self.refuse(
+                "the TrainingArguments of the code have several ranks share a sample (parallelism_config), which is "
+                "not searched", NOT_BY_SAMPLE,
+            )  # fmt: skip
         if self.is_probing and not self.tuned:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}

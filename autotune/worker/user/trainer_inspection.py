@@ -246,13 +246,7 @@ class _Inspection:
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` lacks what was wanted, or its ranks share samples."""
-        parallelism = getattr(trainer.args, "parallelism_config", None)
-        if parallelism is not None and parallelism.non_data_parallel_size > 1:
-            raise UserCodeError(
-                f"{self._source.name} has several ranks share a sample (parallelism_config), which is not searched",
-                "leave it out; --gpus 2 --strategy fsdp shards the weights, and each rank has samples of its own",
-            )
+        """Raise ``UserCodeError`` where the ``Trainer`` lacks what was wanted."""
         if ignored := self._overlay.ignored(trainer.args, wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
 
