@@ -115,5 +115,9 @@ class CodeInterface:
     """Why its memory is not predicted; ``None`` where it is, or was not asked for."""
     untraceable: str | None = None
     """Why its steps cannot be traced without a GPU."""
+    samples_a_prompt: int = 1
+    """Completions of a prompt that a step is made of, as TRL's GRPO generates them: a step has a multiple of them."""
+    packs: bool = False
+    """Whether a sample is a row of several, as with TRL's ``packing``."""
     protection: ProtectionKind | None = None
     """What keeps trials from the user's files; ``None`` where nothing was run in a trial process."""

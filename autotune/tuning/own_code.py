@@ -82,6 +82,14 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
             "put {effective_batch} or {effective_tokens} where its command line says that total, or use "
             f"--effective-batch {total}",
         )
+    each = model.interface.samples_a_prompt
+    if asked is not None and asked % each:
+        near = [str(batch) for batch in (asked // each * each, (asked // each + 1) * each) if batch]
+        raise InvalidRequestError(
+            f"--effective-batch {asked}: {source.name} generates {each} completions of each prompt, of which a step "
+            "has all",
+            f"use --effective-batch {' or '.join(near)}",
+        )
     if asked is not None or request.objective != "throughput":
         return asked
     if total is not None:

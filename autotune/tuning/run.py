@@ -242,6 +242,8 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(PROTECTED[model.interface.protection])
     if model is not None and (unknown := model.interface.memory_unknown):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
+    if model is not None and model.interface.packs:
+        observer.note("packing=True: what is called a sample is a row of several, and an effective batch counts rows")
     if model is not None and model.interface.batch_matters is not None:
         observer.note(
             f"{model.interface.batch_matters}: another per-device batch is another training; --batch-multiple N "

@@ -92,6 +92,19 @@ class TestOwnCheckpointing:
             self.prepared("off", True)
 
 
+@pytest.mark.parametrize(("asked", "works"), [(6, "4 or 8"), (3, "4"), (8, None)])
+def test_a_step_has_all_completions_of_its_prompts(asked: int, works: str | None) -> None:
+    source = TrainingSource("script", "/run.py", "0", "/")
+    given = dataclasses.replace(request(effective_batch=asked), workload=Workload.of_source(source))
+    model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(samples_a_prompt=4))
+    if works is None:
+        assert prepare(given, model).space.batches.effective_batch == asked
+        return
+    with pytest.raises(InvalidRequestError, match=r"run\.py generates 4 completions of each prompt") as caught:
+        prepare(given, model)
+    assert caught.value.hint == f"use --effective-batch {works}"
+
+
 class TestSamples:
     """Of the user's own code, whose data is known when it was run up to its training."""
 

@@ -452,6 +452,14 @@ def test_what_is_generated_for_a_whole_step_is_not_shortened(trial_server: Serve
     assert measured.micro_steps_run == 4
 
 
+def test_completions_of_a_prompt_and_packed_rows_are_seen(trial_server: ServerClient, folder: Path) -> None:
+    fields = (
+        "    num_generations: int = 8\n    generation_batch_size: int = 16\n    packing: bool = True\n    steps_per"
+    )
+    model = trial_server.model(inline(folder, ROLLOUTS.replace("    steps_per", fields, 1)))
+    assert (model.interface.samples_a_prompt, model.interface.packs) == (8, True)
+
+
 def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerClient, folder: Path) -> None:
     stops = "from transformers import TrainerCallback\nclass Stop(TrainerCallback):\n"
     stops += "    def on_step_end(self, args, state, control, **_):\n        control.should_training_stop = True\n"

@@ -205,7 +205,12 @@ class _Inspection:
             try:
                 overlay = self._overlay
                 interface = CodeInterface(
-                    "trainer", made_from=overlay.made_from, place=overlay.place, untraceable=_engine(trainer.args)
+                    "trainer",
+                    made_from=overlay.made_from,
+                    place=overlay.place,
+                    untraceable=_engine(trainer.args),
+                    samples_a_prompt=_samples_a_prompt(trainer.args),
+                    packs=bool(getattr(trainer.args, "packing", False)),
                 )
                 model = _model_facts(trainer, interface)
                 self._check(trainer, self._overlay.tuned)
@@ -306,6 +311,13 @@ def _engine(args: Any) -> str | None:
         return None
     share = float(args.vllm_gpu_memory_utilization)
     return f"vLLM keeps up to {share:.0%} of the same GPU's memory beside it (vllm_gpu_memory_utilization={share:g})"
+
+
+def _samples_a_prompt(args: Any) -> int:
+    """Return the completions of a prompt, where those of one optimizer step are generated at a time; else 1."""
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    is_of_step = getattr(args, "generation_batch_size", None) == step
+    return int(args.num_generations) if is_of_step and getattr(args, "num_generations", None) else 1
 
 
 # Losses of sentence-transformers for which the other samples of a batch are the negatives: another batch makes another
