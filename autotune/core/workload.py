@@ -117,6 +117,14 @@ class Workload:
         options = {name.removeprefix("lora_"): value for name, value in (self.lora_options or {}).items()}
         return words + (f" ({', '.join(f'{name}={value}' for name, value in options.items())})" if options else "")
 
+    def describe_numerics(self) -> str:
+        """Return ``describe_weights``, and what fp32 means beside weights in 16 bits.
+
+        An arm is named by its autocast, which says nothing about products of such weights.
+        """
+        without = f"; fp32 below is without autocast, in {self.dtype}" if self.dtype != "float32" else ""
+        return self.describe_weights() + without
+
     def lora_arguments(self) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig``, as far as neither task nor model decides them."""
         rank = self.lora_rank

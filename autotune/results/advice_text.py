@@ -21,8 +21,8 @@ def advice_lines(
 ) -> list[str]:
     """Return the GPUs in the order in which they are to be chosen."""
     lines = [
-        f"{workload.model} ({workload.task}, {workload.seq_len} tokens), effective batch {effective_batch}, "
-        f"{samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
+        f"{workload.model} ({workload.task}, {workload.seq_len} tokens); {workload.describe_numerics()}; "
+        f"effective batch {effective_batch}, {samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
     ]
     front, ordered = pareto_front(offers), in_order(offers)
     has_prices = any(offer.cost is not None for offer in offers)

@@ -68,7 +68,7 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
     workload, best = gpu.workload, gpu.best
     on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
     lines = [
-        f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {on}; "
+        f"{workload.model} ({workload.task}, {workload.seq_len} tokens) on {on}; {workload.describe_numerics()}; "
         f"a process may reserve {format_bytes(gpu.ceiling_bytes)}, or {format_bytes(gpu.line_bytes)} if the "
         f"headroom stays free (the line); peaks predicted up to {format_bytes(gpu.fits_below_bytes)} "
         "count as fitting"

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.schema import decode
+from autotune.core.workload import Workload
 from autotune.results.predicted import BatchDocument, TimedBatchDocument
 
 T = TypeVar("T")
@@ -62,7 +63,8 @@ class GpuView:
     """What is predicted for one kind of GPU."""
 
     gpu: str
-    workload: Document
+    workload: Workload
+    """Without its config."""
     ceiling_bytes: int
     line_bytes: int
     fits_below_bytes: int
@@ -93,7 +95,7 @@ def gpu_view(document: Document) -> GpuView:
         arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches)))
     return GpuView(
         document["gpu"],
-        document["workload"],
+        _known({**document["workload"], "config": {}}, Workload),
         document["ceiling_bytes"],
         document["line_bytes"],
         document["fits_below_bytes"],

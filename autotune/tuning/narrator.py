@@ -152,12 +152,10 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
         batch += f" on {request.world_size} devices"
         batch += ", one of them measured" if request.ranks == 1 else ""
     together = ", a trial on each at the same time" if request.beside else ""
-    # An arm is named by its autocast, which says nothing about products of weights in 16 bits.
-    without = f"; fp32 below is without autocast, in {workload.dtype}" if workload.dtype != "float32" else ""
     lines = [
         f"model   {workload.model} ({model.class_name}), {format_count(model.parameters)} parameters"
         + (f", {format_count(trained)} of them trained" if 0 < trained < model.parameters else ""),
-        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}{without}",
+        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_numerics()}",
         f"device  {', '.join(slot.label for slot in request.slots)}, {request.device.name}{together}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",

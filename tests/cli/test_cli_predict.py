@@ -6,16 +6,20 @@ import os
 import re
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import COLD, ROOT, run_process
+from tiny import tiny_workload
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import find_chip
+from autotune.devices.prices import Prices
+from autotune.results.advice_text import advice_lines
 from autotune.results.predicted import (
     GpuPredictionDocument,
     PredictionDocument,
@@ -172,12 +176,12 @@ def arm(precision: str, *batches: dict[str, Any]) -> dict[str, Any]:
     return {"precision": precision, **plain, "batches": list(batches)}
 
 
-def view(*arms: dict[str, Any]) -> GpuView:
+def view(*arms: dict[str, Any], **workload: Any) -> GpuView:
     """What is predicted of these configurations on a GPU."""
     return gpu_view(
         {
             "gpu": "rtx-3090",
-            "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
+            "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512, **workload},
             "ceiling_bytes": 11 * GIB,
             "line_bytes": 10 * GIB,
             "fits_below_bytes": 10 * GIB,
@@ -254,6 +258,17 @@ def test_the_fastest_batch_is_shown_and_what_to_choose() -> None:
     assert lines[-1] == (
         "Choose bf16 at 8 × 8: 90.0 samples/s (72.0 to 108.0), 46,080 tokens/s. Within 3%: bf16 at 16 × 4."
     )
+
+
+def test_the_head_says_the_weights_and_what_fp32_is_beside_them() -> None:
+    adapted = {"dtype": "bfloat16", "peft": "lora", "lora_rank": 8, "quantize": "4bit"}
+    head, *_ = gpu_lines(view(arm("fp32", batch(8, 4 * GIB, True)), **adapted), all_batches=False, anatomy=False)
+    said = "bfloat16 weights in 4 bits, LoRA of rank 8; fp32 below is without autocast, in bfloat16"
+    assert said in head
+    prices = Prices({}, "USD", "as given")
+    assert said in advice_lines([], replace(tiny_workload("gpt2-tiny"), **adapted), 64, 1e6, prices)[0]
+    head, *_ = gpu_lines(view(arm("fp32", batch(8, 4 * GIB, True))), all_batches=False, anatomy=False)
+    assert "float32 weights; a process" in head
 
 
 def test_a_usual_table_fits_a_terminal_of_80_columns() -> None:
