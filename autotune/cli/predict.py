@@ -57,5 +57,4 @@ def predict(
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
     print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy))
-    few_bits = options.get("quantize") is not None or any("8bit" in name for name in options.get("optim") or ())
-    click.echo("\n".join(accuracy_lines(gpus, few_bits=few_bits)), err=True)
+    click.echo("\n".join(accuracy_lines(gpus, options.get("optim") or ())), err=True)

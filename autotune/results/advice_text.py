@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autotune.core.units import format_rate
 from autotune.core.workload import Workload
 from autotune.devices.prices import Prices
 from autotune.estimate.advice import Offer, in_order, pareto_front, rank
 from autotune.results.cells import table_lines
-from autotune.results.prediction_text import unknown_line
+from autotune.results.prediction_text import few_bits_lines, unknown_line
 
 _GRADES = {
     "measured": "in a study in --storage on that GPU",
@@ -73,7 +75,8 @@ def _name(offer: Offer) -> str:
     return offer.chip.name if offer.gpus == 1 else f"{offer.gpus} × {offer.chip.name}"
 
 
-def grade_lines(offers: list[Offer]) -> list[str]:
-    """Return what each grade means that an offer has."""
+def grade_lines(offers: list[Offer], quantize: str | None = None, optims: Sequence[str] = ()) -> list[str]:
+    """Return what each grade means that an offer has, and how good predictions of few bits are."""
     grades = dict.fromkeys(offer.graded.grade for offer in offers if offer.graded is not None)
-    return [f"{grade}: {_GRADES[grade]}." for grade in grades]
+    few_bits = few_bits_lines(quantize, optims, has_speed=bool(grades.keys() - {"measured"}))
+    return [*(f"{grade}: {_GRADES[grade]}." for grade in grades), *few_bits]

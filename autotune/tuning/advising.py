@@ -54,7 +54,7 @@ def advised(
     return {
         "advice": encode(advice_document(offers, workload, samples, paid)),
         "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid),
-        "notes": grade_lines(offers),
+        "notes": grade_lines(offers, workload.quantize, options.get("optim") or ()),
     }
 
 

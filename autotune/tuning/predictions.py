@@ -34,7 +34,7 @@ from autotune.results.predicted import (
     best_of,
     speed_document,
 )
-from autotune.results.prediction_text import ACCURACY, RANKS_ACCURACY, SPEED_ACCURACY
+from autotune.results.prediction_text import ACCURACY, FEW_BITS_SPEED, RANKS_ACCURACY, SPEED_ACCURACY
 from autotune.space.dataloader import usable_cores
 from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
@@ -177,7 +177,8 @@ def predicted_document(
     documents = [
         _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
     ]
-    answer: PredictionDocument = PredictionDocument(True, ACCURACY, SPEED_ACCURACY, documents, documents[0].arms)
+    speed = f"{SPEED_ACCURACY}; {FEW_BITS_SPEED}" if options.get("quantize") else SPEED_ACCURACY
+    answer: PredictionDocument = PredictionDocument(True, ACCURACY, speed, documents, documents[0].arms)
     if any(arm.ranks > 1 for document in documents for arm in document.arms):
         answer = RanksPredictionDocument(**vars(answer), ranks_accuracy=RANKS_ACCURACY)
     document: dict[str, Any] = encode(answer)

@@ -14,12 +14,16 @@ import pytest
 from command_line import COLD, ROOT, run_process
 from tiny import tiny_workload
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import find_chip
 from autotune.devices.prices import Prices
-from autotune.results.advice_text import advice_lines
+from autotune.estimate.advice import Offer
+from autotune.estimate.grades import Graded
+from autotune.estimate.step_time import StepTime
+from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import (
     GpuPredictionDocument,
     PredictionDocument,
@@ -28,7 +32,14 @@ from autotune.results.predicted import (
     arm_prediction_type,
     best_prediction_type,
 )
-from autotune.results.prediction_text import bucket_copy_lines, choice_line, gpu_lines, time_lines, unknown_line
+from autotune.results.prediction_text import (
+    accuracy_lines,
+    bucket_copy_lines,
+    choice_line,
+    gpu_lines,
+    time_lines,
+    unknown_line,
+)
 from autotune.results.prediction_view import GpuView, gpu_view
 from autotune.store.opening import open_store
 from autotune.tuning.predictions import known_chips
@@ -269,6 +280,21 @@ def test_the_head_says_the_weights_and_what_fp32_is_beside_them() -> None:
     assert said in advice_lines([], replace(tiny_workload("gpt2-tiny"), **adapted), 64, 1e6, prices)[0]
     head, *_ = gpu_lines(view(arm("fp32", batch(8, 4 * GIB, True))), all_batches=False, anatomy=False)
     assert "float32 weights; a process" in head
+
+
+def test_weights_in_few_bits_are_said_to_train_more_slowly_than_predicted() -> None:
+    timed = arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0))
+    assert [line.split(":")[0] for line in accuracy_lines([view(timed, quantize="4bit")])] == [
+        "Predicted, not measured", "Few bits", "Few bits, speed", "Speed",
+    ]  # fmt: skip
+    told = accuracy_lines([view(timed)], ["adamw_bnb_8bit"])
+    assert [line.split(":")[0] for line in told] == ["Predicted, not measured", "Few bits", "Speed"]
+    candidate = Candidate(Arm("bf16"), 32, 2)
+    step = StepTime(candidate, 1.0, (0.9, 1.1), 1.0, 0.0, {}, 1e12, 1e15)
+    predicted = Offer(find_chip("l4", known_chips(None)), Graded(step, "predicted"), None, 64.0, 1.0)
+    measured = replace(predicted, graded=Graded(step, "measured"))
+    assert "1.08 to 1.86 times as long" in grade_lines([predicted, measured], "4bit")[-1]
+    assert "longer" not in "".join(grade_lines([measured], "4bit") + grade_lines([predicted]))
 
 
 def test_a_usual_table_fits_a_terminal_of_80_columns() -> None:
