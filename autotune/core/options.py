@@ -190,7 +190,7 @@ class _Workload(TypedDict, total=False):
     )]
     dtype: Annotated[DTypeName | None, Option(
         "Dtype of the stored weights; --precision is that of autocast [default: float32; with --peft bfloat16 where "
-        "the device has it, else that of the config].", ALL,
+        "the device has it, else float16 in its place, or that of the config].", ALL,
     )]
     pretrained: Annotated[bool, Option("Load pretrained weights; speed and memory do not depend on them.")]
     peft: Annotated[PeftName | None, Option("Train LoRA adapters on all linear layers, with the weights frozen.", ALL)]

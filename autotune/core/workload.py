@@ -101,6 +101,11 @@ class Workload:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
         return self.task not in ("image-classification", "speech-seq2seq", "own")
 
+    @property
+    def trained_dtype(self) -> DTypeName:
+        """Dtype of the weights that are trained: peft stores adapters in float32, but new heads as the frozen ones."""
+        return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype
+
     def data_folder(self, logs: Path) -> Path:
         """Return the folder that its dataset is prepared in, beside the logs; workloads with the same data share it."""
         assert self.data is not None

@@ -234,11 +234,13 @@ def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
     """Return the precisions that make sense with the workload's weight dtype.
 
     16-bit weights have no float32 products for tf32, and torch's gradient scaler refuses 16-bit gradients, so fp16
-    autocast needs float32 weights.
+    autocast needs weights that are trained in float32, as adapters are.
     """
     if workload.dtype == "float32":
         return PRECISIONS
-    return ("fp32", "bf16") if workload.dtype == "bfloat16" else ("fp32",)
+    if workload.dtype == "bfloat16":
+        return ("fp32", "bf16")
+    return ("fp32", "fp16") if workload.trained_dtype == "float32" else ("fp32",)
 
 
 def choose_precisions(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
+from autotune.core.device import precisions_of
 from autotune.core.units import format_bytes
 from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip
 from autotune.estimate.advice import Offer
 from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
+from autotune.tuning.options import build_workload, in_usual_dtype
 from autotune.tuning.predictions import batches_of, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
 
@@ -45,11 +47,16 @@ def models_of(
         # GPUs of a kind that has none of these precisions are told so later.
         kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)] or kinds
     only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
-    if len(kinds) == 2:
+    # GPUs are compared in the same training, which all of them have to do.
+    common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in chips)}
+    options = {**options, "memory_limit": None, "world_size": 1}
+    workload = in_usual_dtype(build_workload(options), options["dtype"], common)
+    options["dtype"] = workload.dtype
+    if len(kinds) == 2 and workload.dtype == "float32":
         # No kind of attention makes a difference to float32, of which both would say the same.
         only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
-    requests = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
+    requests = [{**options, "precision": only[kind]} for kind in kinds]
     models = predictions(targets, requests, answers, counts, saves_memory=saves_memory)
     return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
 
@@ -118,6 +125,8 @@ def _of_ranks(candidate: Candidate, count: int) -> Candidate:
 
 def model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
     """Return the predictions for the GPU's kind; in float32 those of either kind: flash attention has 16 bits only."""
-    if arm.precision in ("fp16", "bf16"):
-        return models.get(chip.has_flash_attention)
+    own = models.get(chip.has_flash_attention)
+    # fp32 is in 16 bits where the weights are, and then predicted for each kind.
+    if arm.precision in ("fp16", "bf16") or (own is not None and own.operations(arm) is not None):
+        return own
     return models.get(True) or models.get(False)

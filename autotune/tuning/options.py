@@ -157,12 +157,16 @@ def in_usual_dtype(workload: Workload, asked: DTypeName | None, precisions: Coll
     """Return the workload with its weights in the dtype asked for, else in the one that is usual on a device.
 
     Weights that are trained are stored in float32. Frozen ones are stored in bfloat16, or where the device does not
-    compute in that, in the dtype of the model's config.
+    compute in that, in the dtype of the model's config; in float16 where that is bfloat16, which allows fp16 autocast,
+    unless a new head would be trained in float16.
     """
     if asked is not None or workload.peft is None or workload.source is not None:
         return workload
     said = workload.config.get("dtype") or workload.config.get("torch_dtype")
     usual: DTypeName = "bfloat16" if "bf16" in precisions else said if said in DTYPES else "float32"
+    half = replace(workload, dtype="float16")
+    if usual == "bfloat16" and "bf16" not in precisions and "fp16" in precisions and half.trained_dtype == "float32":
+        return half
     return replace(workload, dtype=usual)
 
 

@@ -66,8 +66,18 @@ def predictions(
     They are for every batch that so many ranks could have. What saves memory is predicted where nothing fits without,
     and with ``saves_memory``.
     """
-    precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
-    workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
+    workload, asked_dtype = build_workload(options[0]), options[0]["dtype"]
+    usual = [in_usual_dtype(workload, asked_dtype, precisions_of(chip.capability)) for chip, _ in targets]
+    if len({each.dtype for each in usual}) > 1:
+        # Each dtype is a workload of its own.
+        found: dict[int, tuple[Prepared, MemoryModel]] = {}
+        for dtype in dict.fromkeys(each.dtype for each in usual):
+            at = [index for index, each in enumerate(usual) if each.dtype == dtype]
+            own = [{**options[index], "dtype": dtype} for index in at]
+            alike = predictions([targets[index] for index in at], own, answers, ranks, saves_memory=saves_memory)
+            found |= dict(zip(at, alike, strict=True))
+        return [found[index] for index in range(len(targets))]
+    workload = usual[0]
     if workload.task == "image-text-to-text":
         raise InvalidRequestError(
             f"--model {workload.model}: the memory of models of images and text is not predicted",

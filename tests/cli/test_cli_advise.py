@@ -88,6 +88,36 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     assert two["samples_per_second_interval"][1] / two["samples_per_second_interval"][0] > 2.5
 
 
+def test_adapters_are_compared_over_weights_that_every_gpu_computes_with(tmp_path: Path) -> None:
+    """The Turing card has no bf16, and no flash attention for weights in 16 bits."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    adapted = ("--model", "llama-3.2-1b", "--peft", "lora", "--seq-len", "64")
+    few = (
+        "--effective-batch",
+        "8",
+        "--batch-multiple",
+        "8",
+        "--gpu",
+        "rtx-4090,t4",
+        "--gradient-checkpointing",
+        "off",
+        "--json",
+    )
+    done = run_process("advise", *adapted, *few, folder=tmp_path)
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["workload"]["dtype"] == "float16"
+    # Each as if it were alone.
+    done = run_process("predict", *adapted, *few, folder=tmp_path)
+    assert done.code == 0, done.stderr
+    ada, turing = json.loads(done.stdout)["gpus"]
+    assert [gpu["workload"]["dtype"] for gpu in (ada, turing)] == ["bfloat16", "float16"]
+    assert {arm["precision"] for arm in ada["arms"]} == {"bf16", "fp32"}
+    (of_turing,) = [row for row in document["gpus"] if row["gpu"] == "t4"]
+    assert of_turing["candidate"]["precision"] == turing["best"]["precision"] == "fp16"
+    assert of_turing["samples_per_second"] == pytest.approx(turing["best"]["samples_per_second"])
+
+
 def test_several_gpus_have_room_for_ddps_buckets_once() -> None:
     """20 GiB and gradients of 2 GiB need 22 on each of two; a search leaves out a third copy of them."""
     ceiling, arm = Ceiling(None, 24 * GIB, 0, Headroom(size_bytes=GIB)), Arm("bf16")

@@ -191,6 +191,12 @@ class TestPrecisions:
         workload = dataclasses.replace(BERT_LARGE, dtype=dtype)
         assert choose_precisions(None, device_has, "cuda:0", workload) == expected
 
+    def test_gradients_of_adapters_are_in_float32_and_those_of_new_heads_are_not(self) -> None:
+        adapted = dataclasses.replace(BERT_LARGE, dtype="float16", peft="lora", task="causal-lm")
+        assert choose_precisions(None, ALL, "cuda:0", adapted) == ("fp16", "fp32")
+        headed = dataclasses.replace(adapted, task="sequence-classification")
+        assert choose_precisions(None, ALL, "cuda:0", headed) == ("fp32",)
+
     def test_what_was_asked_comes_best_first_and_once(self) -> None:
         assert choose_precisions(("tf32", "bf16", "tf32"), ALL, "cuda:0", BERT_LARGE) == ("bf16", "tf32")
 

@@ -62,6 +62,10 @@ def test_they_are_refused_without_adapters(option: str, value: Any) -> None:
         ({}, "bfloat16", ("fp32", "bf16"), "float32"),
         ({"peft": "lora"}, "float32", ("fp32", "bf16"), "bfloat16"),
         ({"peft": "lora"}, "float16", ("fp32", "fp16"), "float16"),
+        ({"peft": "lora", "task": "causal-lm"}, "bfloat16", ("fp32", "fp16"), "float16"),
+        # Its new head would be trained in float16.
+        ({"peft": "lora", "task": "sequence-classification"}, "bfloat16", ("fp32", "fp16"), "bfloat16"),
+        ({"peft": "lora", "task": "causal-lm"}, "bfloat16", ("fp32",), "bfloat16"),
         ({"peft": "lora"}, "float8", ("fp32", "fp16"), "float32"),
         ({"peft": "lora", "dtype": "float32"}, "bfloat16", ("fp32", "bf16"), "float32"),
     ],

@@ -99,6 +99,14 @@ def test_further_arguments_reach_peft(arguments: dict[str, object]) -> None:
     assert said == {name: set(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
+@pytest.mark.parametrize("task", sorted(ONE_OF_EACH_TASK))
+def test_the_dtype_of_what_is_trained_is_known(task: Task) -> None:
+    """A gradient scaler refuses gradients in float16."""
+    workload = with_lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task), dtype="float16")
+    trained = {str(p.dtype) for p in build_model(workload, "eager", CPU).parameters() if p.requires_grad}
+    assert ("torch.float16" in trained) is (workload.trained_dtype == "float16")
+
+
 @pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_few_bits_train_too(bits: str, task: Task, tmp_path: Path) -> None:
