@@ -205,7 +205,7 @@ def make_export(report: Report) -> Export:
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; "
         + ("" if is_own else f"{report.workload['task']}, ")
-        + f"{describe_data(report.workload)}",
+        + f"{describe_data(report.workload, padding_free=best.candidate.arm.padding_free)}",
         row_tokens=report.workload["seq_len"] if data and data.get("packing") else None,
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),

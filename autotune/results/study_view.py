@@ -17,7 +17,7 @@ from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step
 from autotune.results.expert import Expert, expert_of, utilization
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.results.wording import counts_line, detail_lines, searched_lines, verdict
+from autotune.results.wording import counted_in, counts_line, detail_lines, searched_lines, verdict
 from autotune.store.records import StudyRecord, TrialRecord
 
 
@@ -123,6 +123,16 @@ class StudyView:
     """What limits the validity of the numbers, most important first."""
     speed_chart: SpeedChart
     step_chart: StepChart
+
+    @property
+    def sample_word(self) -> str:
+        """What a batch is counted in: ``sample`` or ``row``."""
+        return counted_in(self.workload)
+
+    @property
+    def rate_unit(self) -> str:
+        """``samples/s``, or ``rows/s`` where samples are packed in rows."""
+        return f"{self.sample_word}s/s"
 
 
 def study_view(report: Report) -> StudyView:

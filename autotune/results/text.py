@@ -14,7 +14,7 @@ from autotune.results.study_view import BestView, StudyView, TrialView
 def report_lines(view: StudyView) -> list[str]:
     """Return a study as ``autotune show`` prints it: of text with tokens a second in place of how long trials took."""
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
-    head = ("#", "batch×acc", "configuration", "samples/s", "tokens/s" if has_tokens else "took", "peak", "verdict")
+    head = ("#", "batch×acc", "configuration", view.rate_unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
         (
             str(trial.record.number),
@@ -32,7 +32,7 @@ def report_lines(view: StudyView) -> list[str]:
         *(f"  {line}" for line in view.searched),
         *summary_lines(view),
         "",
-        *table_lines(head, rows, right=("#", "batch×acc", "samples/s", "tokens/s", "took", "peak")),
+        *table_lines(head, rows, right=("#", "batch×acc", view.rate_unit, "tokens/s", "took", "peak")),
     ]
 
 
@@ -61,14 +61,14 @@ def summary_lines(view: StudyView) -> list[str]:
 def _best_lines(view: StudyView, best: BestView) -> list[str]:
     speed, tokens, request = best.speed, best.tokens_per_second, view.record.request
     lines = [
-        _speed_words(speed)
+        _speed_words(speed, view.rate_unit)
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
     if view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
         baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline_speed.samples_per_second)}"
         bound, why = ("at most ", ", disturbed") if view.is_speedup_a_bound else ("", "")
-        lines.append(f"{bound}{view.speedup:.2f} × {view.baseline_name} ({baseline} samples/s{why})")
+        lines.append(f"{bound}{view.speedup:.2f} × {view.baseline_name} ({baseline} {view.rate_unit}{why})")
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
@@ -89,12 +89,12 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     return [*lines, *best.details]
 
 
-def _speed_words(speed: Speed) -> str:
+def _speed_words(speed: Speed, unit: str) -> str:
     """Return ``297.7 samples/s ± 2.7%``, or ``18.3 samples/s (11.4 to 29.5)``, as ``verify`` says what was promised."""
     mean, (low, high) = speed.samples_per_second, speed.interval()
     if is_lopsided(mean, low, high):
-        return f"{format_rate(mean)} samples/s ({format_rate(low)} to {format_rate(high)})"
-    return f"{format_rate(mean)} samples/s{format_spread(speed.relative_half_width)}"
+        return f"{format_rate(mean)} {unit} ({format_rate(low)} to {format_rate(high)})"
+    return f"{format_rate(mean)} {unit}{format_spread(speed.relative_half_width)}"
 
 
 def _memory_line(view: StudyView, best: BestView) -> str:

@@ -68,11 +68,16 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:,.1f}×"
 
 
-def describe_data(workload: Document) -> str:
+def counted_in(workload: Document) -> str:
+    """Return what a batch is counted in: ``sample``, or ``row`` where samples are packed in rows."""
+    return "row" if (workload.get("data") or {}).get("packing") else "sample"
+
+
+def describe_data(workload: Document, *, padding_free: bool = False) -> str:
     """Describe the samples that were measured: ``512 tokens, full length``."""
     data = decode(workload["data"], DataSpec) if workload.get("data") else None
     if data is not None and data.facts is not None:
-        return _describe_own(data, data.facts, int(workload["seq_len"]))
+        return _describe_own(data, data.facts, int(workload["seq_len"]), padding_free=padding_free)
     if workload["task"] == "own":
         return f"as {workload['model']} makes it"
     if workload["task"] == "image-classification":
@@ -87,14 +92,17 @@ def describe_data(workload: Document) -> str:
     return f"{words}, of which {images} image{'s' if images > 1 else ''} of {side} × {side} pixels"
 
 
-def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
+def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int, *, padding_free: bool) -> str:
     """Return ``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
     if facts.packed is not None:
         return f"{data.label}, {describe_packing(facts)}; batches are counted in rows"
     words = f"{data.label}, {facts.samples:,} samples"
     if facts.lengths is None:
         return words
-    words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median}), padded to "
+    words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median})"
+    if padding_free:
+        return f"{words}, a batch in one row without padding" + (", grouped by length" if data.group_by_length else "")
+    words += ", padded to "
     words += f"{seq_len}" if data.padding == "max_length" else "the longest of a batch"
     if data.pad_to_multiple_of:
         words += f" and a multiple of {data.pad_to_multiple_of}"
@@ -111,7 +119,8 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
         weights = Workload.from_document(workload).describe_weights()
     return (
         f"{workload['model']}, {task}{weights}",
-        f"{describe_data(workload)}; " + (f"effective batch {batch}" if batch else "any batch"),
+        f"{describe_data(workload, padding_free=report.study.request.get('padding_free') == 'on')}; "
+        + (f"effective batch {batch}" if batch else "any batch"),
         f"{environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"
         + (f", driver {driver}" if driver else ""),
     )
@@ -208,7 +217,7 @@ def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
     is_tried = any(trial.candidate.per_device_train_batch_size > batch for trial in report.trials)
     if samples is None or is_tried or samples >= batch + (report.study.request["batch_multiple"] or 8):
         return []
-    return [f"the data has {plural(samples, 'sample')}, so no larger batch was tried"]
+    return [f"the data has {plural(samples, counted_in(report.workload))}, so no larger batch was tried"]
 
 
 def counts_line(report: Report) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autotune.core.candidate import FSDP, OWN_OPTIM, ZERO_STAGES, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
+from autotune.core.options import BY_NAME
 from autotune.core.units import format_bytes
 from autotune.space.features import (
     DEEPSPEED,
@@ -19,7 +21,8 @@ from autotune.space.features import (
     shards_with,
     version_of,
 )
-from autotune.space.levers import EXPERTS, LEVERS, Training
+from autotune.space.levers import BY_NAME as LEVER_BY_NAME
+from autotune.space.levers import EXPERTS, LEVERS, Lever, Training
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
@@ -110,14 +113,13 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
     """
     training = Training.of(request.workload, request.device.kind, request.ranks, layers)
     settings = request.settings()
+    _check_together(request, settings)
     for row in LEVERS:
         if row.option is None or row.name not in settings:
             continue
         why = row.obstacle(training) if row.obstacle else None
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
-        if row.name == "offload_activations" and "torch_compile" in settings:
-            why = "it does not go with --torch-compile on"
         if why is not None:
             option = f"--{row.option.replace('_', '-')}"
             raise InvalidRequestError(f"{option} {getattr(request, row.option)}: {why}", f"leave {option} out")
@@ -133,6 +135,25 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
                 f"--offload-activations on: transformers {version} cannot, which 5.17 and later do",
                 "upgrade transformers, or leave --offload-activations out",
             )
+
+
+def _check_together(request: SearchRequest, settings: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequestError`` for two settings that were asked for and cannot be together."""
+    asked = {**settings, "use_liger_kernel": True} if request.liger == "on" else settings
+    packs = request.workload.data is not None and request.workload.data.packing
+    for row in LEVERS:
+        beside = [LEVER_BY_NAME[name] for name in row.excludes if name in asked]
+        if row.name not in asked or not beside:
+            continue
+        mine, other = (_option_of(each) for each in (row, beside[0]))
+        if row.name == "padding_free" and packs:
+            raise InvalidRequestError(f"--packing does not go with {other} on", f"leave {other} out")
+        raise InvalidRequestError(f"{mine} on does not go with {other} on", f"leave {mine} or {other} out")
+
+
+def _option_of(row: Lever) -> str:
+    """Return the option of the command line that turns a setting on."""
+    return BY_NAME[row.option or {"use_liger_kernel": "liger"}.get(row.name, row.name)].parameter
 
 
 def _check_ranks_of_own_code(request: SearchRequest) -> None:

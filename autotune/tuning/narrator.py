@@ -78,7 +78,7 @@ class Narrator:
         self._idle = "choosing the next trial"
         if best is not None and (speed := _speed_of_best(history, self._prepared, best)) is not None:
             rate = format_rate(speed.samples_per_second)
-            self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
+            self._best = f"best so far {rate} {_rate_unit(self._prepared)} ({best.candidate.describe()})"
 
     def _winner(self, history: History, prepared: Prepared) -> Tried | None:
         """Return the trial that the search would recommend now.
@@ -125,7 +125,7 @@ class Narrator:
         self._is_table_begun = True
         head = _ROW.format(
             number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
-            speed="samples/s", peak="peak", took="took",
+            speed=_rate_unit(self._prepared), peak="peak", took="took",
             verdict="× baseline" if self._prepared.request.wants_baseline else "",
         )  # fmt: skip
         self._say(head.rstrip(), "bold")
@@ -142,11 +142,18 @@ def status_line(status: Document, seconds: float, columns: int | None = None) ->
     return now if columns is not None and len(whole) > columns else whole
 
 
+def _rate_unit(prepared: Prepared) -> str:
+    from autotune.results.wording import counted_in
+
+    return f"{counted_in(prepared.request.workload.document())}s/s"
+
+
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     from autotune.results.wording import describe_data
 
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
     workload, trained = request.workload, model.trainable_parameters
+    data = describe_data(workload.document(), padding_free=request.padding_free == "on")
     batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
     if request.world_size > 1:
         batch += f" on {request.world_size} devices"
@@ -155,7 +162,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     lines = [
         f"model   {workload.model} ({model.class_name}), {format_count(model.parameters)} parameters"
         + (f", {format_count(trained)} of them trained" if 0 < trained < model.parameters else ""),
-        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_numerics()}",
+        f"data    {data}; {batch}; {workload.describe_numerics()}",
         f"device  {', '.join(slot.label for slot in request.slots)}, {request.device.name}{together}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",

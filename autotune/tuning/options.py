@@ -48,6 +48,10 @@ def build_request(
     that the options name, one for each rank.
     """
     named = devices or (named_devices(options) if options.get("gpus") is not None else ())
+    if options.get("packing") and "padding_free" in given and options["padding_free"] == "off":
+        raise InvalidRequestError(
+            "--padding-free off does not go with --packing, whose rows are never padded", "leave --padding-free out"
+        )
     own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
     options = with_effective_batch(options, workload)
@@ -281,6 +285,13 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
                 f"{BY_NAME[against[0]].parameter} does not go with --packing, which leaves nothing to pad",
                 "give one of the two",
             )
+    if options.get("padding_free") == "on":
+        for option in ("pad_to_max_length", "pad_to_multiple_of"):
+            if options[option]:
+                raise InvalidRequestError(
+                    f"{BY_NAME[option].parameter} does not go with --padding-free on, which leaves nothing to pad",
+                    "give one of the two",
+                )
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")

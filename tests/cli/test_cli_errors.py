@@ -60,6 +60,25 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--padding-free on --pad-to-max-length", ("--pad-to-max-length", "--padding-free on", "give one of the two")),
+        ("--padding-free on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--padding-free on")),
+        ("--packing --padding-free off", ("--padding-free off", "--packing", "leave --padding-free out")),
+        ("--packing --torch-compile on", ("--packing", "--torch-compile on", "leave --torch-compile out")),
+        ("--padding-free on --cuda-graphs on", ("leave --padding-free or --cuda-graphs out",)),
+    ],
+)
+def test_settings_that_have_nothing_to_pad(words: str, named: tuple[str, ...], run: Run, folder: Path) -> None:
+    texts = folder / "texts.jsonl"
+    texts.write_text('{"text": "a b c"}\n')
+    data = ("--dataset", str(texts), "--tokenizer", str(folder))
+    ran = run("search", "--model", "llama-3.2-1b", "--effective-batch", "8", *data, *words.split())
+    check_error(ran, 2, *named)
+    assert "padding_free" not in ran.stderr
+
+
 @pytest.mark.parametrize(("words", "code", "named"), REQUESTS, ids=[words for words, _, _ in REQUESTS])
 def test_a_search_that_cannot_be(words: str, code: int, named: tuple[str, ...], run: Run, folder: Path) -> None:
     """Refused before any process is started and anything is written."""

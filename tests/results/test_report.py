@@ -25,7 +25,7 @@ from reported import (
 )
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.schema import encode
@@ -205,12 +205,36 @@ def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
     ]
 
 
+def packed_workload() -> dict[str, Any]:
+    lengths = Lengths(30, 110, 120, 122, 100.0, 0.0, 0.0, (1,))
+    facts = DataFacts(36, lengths=lengths, packed=Packed(601, lengths))
+    spec = DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=facts)
+    return {**WORKLOAD, "task": "causal-lm", "data": spec.document()}
+
+
+def test_rows_of_packed_samples_are_called_rows() -> None:
+    made = dataclasses.replace(report(BASELINE, WINNER), workload=packed_workload())
+    study = dataclasses.replace(made.study, request={**made.study.request, "effective_batch": None})
+    text = "\n".join(report_lines(study_view(dataclasses.replace(made, study=study))))
+    assert "rows/s" in text
+    assert "the data has 36 rows" in text
+    assert "samples/s" not in text
+
+
 def test_images_have_no_tokens() -> None:
     made = report(BASELINE, WINNER)
     images = dataclasses.replace(made, workload={**WORKLOAD, "task": "image-classification", "seq_len": 1})
     assert "tokens" not in "\n".join(summary_lines(study_view(images)))
     assert trial_document(trial_view(images, WINNER))["tokens_per_second"] is None
     assert trial_document(trial_view(made, WINNER))["tokens_per_second"] == pytest.approx(310.7 * 512)
+
+
+def test_a_batch_without_padding_is_padded_to_nothing() -> None:
+    facts = DataFacts(118, lengths=Lengths(30, 110, 120, 122, 100.0, 0.0, 0.0, (1,)))
+    data = {**WORKLOAD, "data": DataSpec("/data/texts.jsonl", "json", "0", facts=facts).document()}
+    lengths = "texts.jsonl, 118 samples, 30 to 122 tokens (median 110), "
+    assert describe_data(data) == f"{lengths}padded to the longest of a batch"
+    assert describe_data(data, padding_free=True) == f"{lengths}a batch in one row without padding"
 
 
 @pytest.mark.parametrize(
