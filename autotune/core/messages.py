@@ -194,6 +194,8 @@ class Answer:
     """The trial server died or was given up."""
     overdue: bool = False
     """The trial server said nothing beyond the time limit of the job."""
+    last_words: str = ""
+    """Of a process beside the trials that gave no result: the last line of its log."""
 
     def after(self, line: ServerLine) -> Answer:
         """Return the answer with what a line of the trial server adds."""

@@ -149,6 +149,8 @@ class MemoryModel:
         self._measured: dict[Candidate, int] = {}
         self._ran_out: dict[Candidate, int] = {}
         """Candidates that ran out of memory, with the largest cap under which each did."""
+        self._missed: dict[Arm, str] = {}
+        """Prediction classes of which nothing was predicted, with the reason."""
         self._failed: set[Arm] = set()
         """Prediction classes in which a trial failed for a reason other than memory."""
         self._asked: list[Candidate] = []
@@ -173,6 +175,14 @@ class MemoryModel:
             self._largest[of_class] = answer.largest_batch
         if answer.operations is not None:
             self._operations[of_class] = answer.operations
+
+    def miss(self, question: Question, why: str) -> None:
+        """Keep why a prediction job gave no answer."""
+        self._missed[prediction_class(question.arm)] = why
+
+    def why_missing(self, arm: Arm) -> str | None:
+        """Return why nothing was predicted of an arm; ``None`` where no job failed."""
+        return self._missed.get(prediction_class(arm))
 
     def operations(self, arm: Arm) -> Operations | None:
         """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels.

@@ -237,7 +237,9 @@ class Forecast:
                 continue
             predicted = _predicted(answer)
             if predicted is None:
-                self.unanswered += [question for _, question in inquiry.askers]
+                for model, question in inquiry.askers:
+                    model.miss(question, _why_unanswered(answer))
+                    self.unanswered.append(question)
                 continue
             _file(inquiry, predicted)
             self._to_keep.append((inquiry.identity, predicted))
@@ -279,6 +281,14 @@ def _predicted(answer: Answer) -> PredictionAnswer | None:
         return None if answer.result is None else decode(answer.result, PredictionAnswer)
     except ValueError:
         return None
+
+
+def _why_unanswered(answer: Answer) -> str:
+    """Return why a job predicted nothing, in words."""
+    if answer.timed_out or answer.overdue:
+        return f"tracing a step took longer than {_TIMEOUT_SECONDS:.0f} s"
+    words = answer.last_words[:200].rstrip(".")
+    return f"tracing a step failed: {words}" if words else "tracing a step failed"
 
 
 def _file(inquiry: _Inquiry, answer: PredictionAnswer) -> None:

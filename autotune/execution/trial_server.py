@@ -33,7 +33,7 @@ from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
 from autotune.execution.gpu_inspection import GpuInspection, merged
-from autotune.execution.process_outcome import check_own_code, how_it_ended
+from autotune.execution.process_outcome import check_own_code, how_it_ended, tail
 from autotune.execution.protection import find_protection
 from autotune.execution.server_process import ServerProcess
 from autotune.execution.warm_server import WarmServer
@@ -269,7 +269,7 @@ class TrialServer:
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a job beside the trials, once the server's imports are done, and do not wait; see ``ended``."""
-        log_path = self._log_folder / f"predict-{job_id}.log"
+        log_path = self._prediction_log(job_id)
         self._begin(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
@@ -281,7 +281,15 @@ class TrialServer:
         ended = {job_id: self._jobs[job_id].answer for job_id in self._beside(has_ended=True)}
         for job_id in ended:
             del self._jobs[job_id]
-        return ended
+        return {
+            job_id: replace(answer, last_words=tail(self._prediction_log(job_id), 1))
+            if answer.result is None
+            else answer
+            for job_id, answer in ended.items()
+        }
+
+    def _prediction_log(self, job_id: str) -> Path:
+        return self._log_folder / f"predict-{job_id}.log"
 
     def _beside(self, *, has_ended: bool) -> list[str]:
         return [job_id for job_id, job in self._jobs.items() if job.is_beside and job.has_ended is has_ended]

@@ -80,7 +80,10 @@ class TimedBatchDocument(SpeedDocument, BatchDocument):
 @functools.cache
 def arm_prediction_type() -> type[Any]:
     """Return the type of a configuration with all its batches, each of which has a type of its own."""
-    return make_record("ArmPrediction", [*_fields(Arm), ("largest_batch", int | None), ("batches", list[Any])])
+    return make_record(
+        "ArmPrediction",
+        [*_fields(Arm), ("largest_batch", int | None), ("batches", list[Any]), ("why_not", str | None, None)],
+    )
 
 
 @functools.cache

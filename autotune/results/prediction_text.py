@@ -98,6 +98,7 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
     else:
         rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
     lines += table_lines(head + speed + (list(_PARTS) if anatomy else []), rows)
+    lines += [f"Not predicted: {why}." for why in dict.fromkeys(arm.why_not for arm in shown) if why]
     if anatomy:
         lines.append(
             "The parts are those at the moment of the peak. Without accumulation that is often before gradients exist."
@@ -137,7 +138,11 @@ def _which_fit(arms: Sequence[ArmView]) -> str:
     for arm in arms:
         name = str(arm.arm.strategy)
         largest[name] = max(largest.get(name, 0), arm.largest_batch or 0)
-    each = [f"{name} up to {batch} a GPU" if batch else f"{name} does not" for name, batch in largest.items()]
+    known = {str(arm.arm.strategy) for arm in arms if arm.batches}
+    each = [
+        f"{name} up to {batch} a GPU" if batch else f"{name} {'does not' if name in known else 'is not predicted'}"
+        for name, batch in largest.items()
+    ]
     return f"What fits: {', '.join(each)}."
 
 

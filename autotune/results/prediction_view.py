@@ -42,6 +42,8 @@ class ArmView:
     arm: Arm
     largest_batch: int | None
     batches: tuple[BatchView, ...]
+    why_not: str | None = None
+    """Why nothing is predicted, where that is known."""
 
     @property
     def fitting(self) -> list[BatchView]:
@@ -92,7 +94,7 @@ def gpu_view(document: Document) -> GpuView:
             memory: BatchDocument = timed or _known(batch, BatchDocument)
             candidate = Candidate(arm, memory.per_device_train_batch_size, memory.gradient_accumulation_steps)
             batches.append(BatchView(candidate, memory, timed))
-        arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches)))
+        arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches), of_arm.get("why_not")))
     return GpuView(
         document["gpu"],
         _known({**document["workload"], "config": {}}, Workload),

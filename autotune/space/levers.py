@@ -562,16 +562,24 @@ def is_traced(arm: Arm) -> bool:
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors.
+    """Return whether memory can be predicted with fake tensors."""
+    return why_unpredictable(arm, workload) is None
+
+
+def why_unpredictable(arm: Arm, workload: Workload) -> str | None:
+    """Return why memory cannot be predicted with fake tensors; ``None`` where it can.
 
     Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
     where models put images among tokens.
     """
     if (arm.fused_loss or arm.sparse_prediction) and (arm.is_sharded or arm.zero_stage is not None):
-        # Sharded steps are traced with the model's own loss.
-        return False
-    dequantizes = workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False)
-    return is_traced(arm) and not dequantizes and workload.task != "image-text-to-text"
+        return "sharded steps are traced with the model's own loss"
+    if workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False):
+        return "how DoRA dequantizes weights is not traced"
+    if workload.task == "image-text-to-text":
+        return "sizes of tensors follow from the values of others"
+    untraced = [row.name for row in LEVERS if row.is_traced and not row.is_traced(getattr(arm, row.name))]
+    return f"what {untraced[0]}={getattr(arm, untraced[0])} runs is not traced" if untraced else None
 
 
 def compiles(arm: Arm) -> bool:

@@ -14,6 +14,7 @@ from autotune.estimate.advice import Offer
 from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
+from autotune.space.levers import why_unpredictable
 from autotune.tuning.options import build_workload, in_usual_dtype
 from autotune.tuning.predictions import batches_of, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
@@ -86,8 +87,18 @@ def best_offer(chip: Chip, count: int, job: Job, price: float | None) -> Offer:
         best = [each for each in graded if each.grade == "measured"] or graded
         return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
     if least is None:
-        return refused("nothing is predicted for it")
+        return refused(f"nothing is predicted for it{_why_nothing(chip, job)}")
     return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(ceiling.line_bytes)}")
+
+
+def _why_nothing(chip: Chip, job: Job) -> str:
+    """Return why nothing is predicted of the first configuration of a GPU, where that is known."""
+    for arm in job.prepared.space.arms:
+        model = model_of(arm, chip, job.models)
+        why = why_unpredictable(arm, job.prepared.request.workload) or (model.why_missing(arm) if model else None)
+        if why is not None:
+            return f": {why}"
+    return ""
 
 
 def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:

@@ -36,6 +36,7 @@ from autotune.results.predicted import (
 )
 from autotune.results.prediction_text import ACCURACY, FEW_BITS_SPEED, RANKS_ACCURACY, SPEED_ACCURACY
 from autotune.space.dataloader import usable_cores
+from autotune.space.levers import is_predictable, why_unpredictable
 from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswersBeside, KeptPredictions, inspection_key
@@ -150,9 +151,11 @@ def _ranks(gpus: str | None) -> int:
 
 def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
     """Return the questions about a chip, those about what saves memory in reserve."""
-    space = prepared.space
-    reserve = _questions(space, prepared.saving_arms, (1,))
-    return Target(chip, prepared.ceiling, _questions(space, space.arms, ranks), reserve=reserve)
+    space, workload = prepared.space, prepared.request.workload
+    arms, saving = (
+        [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.saving_arms)
+    )
+    return Target(chip, prepared.ceiling, _questions(space, arms, ranks), reserve=_questions(space, saving, (1,)))
 
 
 def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[Question]:
@@ -268,4 +271,5 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
             rows.append(row)
     if not free:
         largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
-    return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows)
+    why_not = None if rows else why_unpredictable(arm, workload) or model.why_missing(arm)
+    return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows, why_not=why_not)

@@ -137,6 +137,19 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     assert offers["small"]["fits"]
 
 
+def test_why_nothing_is_predicted_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    few = ("--seq-len", "64", "--effective-batch", "8", "--gpu", "rtx-4090", "--precision", "bf16", "--peft", "lora")
+    dora = ("--model", "llama-3.2-1b", "--quantize", "4bit", "--dora", "--gradient-checkpointing", "off")
+    done = run_process("predict", *few, *dora, folder=tmp_path)
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("Not predicted: how DoRA dequantizes weights is not traced.") == 1
+    document = json.loads(run_process("predict", *few, *dora, "--json", folder=tmp_path).stdout)
+    assert document["arms"][0]["why_not"] == "how DoRA dequantizes weights is not traced"
+    told = run_process("advise", *few, *dora, folder=tmp_path)
+    assert "nothing is predicted for it: how DoRA dequantizes weights is not traced" in told.stdout
+
+
 def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> None:
     asked = (*_SMALL, "--gpus", "2", "--gpu", "rtx-4090", "--effective-batch", "16", "--precision", "bf16")
     asked = (*asked, "--gradient-checkpointing", "off")
@@ -313,6 +326,12 @@ def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:
         "ddp × 2 at 16 × 4."
     ]
     assert bucket_copy_lines(view(ddp).arms, 5 * GIB) == []
+
+
+def test_a_strategy_of_which_nothing_is_predicted_is_not_said_not_to_fit() -> None:
+    of_two = {"strategy": "fsdp", "ranks": 2, "why_not": "tracing a step failed"}
+    lines = gpu_lines(view({**arm("bf16"), **of_two}), all_batches=False, anatomy=False)
+    assert lines[-2:] == ["Not predicted: tracing a step failed.", "What fits: fsdp is not predicted."]
 
 
 def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:

@@ -64,7 +64,7 @@ class Answers:
     def _answer(self, work: PredictionWork) -> Answer:
         if self._failing:
             self._failing -= 1
-            return Answer(exit_code=1)
+            return Answer(exit_code=1, last_words="RuntimeError: no.")
         precision = {"bf16": "fp16", "tf32": "fp32"}.get(work.arm.precision, work.arm.precision)
 
         def predicted(batch: int, accumulation: int) -> MemoryPrediction:
@@ -138,6 +138,8 @@ def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
     assert answers.most_at_once == 2
     assert len(answers.submitted) == len(asked) == 4
     assert len(forecast.unanswered) == 1
+    whys = [forecast.model.why_missing(arm) for arm in ready.space.arms]
+    assert {why for why in whys if why} == {"tracing a step failed: RuntimeError: no"}
 
 
 class TestReserve:
