@@ -38,9 +38,9 @@ def advise(
       autotune advise --model gpt2-medium --effective-batch 64 --gpu l4,h100 --price l4=0.7,h100=2.95
       autotune advise --model gpt2-medium --effective-batch 64 --gpu h100 --gpus 1,2,4
     """
-    for name in ("model", "effective_batch"):
-        if options[name] is None:
-            hint = "--" + name.replace("_", "-")
+    has_batch = options["effective_batch"] is not None or options["effective_tokens"] is not None
+    for hint, is_there in (("--model", options["model"] is not None), ("--effective-batch", has_batch)):
+        if not is_there:
             raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="option")
     from autotune.cli.view import waiting
 

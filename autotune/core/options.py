@@ -173,7 +173,7 @@ class _Workload(TypedDict, total=False):
     """How the model is trained."""
 
     effective_tokens: Annotated[int | None, Option(
-        "The same in tokens, in place of --effective-batch: a multiple of --seq-len.", BOTH,
+        "The same in tokens, in place of --effective-batch: a multiple of --seq-len.", ALL,
     )]
     task: Annotated[Task | None, Option(f"One of {', '.join(TASKS)} [default: from the architecture in config.json].",
         ALL, kind=choice(*TASKS), metavar="TASK",
@@ -339,7 +339,7 @@ class _Tried(TypedDict, total=False):
     )]
     offload_activations: Annotated[SwitchChoice, Option(
         "With checkpointing, keep each layer's input in the host's memory until its backward pass: slower; for "
-        "contexts that need it.", default_text="off",
+        "contexts that need it.", BOTH, default_text="off",
     )]
     unpadded: Annotated[LeverChoice, Option(
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
@@ -354,7 +354,8 @@ class _Tried(TypedDict, total=False):
     )]
     fused_loss: Annotated[LeverChoice, Option(
         "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
-        default_text="auto",
+        BOTH, default_text="auto", help_in={"predict": "Compute the loss of a causal language model without its whole "
+        "logits. auto: where nothing fits without; on: always; off: never."},
     )]
     sparse_prediction: Annotated[LeverChoice, Option(
         "Compute the logits of a masked language model for the masked tokens alone, of which searches have "

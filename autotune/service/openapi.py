@@ -176,7 +176,7 @@ def prediction_body() -> Document:
 
 def advice_body() -> Document:
     """Return how advice is asked for."""
-    return _json_body({**_options_schema(NAMES["advise"]), "required": ["model", "effective_batch"]})
+    return _json_body({**_options_schema(NAMES["advise"]), "required": ["model"]})
 
 
 def verification_body() -> Document:

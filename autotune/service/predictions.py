@@ -128,7 +128,7 @@ def _read(command: Command, document: Any, data_folders: Sequence[Path]) -> Docu
     given = check_arguments({name: value for name, value in document.items() if value is not None})
     if given.get("model") is None:
         raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
-    if command == "advise" and given.get("effective_batch") is None:
+    if command == "advise" and given.get("effective_batch") is None and given.get("effective_tokens") is None:
         raise InvalidRequestError("no effective batch was given", 'give "effective_batch": 64')
     check_paths(given, data_folders)
     return {name: given.get(name, BY_NAME[name].default) for name in names}

@@ -19,6 +19,7 @@ from autotune.space.space import Batches
 from autotune.tuning.answer_cache import AnswersBeside
 from autotune.tuning.measured import measured_pools
 from autotune.tuning.offers import Job, best_offer, model_of, models_of
+from autotune.tuning.options import build_workload, with_effective_batch
 from autotune.tuning.predictions import known_chips
 
 
@@ -33,9 +34,13 @@ def advised(
     options: dict[str, Any],
 ) -> Document:
     """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on how it is known."""
+    tokens = options.get("effective_tokens")
+    if tokens is not None:
+        workload = build_workload({**options, "world_size": 1})
+        options = {**with_effective_batch(options, workload), "effective_tokens": None}
     for count in gpu_counts:
         # Raises where the effective batch cannot be shared.
-        Batches(options["effective_batch"], count)
+        Batches(options["effective_batch"], count, sample_tokens=workload.seq_len if tokens is not None else None)
     known = known_chips(gpu_spec)
     chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}

@@ -118,6 +118,19 @@ def test_adapters_are_compared_over_weights_that_every_gpu_computes_with(tmp_pat
     assert of_turing["samples_per_second"] == pytest.approx(turing["best"]["samples_per_second"])
 
 
+def test_a_step_may_be_said_in_tokens(tmp_path: Path) -> None:
+    words = ("--gpu", "l4", "--precision", "bf16", "--gradient-checkpointing", "off", "--json")
+    asked = ("advise", "--model", "bert-tiny", "--seq-len", "64", *words)
+    samples, tokens = (
+        run_process(*asked, *step, folder=tmp_path)
+        for step in (("--effective-batch", "64"), ("--effective-tokens", "4096"))
+    )
+    assert tokens.code == 0, tokens.stderr
+    assert tokens.stdout == samples.stdout
+    refused = run_process(*asked, "--effective-tokens", "4096", "--gpus", "3", folder=tmp_path)
+    assert "--effective-tokens 4096 cannot be shared equally by 3 devices" in refused.stderr
+
+
 def test_several_gpus_have_room_for_ddps_buckets_once() -> None:
     """20 GiB and gradients of 2 GiB need 22 on each of two; a search leaves out a third copy of them."""
     ceiling, arm = Ceiling(None, 24 * GIB, 0, Headroom(size_bytes=GIB)), Arm("bf16")

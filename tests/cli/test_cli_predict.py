@@ -150,6 +150,19 @@ def test_why_nothing_is_predicted_is_said(tmp_path: Path) -> None:
     assert "nothing is predicted for it: how DoRA dequantizes weights is not traced" in told.stdout
 
 
+def test_what_only_a_search_tried_is_predicted(tmp_path: Path) -> None:
+    trained = ("--model", "gpt2-tiny", "--seq-len", "128", "--effective-batch", "16", "--batch-multiple", "16")
+    asked = ("predict", *trained, "--gpu", "rtx-4090", "--precision", "bf16", "--gradient-checkpointing", "on")
+    plain, saving = (
+        json.loads(run_process(*asked, *more, "--json", folder=tmp_path).stdout)["arms"]
+        for more in ((), ("--offload-activations", "on", "--fused-loss", "on"))
+    )
+    assert [(arm["offload_activations"], arm["fused_loss"]) for arm in saving] == [(True, True)]
+    assert saving[0]["batches"][0]["peak_allocated_bytes"] < plain[0]["batches"][0]["peak_allocated_bytes"]
+    told = run_process(*asked, "--offload-activations", "on", folder=tmp_path)
+    assert "Offloaded: the time of the copies to the host and back is not counted" in told.stdout
+
+
 def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> None:
     asked = (*_SMALL, "--gpus", "2", "--gpu", "rtx-4090", "--effective-batch", "16", "--precision", "bf16")
     asked = (*asked, "--gradient-checkpointing", "off")
