@@ -236,6 +236,8 @@ def _nothing_to_join(training: Training) -> str | None:
 def _no_logits(training: Training) -> str | None:
     if training.is_own_code:
         return "your own code computes its loss"
+    if training.task == "image-text-to-text":
+        return "it is not supported for models of images and text"
     return None if training.task == "causal-lm" else f"{training.task} has no loss over a vocabulary for every token"
 
 

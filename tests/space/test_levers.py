@@ -143,6 +143,8 @@ class TestObstacles:
 
     def test_only_a_loss_over_a_vocabulary_is_fused(self) -> None:
         assert self.told("fused_loss", BERT_LARGE) is not None
+        of_images = dataclasses.replace(self.TEXT, task="image-text-to-text")
+        assert self.told("fused_loss", of_images) == "it is not supported for models of images and text"
 
     def test_only_masked_language_models_predict_some_tokens_alone(self) -> None:
         assert self.told("sparse_prediction") == "causal-lm masks no tokens"
