@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -392,6 +393,10 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
+    """Return a value in short: of a dataset or the user's own code its name alone."""
+    if isinstance(value, dict):
+        source = value.get("source") or value.get("name")
+        return os.path.basename(source) or source if isinstance(source, str) and source else "given"
     if isinstance(value, list) and value:
         return ", ".join(map(str, value))
     return "not given" if value is None else repr(value)

@@ -202,4 +202,7 @@ class TestDifferences:
 
     def test_what_one_side_lacks_is_one(self) -> None:
         assert differences({"a": 1}, {}) == ["a: 1, now not given"]
+        data = DataSpec("/data/texts.jsonl", "json", "0", facts=DataFacts(8)).document()
+        assert differences({"data": data}, {"data": None}) == ["data: texts.jsonl, now not given"]
+        assert differences({"lora_options": None}, {"lora_options": {"r": 8}}) == ["lora_options: not given, now given"]
         assert differences({}, {"a": None}) == []
