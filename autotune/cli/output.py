@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -47,8 +48,15 @@ def as_printed(text: object) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in str(text))
 
 
+# Between a number and what is in parentheses after it: ``67.0 (41.5–107.3)``.
+_KEPT_TOGETHER = re.compile(r"(?<=\d) (?=\()")
+
+
 def broken(text: str, columns: int) -> str:
-    """Return text whose lines have at most so many columns: longer ones are broken between words and go on indented."""
+    """Return text whose lines have at most so many columns: longer ones are broken between words and go on indented.
+
+    A number and its interval stay on one line.
+    """
     lines: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -56,15 +64,26 @@ def broken(text: str, columns: int) -> str:
         lines += (
             [line]
             if fits
-            else wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            else wrap(
+                _KEPT_TOGETHER.sub("\0", line),
+                columns,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         )
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\0", " ")
+
+
+def terminal_columns() -> int | None:
+    """Return how wide the terminal is that stdout is; ``None`` where it is none."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines on stdout, on a terminal none that is wider than it."""
-    text = as_printed("\n".join(lines))
-    click.echo(broken(text, get_terminal_size().columns) if sys.stdout.isatty() else text)
+    text, columns = as_printed("\n".join(lines)), terminal_columns()
+    click.echo(text if columns is None else broken(text, columns))
 
 
 def print_json(document: Any) -> None:

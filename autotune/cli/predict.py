@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.cli.output import print_json, print_lines
+from autotune.cli.output import print_json, print_lines, terminal_columns
 
 
 @click.command(cls=SectionedCommand, short_help="Predict what fits on a GPU, and its speed.")
@@ -56,5 +56,5 @@ def predict(
     from autotune.results.prediction_view import gpu_view
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
-    print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy))
+    print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy, columns=terminal_columns()))
     click.echo("\n".join(accuracy_lines(gpus, options.get("optim") or ())), err=True)

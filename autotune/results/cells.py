@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from autotune.core.candidate import Candidate
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from autotune.store.records import TrialRecord
 
 
+# Columns of words that are not broken further. A choice.
+_LEAST_WIDTH = 16
 # Speeds that differ by no more look the same. A choice.
 _SAME_SPEED = 0.005
 
@@ -77,3 +80,31 @@ def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], right: Colle
         ).rstrip()
         for line in (head, *rows)
     ]
+
+
+def narrow_table_lines(
+    head: Sequence[str], rows: Sequence[Sequence[str]], columns: int | None, spare: Sequence[str], folds: int = 0
+) -> list[str]:
+    """Return ``table_lines`` of at most so many columns, as far as that can be.
+
+    Where they would be wider, the cells headed as in ``spare`` are left out, one after the other. Then the words of the
+    cells that stand at ``folds`` go on in further lines.
+    """
+    lines = table_lines(head, rows)
+    if columns is None:
+        return lines
+    for title in spare:
+        if max(map(len, lines)) > columns and title in head:
+            place = list(head).index(title)
+            head, *rows = ([*row[:place], *row[place + 1 :]] for row in (head, *rows))
+            lines = table_lines(head, rows)
+    excess = max(map(len, lines)) - columns
+    width = max(len(row[folds]) for row in (head, *rows)) - excess
+    if excess <= 0 or width < _LEAST_WIDTH:
+        return lines
+    folded: list[Sequence[str]] = []
+    for row in rows:
+        begins, *goes_on = wrap(row[folds], width, subsequent_indent="  ", break_long_words=False) or [""]
+        folded.append([*row[:folds], begins, *row[folds + 1 :]])
+        folded += [[""] * folds + [words] + [""] * (len(row) - folds - 1) for words in goes_on]
+    return table_lines(head, folded)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.units import format_bytes, format_rate
-from autotune.results.cells import batch_cell, table_lines
+from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
 from autotune.results.prediction_view import ArmView, BatchView, GpuView
 
 # Measured against recorded peaks; see studies/landscapes and tests/estimate/test_predicted_memory.py.
@@ -50,6 +50,8 @@ _OFFLOADED = (
 RANKS_ACCURACY = "; ".join(_RANKS_NOTES)
 _PARTS = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces", "communication")
 _SPEED_HEAD = ["samples/s", "MFU", "limited by"]
+_SPARE = ("limited by", "MFU")
+"""Columns that a narrow terminal does without, the widest first."""
 _NEARLY = 0.03
 """Candidates within this relative distance of the best may be as fast."""
 _LEAST_SHARE = 0.01
@@ -57,10 +59,14 @@ _LEAST_SHARE = 0.01
 _MOST_NAMED = 4
 
 
-def prediction_lines(gpus: Sequence[GpuView], *, all_batches: bool, anatomy: bool) -> list[str]:
-    """Return what is predicted for each GPU, and of several a comparison."""
-    lines = [line for gpu in gpus for line in (*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy), "")]
-    return lines + ([*_comparison_lines(gpus), ""] if len(gpus) > 1 else [])
+def prediction_lines(
+    gpus: Sequence[GpuView], *, all_batches: bool, anatomy: bool, columns: int | None = None
+) -> list[str]:
+    """Return what is predicted for each GPU, and of several a comparison, in tables of so many columns."""
+    lines = []
+    for gpu in gpus:
+        lines += [*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy, columns=columns), ""]
+    return lines + ([*_comparison_lines(gpus, columns), ""] if len(gpus) > 1 else [])
 
 
 def accuracy_lines(gpus: Sequence[GpuView], optims: Sequence[str] = ()) -> list[str]:
@@ -83,7 +89,7 @@ def few_bits_lines(quantize: str | None, optims: Sequence[str], *, has_speed: bo
     return [f"Few bits: {_FEW_BITS_ACCURACY}.", *speed]
 
 
-def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
+def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
     """Return what is predicted for one kind of GPU."""
     workload, best = gpu.workload, gpu.best
     on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
@@ -102,7 +108,9 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool) -> list[str]:
         rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes, anatomy, speed)]
     else:
         rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
-    lines += table_lines(head + speed + (list(_PARTS) if anatomy else []), rows)
+    head += speed + (list(_PARTS) if anatomy else [])
+    # With the anatomy it is wider than any terminal.
+    lines += narrow_table_lines(head, rows, None if anatomy else columns, _SPARE)
     lines += [f"Not predicted: {why}." for why in dict.fromkeys(arm.why_not for arm in shown) if why]
     if anatomy:
         lines.append(
@@ -241,7 +249,7 @@ def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
     ]
 
 
-def _comparison_lines(gpus: Sequence[GpuView]) -> list[str]:
+def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]:
     """Return a line for each GPU with its best configuration."""
     rows = []
     for gpu in gpus:
@@ -253,7 +261,8 @@ def _comparison_lines(gpus: Sequence[GpuView]) -> list[str]:
         interval = f"{format_rate(low)} to {format_rate(high)}"
         speed = [format_rate(best.samples_per_second), interval, best.speed.limited_by]
         rows.append([gpu.gpu, best.candidate.describe(), *speed])
-    return table_lines(["GPU", "choose", "samples/s", "interval", "limited by"], rows)
+    head = ["GPU", "choose", "samples/s", "interval", "limited by"]
+    return narrow_table_lines(head, rows, columns, _SPARE, folds=1)
 
 
 def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[list[str]]:

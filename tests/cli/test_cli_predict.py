@@ -37,6 +37,7 @@ from autotune.results.prediction_text import (
     bucket_copy_lines,
     choice_line,
     gpu_lines,
+    prediction_lines,
     time_lines,
     unknown_line,
 )
@@ -328,6 +329,22 @@ def test_a_usual_table_fits_a_terminal_of_80_columns() -> None:
     lines = gpu_lines(view(recomputes), all_batches=False, anatomy=False)
     assert lines[2].startswith("bf16, checkpointing  64 × 1 ")
     assert {len(line) <= 80 for line in lines[1:3]} == {True}
+
+
+def test_a_wide_table_is_narrowed_to_the_terminal() -> None:
+    timed = with_speed(batch(64, 9 * GIB, True), 123.4)
+    arms = [arm("bf16", timed) | {"gradient_checkpointing": True, "optim": name} for name in ("adafactor", "lion_8bit")]
+    wide, fused = view(*arms), view(*(each | {"fused_loss": True, "offload_activations": True} for each in arms))
+    _, head, *_ = gpu_lines(wide, all_batches=False, anatomy=False, columns=None)
+    assert head.endswith("limited by")
+    _, head, row, *_ = gpu_lines(wide, all_batches=False, anatomy=False, columns=76)
+    assert re.split(r"  +", head) == ["configuration", "batch×acc", "reserved", "samples/s", "MFU"]
+    assert len(row) <= 76
+    lines = prediction_lines([fused, fused], all_batches=False, anatomy=False, columns=60)
+    table = lines[1:6]
+    assert table[0].split() == ["configuration", "batch×acc", "reserved", "samples/s"]
+    assert [line.split("  ")[0] for line in table[1:3]] == ["bf16, checkpointing,", ""]
+    assert all(len(line) <= 60 for line in (*table, *lines[-5:]))
 
 
 def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:

@@ -14,6 +14,8 @@ import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until
 
+from autotune.cli.output import broken
+
 
 def test_the_document_tells_what_was_measured(studied: Studied) -> None:
     document = studied.document
@@ -123,6 +125,10 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "starting" in text
     assert re.search(r" 0 +8 × 1 +fp32 ", text)
+
+
+def test_a_number_is_not_parted_from_its_interval() -> None:
+    assert broken("* bf16  67.0 (41.5–107.3)", 22) == "* bf16\n    67.0 (41.5–107.3)"
 
 
 def test_a_terminal_shows_no_line_that_is_wider(studied: Studied, tmp_path: Path) -> None:
