@@ -47,6 +47,7 @@ PREDICTING_MODULES = (
     "core/chip.py",
     "core/dataset_spec.py",
     "core/errors.py",
+    "core/inspection.py",
     "core/outcome.py",
     "core/prediction.py",
     "core/schema.py",

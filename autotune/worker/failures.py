@@ -7,7 +7,6 @@ import traceback
 from typing import Any
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
-from autotune.training.errors import SettingUnavailableError
 
 # Lower-case parts of messages, each of which has occurred. The exception's type alone is not enough: cuBLAS, cuDNN and
 # asynchronous kernels raise plain RuntimeErrors.
@@ -134,7 +133,8 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0
     culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
-    if culprit is None and isinstance(error, SettingUnavailableError):
+    # By its name: its package imports what trials train with, and the trial server imports that in its own way.
+    if culprit is None and type(error).__name__ == "SettingUnavailableError":
         return Failed("unavailable", str(error), during=during)
     if culprit is None:
         said = [text for each in chain_of(error) if "cuda" in (text := str(each).lower())]
