@@ -48,7 +48,8 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
         torch_device_mesh=mesh,
         mixed_precision=mixed_precision,
         parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-        is_main_process=True,
+        # The main process logs that it makes 16-bit weights float32, which needs accelerate's own state.
+        is_main_process=False,
         device=torch.device("cpu"),
     )
     if settings["activation_checkpointing"]:
