@@ -91,6 +91,14 @@ def test_a_router_may_have_fewer_rows_than_the_rank() -> None:
     assert model.get_base_model().config.num_local_experts == 4
 
 
+def test_embeddings_can_have_adapters(tmp_path: Path) -> None:
+    workload = with_lora(tiny_workload("llama-tiny"), lora_options={"target_modules": ["embed_tokens"]})
+    with TrialServer(Placement.of(find_device("cpu")), workload, tmp_path) as started:
+        log = str(tmp_path / "trial.log")
+        outcome = run_trial(started, TrialJob("trial", Candidate(Arm(), 2), AMPLE_BYTES, QUICK, 42, 240.0, log))
+    assert isinstance(outcome, Completed), outcome
+
+
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"use_rslora": True}, {"target_modules": ["v_proj"]}])
 def test_further_arguments_reach_peft(arguments: dict[str, object]) -> None:
     model = build_model(with_lora(tiny_workload("llama-tiny"), lora_options=arguments), "eager", CPU)

@@ -108,7 +108,9 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
         height, width = (size, size) if isinstance(size, int) else size
         pixels = torch.rand((config.num_channels, height, width), generator=generator)
         return {"pixel_values": pixels, "labels": label}
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embeddings = model.get_input_embeddings()
+    # Where adapters are on the embeddings, peft's layer around them does not say how many there are.
+    vocabulary = getattr(embeddings, "base_layer", embeddings).num_embeddings
     if workload.task == "speech-seq2seq":
         # Whisper's encoder takes log-mel frames at twice its positions: its first convolutions have stride 2.
         frames = 2 * config.max_source_positions
