@@ -28,7 +28,10 @@ def test_the_document_tells_what_was_measured(studied: Studied) -> None:
     settings = ("per_device_train_batch_size", "precision", "gradient_checkpointing")
     own = [each for each in document["trials"] if all(each[name] == document["baseline"][name] for name in settings)]
     speeds = [each["samples_per_second"] for each in own]
-    assert 0.999 * min(speeds) < document["baseline"]["samples_per_second"] < 1.001 * max(speeds)
+    # A winner's speed is corrected for its having been chosen, on a noisy machine by more than rounding.
+    is_winner = all(document["best"][name] == document["baseline"][name] for name in settings)
+    least = document["next_run"]["samples_per_second_low"] if is_winner else 0.999 * min(speeds)
+    assert least < document["baseline"]["samples_per_second"] < 1.001 * max(speeds)
     for trial in document["trials"]:
         assert trial["state"] == "completed"
         assert trial["per_device_train_batch_size"] * trial["gradient_accumulation_steps"] == 16
