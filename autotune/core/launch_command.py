@@ -136,9 +136,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         for variable in ("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"):
             if os.environ.get(variable, "1") != "1":
-                raise InvalidRequestError(
-                    f"{variable} has several ranks share a sample, which is not searched", NOT_BY_SAMPLE
-                )
+                raise _sharing_samples(variable)
     filled, left = _split_filled_variables(words)
     launch = _Launch(command, ranks, filled, {})
     for _ in range(len(words) + 1):
@@ -249,9 +247,7 @@ def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
         raise _several_hosts(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
     # A section, whose lines are indented; without any it is {}.
     if config.get("parallelism_config") == "":
-        raise InvalidRequestError(
-            f"{path} has several ranks share a sample (parallelism_config), which is not searched", NOT_BY_SAMPLE
-        )
+        raise _sharing_samples(path, " (parallelism_config)")
     kind = config.get("distributed_type", "NO").strip("'\"")
     if launch.ranks > 1 and kind not in _REPLICATED:
         raise InvalidRequestError(
@@ -431,9 +427,7 @@ def _split(
                     f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_shown(rest)}",
                 )
             if name.startswith(_SHARING_SAMPLES):
-                raise InvalidRequestError(
-                    f"{command[:80]!r} has several ranks share a sample ({word}), which is not searched", NOT_BY_SAMPLE
-                )
+                raise _sharing_samples(f"{command[:80]!r}", f" ({word})")
             raise _unknown(command, f"has the launcher's option {word}, which is not known here", rest)
     if not left:
         raise InvalidRequestError(f"{command[:80]!r} names no script", "give one after the launcher's options")
@@ -460,6 +454,10 @@ def _several_hosts(command: str, what: str, left: Sequence[str]) -> InvalidReque
         f"{command[:80]!r} starts processes on several hosts ({what}), and a trial runs on one",
         f"give the script itself, with --gpus for the GPUs of this host: -- {shlex.join(_as_python(left))}",
     )
+
+
+def _sharing_samples(who: str, said: str = "") -> InvalidRequestError:
+    return InvalidRequestError(f"{who} has several ranks share a sample{said}, which is not searched", NOT_BY_SAMPLE)
 
 
 def _unknown(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:

@@ -17,7 +17,7 @@ from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step
 from autotune.results.expert import Expert, expert_of, utilization
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.results.wording import counted_in, counts_line, detail_lines, searched_lines, verdict
+from autotune.results.wording import counted_in, counts_line, detail_lines, rate_unit, searched_lines, verdict
 from autotune.store.records import StudyRecord, TrialRecord
 
 
@@ -132,7 +132,7 @@ class StudyView:
     @property
     def rate_unit(self) -> str:
         """``samples/s``, or ``rows/s`` where samples are packed in rows."""
-        return f"{self.sample_word}s/s"
+        return rate_unit(self.workload)
 
 
 def study_view(report: Report) -> StudyView:

@@ -73,6 +73,11 @@ def counted_in(workload: Document) -> str:
     return "row" if (workload.get("data") or {}).get("packing") else "sample"
 
 
+def rate_unit(workload: Document) -> str:
+    """Return ``samples/s``, or ``rows/s`` where samples are packed in rows."""
+    return f"{counted_in(workload)}s/s"
+
+
 def describe_data(workload: Document, *, padding_free: bool = False) -> str:
     """Describe the samples that were measured: ``512 tokens, full length``."""
     data = decode(workload["data"], DataSpec) if workload.get("data") else None

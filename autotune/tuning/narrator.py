@@ -143,9 +143,9 @@ def status_line(status: Document, seconds: float, columns: int | None = None) ->
 
 
 def _rate_unit(prepared: Prepared) -> str:
-    from autotune.results.wording import counted_in
+    from autotune.results.wording import rate_unit
 
-    return f"{counted_in(prepared.request.workload.document())}s/s"
+    return rate_unit(prepared.request.workload.document())
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:

@@ -276,20 +276,17 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     for option in foreign:
         if options.get(option):
             raise InvalidRequestError(f"{BY_NAME[option].parameter} does not apply to {task}", "leave it out")
-    if options["packing"]:
-        if task != "causal-lm":
-            raise InvalidRequestError(f"--packing: samples of {task} are not packed", "leave it out")
-        against = [name for name in ("pad_to_max_length", "pad_to_multiple_of", "group_by_length") if options[name]]
-        if against:
-            raise InvalidRequestError(
-                f"{BY_NAME[against[0]].parameter} does not go with --packing, which leaves nothing to pad",
-                "give one of the two",
-            )
+    if options["packing"] and task != "causal-lm":
+        raise InvalidRequestError(f"--packing: samples of {task} are not packed", "leave it out")
+    padding = ["pad_to_max_length", "pad_to_multiple_of"]
+    joining = {"--packing": [*padding, "group_by_length"]} if options["packing"] else {}
     if options.get("padding_free") == "on":
-        for option in ("pad_to_max_length", "pad_to_multiple_of"):
+        joining["--padding-free on"] = padding
+    for said, excluded in joining.items():
+        for option in excluded:
             if options[option]:
                 raise InvalidRequestError(
-                    f"{BY_NAME[option].parameter} does not go with --padding-free on, which leaves nothing to pad",
+                    f"{BY_NAME[option].parameter} does not go with {said}, which leaves nothing to pad",
                     "give one of the two",
                 )
     columns = options["text_column"] or ()

@@ -473,7 +473,6 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case TrialWork() as work:
             from autotune.worker.trial.run import Trial
 
-            ranks = Ranks.join(rank, work.devices.ranks, job.timeout_seconds)
             trial = Trial(job.workload, work, scratch, lambda progress: send("progress", progress), ranks)
             send("result", outcome_document(trial.run()))
 

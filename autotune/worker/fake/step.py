@@ -310,7 +310,7 @@ class FakeTraining:
         """Return the allocations of a step of one or two micro-steps on a rank that keeps a part of the model."""
         with tracing(model, self._chip, None, padded=self._workload.padding > 0) as tracer:
             tracer.follow_resizes()
-            tracer.enter("sharing", "weights")
+            tracer.phase = "weights"
             model = shard_model(model, self._arm, self._mesh)
             # Whole weights are freed when nothing refers to them. A trial never has them: it shards a model on meta.
             gc.collect()
