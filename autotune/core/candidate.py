@@ -124,11 +124,21 @@ class Arm:
     """Logits of a masked language model are computed for the tokens with a label alone."""
     float8: bool = field(default=False, metadata=_said("fp8", sparse=True))
     """Products within the layers that repeat are computed in FP8."""
+    context_parallel: int = field(
+        default=1, metadata=_said(lambda arm: f"context parallel × {arm.context_parallel}", sparse=True)
+    )
+    """Ranks that share each sample, of which each has a part of its tokens: ``cp_size`` of accelerate's
+    ``ParallelismConfig``."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 has each rank keep only a part of the model."""
         return self.strategy in FSDP
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that have samples of their own: one rank each, unless several share their samples."""
+        return self.ranks // self.context_parallel
 
     @property
     def rebuilds_buckets(self) -> bool:
@@ -192,7 +202,7 @@ class Candidate:
     @property
     def samples_per_step(self) -> int:
         """Samples of one optimizer step, over all ranks."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.arm.ranks
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.arm.data_parallel
 
     @property
     def accumulates(self) -> bool:

@@ -309,6 +309,10 @@ class _Tried(TypedDict, total=False):
         "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: "
         "all possible].", BOTH, kind=words_or_auto(STRATEGIES),
     )]
+    context_parallel: Annotated[int, Option(
+        "With --gpus: have so many GPUs share each sample, of which each has a part of its tokens, for long contexts. "
+        "Weights are sharded with FSDP.", ("search",), "1", own_code_decides=True,
+    )]
     attn: Annotated[str | Sequence[str] | None, Option(
         "Attention implementations, e.g. sdpa,eager [default: sdpa where the model has it].", ALL,
         own_code_decides=True,

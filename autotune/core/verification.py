@@ -37,6 +37,8 @@ class StockWork:
     """The folder of the prepared dataset; ``None`` without one."""
     applied: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``autotune.training.apply``."""
+    context_parallel: int = 1
+    """Ranks that share each sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from autotune.space.training_arguments import (
     data_arguments,
     evaluation_arguments,
     fsdp_settings,
+    launch_variables,
     training_arguments,
 )
 
@@ -209,9 +210,12 @@ def make_export(report: Report) -> Export:
         row_tokens=report.workload["seq_len"] if data and data.get("packing") else None,
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
-        environment={allocator_variable(packages["torch"]): "expandable_segments:True"}
-        if best.candidate.arm.expandable_segments
-        else {},
+        environment=launch_variables(best.candidate.arm)
+        | (
+            {allocator_variable(packages["torch"]): "expandable_segments:True"}
+            if best.candidate.arm.expandable_segments
+            else {}
+        ),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         source=report.source,
@@ -242,7 +246,8 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     several = _processes(export, form)
     if form != "torchrun":
         set_them = "start the training with {}={} in its environment"
-        several += [set_them.format(name, value) for name, value in export.variables.items()]
+        in_file = launch_variables(export.candidate.arm) if form == "accelerate" else {}
+        several += [set_them.format(name, value) for name, value in export.variables.items() if name not in in_file]
     if export.task == "own":
         if export.template is not None:
             how = "write the values of --format json there, or train with autotune run"
@@ -398,7 +403,10 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
         )
     if form == "accelerate":
         return _accelerate_config(export)
-    variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
+    variables = {
+        **export.environment,
+        "OMP_NUM_THREADS": export.omp_threads or "1",
+    }
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
     return " ".join([*words, *(_flags(export) if export.takes_options else [])]) + "\n"
@@ -431,6 +439,9 @@ def _accelerate_config(export: Export) -> str:
     if arm.is_sharded:
         settings = {**fsdp_settings(arm), "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap}
         config["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
+    if arm.context_parallel > 1:
+        sizes = {"dp_shard_size": arm.data_parallel, "cp_size": arm.context_parallel}
+        config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     if arm.zero_stage is not None:
         # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.
         config["deepspeed_config"] = {"zero3_init_flag": arm.zero_stage == 3}

@@ -418,6 +418,11 @@ LEVERS: tuple[Lever, ...] = (
         is_traced=operator.not_, package=lambda on: "torchao" if on else None, excludes=("use_liger_kernel",),
         obstacle=_no_float8, option="float8",
     ),
+    # Ring attention exists for CUDA's kernels alone, so that no fake tensor shows what it allocates.
+    Lever(
+        "context_parallel", (), part_of="strategy", is_traced=lambda count: count == 1,
+        excludes=("padding_free", "use_liger_kernel"),
+    ),
 )  # fmt: skip
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}
@@ -576,7 +581,9 @@ def why_unpredictable(arm: Arm, workload: Workload) -> str | None:
     Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
     where models put images among tokens.
     """
-    if (arm.fused_loss or arm.sparse_prediction) and (arm.is_sharded or arm.zero_stage is not None):
+    if (arm.zero_stage is not None and arm.fused_loss) or (
+        arm.ranks > 1 and arm.strategy != "ddp" and arm.sparse_prediction
+    ):
         return "sharded steps are traced with the model's own loss"
     if workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False):
         return "how DoRA dequantizes weights is not traced"

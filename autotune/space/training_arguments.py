@@ -109,6 +109,21 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
     }
 
 
+def launch_variables(arm: Arm) -> dict[str, str]:
+    """Return the environment variables from which accelerate learns that ranks share samples.
+
+    ``TrainingArguments`` have a field for it, ``parallelism_config``, which takes an object and no JSON. ``accelerate
+    launch`` sets the same variables from its configuration file.
+    """
+    if arm.context_parallel == 1:
+        return {}
+    return {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(arm.data_parallel),
+        "PARALLELISM_CONFIG_CP_SIZE": str(arm.context_parallel),
+    }
+
+
 def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
     # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
     is_new = _CHECKPOINTING_FIELDS[0] in fields

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -262,7 +263,9 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
     if isinstance(earlier, _FusedLoss):
         # Of another Trainer, whose scaler it has.
         layer.forward, model.loss_function = earlier.logits_of_layer, ForCausalLMLoss
-    if type(layer) is not torch.nn.Linear:
+    # FSDP2 makes a class of its own of the layer's; it keeps the weights whole from this layer's forward pass on.
+    is_linear = type(layer) is torch.nn.Linear or type(layer).__bases__ == (FSDPModule, torch.nn.Linear)
+    if not is_linear:
         raise SettingUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
     if model.loss_function is not ForCausalLMLoss:
         raise SettingUnavailableError(f"the loss of {name} is not that of a causal language model")
@@ -271,7 +274,7 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
         if getattr(config, changed, None) not in (None, 1, 1.0):
             raise SettingUnavailableError(f"{name} changes its logits after the output layer ({changed})")
     fused = _FusedLoss(layer, piece, scaler)
-    layer.forward = fused.logits  # type: ignore[method-assign, assignment]
+    layer.forward = fused.logits
     model.loss_function = fused.loss
     return fused
 

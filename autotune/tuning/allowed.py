@@ -31,6 +31,7 @@ def check_request(request: SearchRequest) -> None:
     _ = request.batches, request.chosen_precisions
     _check_ranks_of_own_code(request)
     # Before the levers, which may ask for packages to be installed.
+    _check_context_parallel(request)
     _check_strategies(request)
     _check_levers(request)
     if request.device.memory_free_bytes == 0:
@@ -180,9 +181,49 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
         )
 
 
+def _check_context_parallel(request: SearchRequest) -> None:
+    """Raise an error for ranks that are to share samples of this workload, and cannot.
+
+    torch attends over the ranks that share a sample with CUDA's kernels for causal attention, and gives each of them
+    two stretches of the sample of equal length (``torch.distributed.tensor.experimental.context_parallel``).
+    """
+    count, workload = request.context_parallel, request.workload
+    if count == 1:
+        return
+    said, without = f"--context-parallel {count}", "leave --context-parallel out"
+    if request.device.kind != "cuda":
+        raise DeviceError(f"{said}: {request.device.kind} has no attention over several ranks", without)
+    if workload.task != "causal-lm":
+        raise InvalidRequestError(f"{said}: ranks share samples of causal-lm, and this is {workload.task}", without)
+    other = [strategy for strategy in request.strategies or () if strategy not in FSDP]
+    if other:
+        raise InvalidRequestError(
+            f"{said}: ranks that share samples shard the weights with FSDP, not {other[0]}",
+            "use --strategy fsdp-keep,fsdp, or leave --strategy out",
+        )
+    attentions = [name for name in request.attn_implementations or () if name != "sdpa"]
+    if attentions:
+        raise InvalidRequestError(f"{said}: ranks share samples with sdpa, not {attentions[0]}", "leave --attn out")
+    data, stretches = workload.data, 2 * count
+    if data is not None and data.padding != "max_length" and (data.pad_to_multiple_of or 1) % stretches:
+        raise InvalidRequestError(
+            f"{said} divides each sample in {stretches} equal stretches, and those of --dataset differ in length",
+            f"add --pad-to-multiple-of {stretches} or --pad-to-max-length",
+        )
+    if workload.seq_len % stretches:
+        lower = workload.seq_len // stretches * stretches
+        raise InvalidRequestError(
+            f"{said} divides each sample in {stretches} equal stretches, and {workload.seq_len} tokens are not "
+            "divisible",
+            f"use --seq-len {' or '.join(str(near) for near in (lower, lower + stretches) if near)}",
+        )
+
+
 def _check_strategies(request: SearchRequest) -> None:
     """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
     strategies = request.strategies
+    if strategies is None and request.context_parallel > 1:
+        strategies = ("fsdp",)
     if strategies is None:
         return
     if request.beside and strategies != ("zero2-offload",):
@@ -283,6 +324,14 @@ def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts
 
 def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
     sharded = [strategy for strategy in request.strategies or () if strategy in FSDP]
+    if request.context_parallel > 1:
+        sharded = ["fsdp"]
+        if "sdpa" not in model.attn_implementations:
+            raise InvalidRequestError(
+                f"--context-parallel {request.context_parallel}: {model.class_name} has no sdpa attention, "
+                "by which ranks share samples",
+                "leave --context-parallel out",
+            )
     if not sharded:
         return
     if error := model.sharding_error:

@@ -18,7 +18,7 @@ from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
 from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
-from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits
+from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits, shared
 
 # A weight, its gradient and AdamW's two moments, in float32.
 _BYTES_A_PARAMETER = 16
@@ -130,7 +130,13 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     space = Space(arms, batches, own, late=late)
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
-        baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))
+        # Ranks that share samples cannot do so with the default strategy.
+        arm = (
+            shared(baseline.arm, "fsdp", request, model)
+            if request.context_parallel > 1
+            else replace(baseline.arm, strategy="ddp", ranks=request.ranks)
+        )
+        baseline = replace(baseline, arm=arm)
     return Prepared(
         request,
         space,

@@ -84,6 +84,8 @@ class SearchRequest:
     gradient_checkpointing: CheckpointingChoice = _of("gradient_checkpointing")
     strategies: tuple[Strategy, ...] | None = _of("strategy", sparse=True)
     """How several ranks share the model; ``None`` means every way that this model and device can."""
+    context_parallel: int = _of("context_parallel", sparse=True)
+    """Ranks that share each sample."""
     attn_implementations: tuple[str, ...] | None = _of("attn", recorded_as="attn_implementation")
     """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
     experts_implementations: tuple[str, ...] | None = _of("experts", recorded_as="experts_implementation", sparse=True)
@@ -134,7 +136,13 @@ class SearchRequest:
             raise InvalidRequestError(f"--trials {self.trials} leaves nothing to run", "use 1 or more")
         if self.study is not None:
             check_study_name(self.study)
-        if self.others and self.world_size != self.ranks:
+        if self.context_parallel != 1 and (self.context_parallel < 1 or self.ranks % self.context_parallel):
+            raise InvalidRequestError(
+                f"--context-parallel {self.context_parallel} is not a number of GPUs that share each sample among the "
+                f"{self.ranks} that are trained on",
+                "use a divisor of --gpus" if self.ranks > 1 else "add --gpus 2, or leave it out",
+            )
+        if self.others and self.world_size != self.ranks // self.context_parallel:
             raise InvalidRequestError(
                 f"--world-size {self.world_size} is not the {self.ranks} GPUs that are trained on", "leave it out"
             )
@@ -284,8 +292,8 @@ class SearchRequest:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""
         if self.device.kind == "cpu":
             return "a training on the CPU needs all its cores"
-        if self.world_size > 1:
-            return f"each of the {self.world_size} processes of a training would need a core of its own"
+        if (processes := max(self.world_size, self.ranks)) > 1:
+            return f"each of the {processes} processes of a training would need a core of its own"
         if self.beside:
             return "trials that run at the same time would share the core"
         return None if can_pin() else "this system does not let a process choose its cores"

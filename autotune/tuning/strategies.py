@@ -43,7 +43,7 @@ def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: Mod
     # Of DeepSpeed's stages the first never does so, and the others always.
     variants += [(strategy, True) for strategy in strategies if strategy in FSDP and accumulates]
     return tuple(
-        _shared(arm, strategy, syncs, request, model)
+        shared(arm, strategy, request, model, syncs=syncs)
         for strategy, syncs in variants
         for arm in arms
         if strategy == "ddp" or (shards_with(arm.optim) and not (strategy in ZERO_STAGES and arm.torch_compile))
@@ -81,6 +81,8 @@ def _may_offload(request: SearchRequest, model: ModelFacts) -> bool:
 def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
     asked = request.strategies
+    if asked is None and request.context_parallel > 1:
+        asked = tuple(FSDP)
     if asked is not None:
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_split = (
@@ -104,7 +106,7 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
     return tuple(strategies)
 
 
-def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, model: ModelFacts) -> Arm:
+def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFacts, *, syncs: bool = False) -> Arm:
     """Return the arm as several ranks train it.
 
     Where every parameter was seen to get a gradient, DDP need not look for unused ones in each step; where no buffer
@@ -123,7 +125,14 @@ def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, m
     if strategy in ZERO_STAGES:
         return replace(arm, strategy=strategy, ranks=ranks)
     layers = ",".join(model.layer_classes)
-    return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)
+    return replace(
+        arm,
+        strategy=strategy,
+        ranks=ranks,
+        transformer_layer_cls_to_wrap=layers,
+        sync_each_batch=syncs,
+        context_parallel=request.context_parallel,
+    )
 
 
 def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:

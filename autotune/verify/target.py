@@ -73,6 +73,7 @@ class Target:
             cpu_core=self.promised.cpu_core,
             data_folder=str(data_folder) if data_folder else None,
             applied=applied_settings(self.best.candidate.arm),
+            context_parallel=self.best.candidate.arm.context_parallel,
         )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.core.workload import Workload
+from autotune.training.loss import fuse_loss_of
 from autotune.worker.private.accelerate import shard
 from autotune.worker.rendezvous import open_store, rank_variables
 from autotune.worker.trial import build
@@ -40,6 +41,15 @@ class LargestTensor(TorchDispatchMode):
         return found
 
 
+def step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of a step in two micro-steps, and the gathered gradients."""
+    model.zero_grad()
+    for tokens in (torch.arange(8)[None], torch.arange(3, 11)[None]):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    return loss.item(), {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
 def run(workload: Workload, rank: int, port: int, folder: Path) -> None:
     os.environ.update(rank_variables(rank, 2, port))
     dist.init_process_group("gloo")
@@ -52,10 +62,22 @@ def run(workload: Workload, rank: int, port: int, folder: Path) -> None:
     if workload.weights:
         build._take_from_files(model, workload, CPU)
     gathered = {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
-    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
-    loss.backward()
+    loss, gradients = step(model)
+    fuse_loss_of(model)
+    fused_loss, fused_gradients = step(model)
+    differences = [(fused_gradients[name] - whole).abs().max().item() for name, whole in gradients.items()]
     shards = sum(p.to_local().numel() for p in model.parameters())
-    (folder / f"{rank}.json").write_text(json.dumps({"largest": held.elements, "mine": shards, "loss": loss.item()}))
+    (folder / f"{rank}.json").write_text(
+        json.dumps(
+            {
+                "largest": held.elements,
+                "mine": shards,
+                "loss": loss,
+                "fused_loss": fused_loss,
+                "difference": max(differences),
+            }
+        )
+    )
     if rank == 0:
         torch.save(gathered, folder / "weights.pt")
     dist.destroy_process_group()

@@ -21,7 +21,8 @@ from autotune.core.protection import Protection
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.worker.trial.build import build_model, fill, on_meta
+from autotune.training.errors import SettingUnavailableError
+from autotune.worker.trial.build import build_model, check_attends_to_all, fill, on_meta
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -98,12 +99,40 @@ def test_a_model_that_is_sharded_before_it_has_weights_has_those_of_the_whole(
     expected, gathered = whole.state_dict(), torch.load(tmp_path / "weights.pt")
     assert set(gathered) == set(expected)
     assert all(torch.equal(gathered[name], expected[name]) for name in expected)
-    tokens = torch.arange(8)[None]
+    tokens = torch.arange(3, 11)[None]
     loss = whole(input_ids=tokens, labels=tokens).loss.item()
     count = sum(p.numel() for p in whole.parameters())
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert told["loss"] == pytest.approx(loss, rel=1e-5)
+        assert told["fused_loss"] == pytest.approx(loss, rel=1e-5)
+        assert told["difference"] < 1e-6
         assert told["mine"] == pytest.approx(count / 2, rel=0.05)
         # One weight at a time, never several of them together.
         assert told["largest"] == max(p.numel() for p in whole.parameters())
+
+
+BAMBA = {
+    "model_type": "bamba", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "attn_layer_indices": [1],
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workload", "other"),
+    [
+        (tiny_workload("llama-tiny"), None),
+        (tiny_workload("qwen3-0.6b"), None),
+        (tiny_workload("gemma-3-270m"), "sliding_attention"),
+        (dataclasses.replace(tiny_workload("llama-tiny"), config=BAMBA), "linear_attention"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, Workload) else "",
+)
+def test_ranks_share_samples_of_models_that_attend_to_all_tokens_alone(workload: Workload, other: str | None) -> None:
+    model = on_meta(workload, "sdpa")
+    if other is None:
+        check_attends_to_all(model)
+    else:
+        with pytest.raises(SettingUnavailableError, match=f"layers of type {other}: leave --context-parallel out"):
+            check_attends_to_all(model)

@@ -316,6 +316,8 @@ class FakeTraining:
             gc.collect()
             tracer.forget_freed()
             tracer.enter("sharing", "weights")
+            if self._arm.fused_loss:
+                loss.fuse_loss_of(model)
             optimizer = _optimizer(self._arm.optim, model)
             self._sharded_step(model, optimizer, tracer, batch_size, micro_steps)
             gc.collect()

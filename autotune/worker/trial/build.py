@@ -21,6 +21,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.space.precision_names import HALF
+from autotune.training.errors import SettingUnavailableError
 from autotune.worker.private.accelerate import shard_for
 from autotune.worker.private.transformers import class_for_config
 
@@ -58,6 +59,25 @@ def check_liger_knows(model_type: str) -> None:
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         names = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
         raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {names}")
+
+
+def check_attends_to_all(model: Any) -> None:
+    """Raise ``SettingUnavailableError`` for a model in which a token does not attend to all before it in every layer.
+
+    Ranks that share samples compute that alone: accelerate drops the mask of each layer, and a layer that passes a
+    state on would begin anew in each rank. accelerate 1.15 refuses windows, and earlier ones train without them.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        # Models from before there were such lists have their window in every layer.
+        kinds = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    other = sorted({*kinds} - {"full_attention", "attention"})
+    if other:
+        raise SettingUnavailableError(
+            f"ranks that share samples compute full causal attention alone, and {type(model).__name__} has layers of "
+            f"type {', '.join(other)}: leave --context-parallel out"
+        )
 
 
 def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:

@@ -464,7 +464,7 @@ class StepTimer(StepListener):
             step_seconds=seconds,
             step_seconds_each=tuple(whole),
             relative_spread=spread if len(whole) > 1 else 0.0,
-            samples_per_second=self._samples_per_step / seconds,
+            samples_per_second=self._candidate.samples_per_step / seconds,
             peak_allocated_bytes=peaks.allocated,
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
@@ -508,12 +508,6 @@ class StepTimer(StepListener):
             "peak_reserved_with_bucket_copy_bytes": largest.reserved if is_met else None,
         }
 
-    @property
-    def _samples_per_step(self) -> int:
-        """Samples of a step, over all ranks that run."""
-        candidate = self._candidate
-        return candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * self._ranks.count
-
     def _most(self, figure: int | None) -> int | None:
         """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
         figures = self._ranks.gather(figure)
@@ -533,7 +527,7 @@ class StepTimer(StepListener):
         least = _LEAST_REHEARSED_SECONDS if self._rehearsals.steps else _LEAST_ENERGY_SECONDS
         if joules is None or run_seconds < least:
             return None
-        return joules / run_seconds * step_seconds / self._samples_per_step
+        return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 
     def _compile_seconds(self) -> float:
         """Return the extra time of the warm-up steps, compared with as many measured ones."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcom
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
-from autotune.space.training_arguments import training_arguments
+from autotune.space.training_arguments import launch_variables, training_arguments
 from autotune.training import apply
 from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.dataset.prepared import PreparedDataset
@@ -31,6 +32,7 @@ from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import (
     built_or_on_meta,
+    check_attends_to_all,
     check_liger_knows,
     in_deepspeeds_dtype,
     linear_weights,
@@ -184,6 +186,7 @@ class Trial:
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         self._open_device()
         arm = self._candidate.arm
+        os.environ.update(launch_variables(arm))
         prepared = self._open_dataset()
         schedule = self._schedule(prepared) if prepared else None
         make_arguments = functools.partial(
@@ -210,6 +213,8 @@ class Trial:
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
             check_liger_knows(self._workload.model_type)
+        if arm.context_parallel > 1:
+            check_attends_to_all(model)
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
         trainer: Any
@@ -221,7 +226,7 @@ class Trial:
             trainer = prepared.trainer(model, arguments, callback, schedule)
         else:
             micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
-            samples = self._candidate.per_device_train_batch_size * micro_steps * self._ranks.count
+            samples = self._candidate.per_device_train_batch_size * micro_steps * arm.data_parallel
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
                               data_collator=dataset.collator)  # fmt: skip
@@ -310,7 +315,7 @@ class Trial:
             most_steps(candidate, self._effort) - self._effort.warmup_steps,
             # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
             rehearses=dataset.makes_new_shapes and self._device_kind == "cuda",
-            ranks=self._ranks.count,
+            ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
         )
         return dataset.schedule(shape, self._seed)

@@ -36,7 +36,7 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
     # Else the ranks look up this host's own name, which nobody resolves on some machines without a network.
     launcher += ["--local-addr", "127.0.0.1"]
     ended = subprocess.run([*launcher, "-m", _RANK_MODULE, str(folder)], check=False)
-    return merge([read_answer(folder, rank) for rank in range(ranks)], ended.returncode)
+    return merge([read_answer(folder, rank) for rank in range(ranks)], ended.returncode, work.context_parallel)
 
 
 def answer_path(folder: Path, rank: int) -> Path:
@@ -52,8 +52,10 @@ def read_answer(folder: Path, rank: int) -> StockResult | None:
         return None
 
 
-def merge(answers: Sequence[StockResult | None], exit_code: int) -> StockResult:
+def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
     """Return the answers of all ranks as one: samples of all, time of the slowest, peaks of the largest.
+
+    So many ranks share each sample, and each has counted it.
 
     The answer of a rank that failed is that of all; out of memory comes first, since the others then lose it.
     """
@@ -71,7 +73,9 @@ def merge(answers: Sequence[StockResult | None], exit_code: int) -> StockResult:
     joules = [answer.joules_per_sample for answer in said if answer.joules_per_sample is not None]
     return dataclasses.replace(
         said[0],
-        stretches=tuple(map(_joint, zip(*(answer.stretches for answer in said), strict=True))),
+        stretches=tuple(
+            _joint(stretches, shared_by) for stretches in zip(*(answer.stretches for answer in said), strict=True)
+        ),
         peak_bytes={
             what: PeakBytes(
                 max(answer.peak_bytes[what].allocated for answer in said),
@@ -80,18 +84,18 @@ def merge(answers: Sequence[StockResult | None], exit_code: int) -> StockResult:
             for what in said[0].peak_bytes
         },
         # Each rank measured the joules of its own GPU for its own samples, which are as many as another's.
-        joules_per_sample=sum(joules) / len(joules) if len(joules) == len(said) else None,
+        joules_per_sample=sum(joules) / len(joules) * shared_by if len(joules) == len(said) else None,
         skipped_steps=max(answer.skipped_steps or 0 for answer in said),
         loss_problem=next((answer.loss_problem for answer in said if answer.loss_problem), None),
     )
 
 
-def _joint(stretches: Sequence[Stretch]) -> Stretch:
+def _joint(stretches: Sequence[Stretch], shared_by: int) -> Stretch:
     """Return the same stretch of several ranks as one."""
     return dataclasses.replace(
         stretches[0],
         seconds=max(stretch.seconds for stretch in stretches),
-        samples=sum(stretch.samples for stretch in stretches),
+        samples=sum(stretch.samples for stretch in stretches) // shared_by,
         new_shapes=max(stretch.new_shapes for stretch in stretches),
     )
 
