@@ -323,6 +323,9 @@ class Anytime:
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
         is_compiled_anew, after = other.arm.torch_compile and not before.arm.torch_compile, other
+        if is_compiled_anew and root.measurement.allocation_retries:
+            # Its allocator met the cap. Of Qwen3-32B with QLoRA, what the compiler needs besides did not fit then.
+            return False
         if is_compiled_anew and not self._compiled_recomputes:
             after = replace(other, arm=changed(other.arm, gradient_checkpointing=False))
         more = self._more_bytes(memory, before, after) if memory is not None else None

@@ -34,7 +34,7 @@ from autotune.verify.comparison import (
 )
 from autotune.verify.target import Target
 
-LEAST_STEPS, _USUAL_STEPS = 20, 100
+LEAST_STEPS, _USUAL_STEPS = 10, 100
 # Where no number is given, a stock run takes this long at the promised speed, between those numbers of steps. A choice.
 _USUAL_SECONDS = 120.0
 MEMORY_TOLERANCE = 0.02
