@@ -56,7 +56,7 @@ class Report:
 
     @property
     def is_text(self) -> bool:
-        """Whether samples are counted in tokens."""
+        """Whether the samples of a model by name are counted in tokens."""
         return self.workload["task"] not in ("image-classification", "speech-seq2seq", "own")
 
     @property
@@ -140,6 +140,8 @@ class Report:
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
         """Return the mean tokens a second of a measurement, padding left out; ``None`` where samples are not text."""
+        if measured is not None and self.workload["task"] == "own" and measured.tokens_per_sample is not None:
+            return measured.samples_per_second * measured.tokens_per_sample
         if measured is None or not self.is_text:
             return None
         facts = data_facts(self.workload)

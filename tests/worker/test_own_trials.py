@@ -17,7 +17,7 @@ from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.protection import Protection
-from autotune.core.training_source import find_script, find_trainer
+from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 
@@ -95,6 +95,35 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     assert "train_runtime" not in answer.log
     assert files(folder) == {"train.csv", "out"}
     assert os.listdir(folder / "out") == ["kept"]
+
+
+LOOP = """
+def train(config):
+    model = AutoModelForSequenceClassification.from_config(globals()["config"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in autotune.steps(torch.utils.data.DataLoader(samples, batch_size=config.per_device_batch_size)):
+        model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop", "placeholders"])
+def test_tokens_are_counted_without_padding(trial_server: ServerClient, folder: Path, kind: str) -> None:
+    masks = "for sample in samples: sample['attention_mask'] = (torch.arange(12) < 9).long()\n"
+    if kind == "trainer":
+        workload, accumulation = inline(folder, masks + "trainer().train()\n"), 2
+    elif kind == "loop":
+        (folder / "loop.py").write_text("import autotune\n" + TRAINS + masks + LOOP)
+        workload, accumulation = Workload.of_source(find_loop(f"{folder}/loop.py:train")), 1
+    else:
+        loop = LOOP.replace("autotune.steps(", "again(").replace("config.per_device_batch_size", "int(sys.argv[1])")
+        begins = "import sys\ndef again(loader):\n    while True: yield from loader\n"
+        (folder / "run.py").write_text(begins + TRAINS + masks + loop + "train(None)\n")
+        workload, accumulation = script("python", "run.py", "{batch}"), 1
+    prepared, _ = trial_server.prepared(workload)
+    answer = trial_server.trial(prepared, Candidate(Arm(), 4, accumulation))
+    assert answer.completed.measurement.tokens_per_sample == 9
 
 
 def test_garbage_collection_leaves_alone_what_the_server_imported(trial_server: ServerClient, folder: Path) -> None:

@@ -75,6 +75,35 @@ def test_a_model_is_one_from_its_second_call_on_where_it_makes_its_weights_in_th
     watch._turn_off()
 
 
+class Embeds(torch.nn.Module):
+    """Is called as transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Embedding(8, 2)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> torch.Tensor:
+        result: torch.Tensor = self.weights(input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids)
+        return result
+
+
+def test_tokens_are_those_that_a_gradient_came_back_from() -> None:
+    watch, model = TrainingWatch(), Embeds()
+    tokens, mask = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    watch._turn_on()
+    for given, named, found in (
+        ((), {"input_ids": tokens, "attention_mask": mask}, 5),
+        ((tokens, mask), {}, 5),
+        (({"input_ids": tokens, "attention_mask": mask},), {}, 5),
+        ((tokens,), {}, 8),
+        ((tokens,), {"attention_mask": mask[:, None, None]}, None),
+    ):
+        model(*given, **named)
+        model(*given, **named).sum().backward()
+        assert watch.take().tokens == found
+    watch._turn_off()
+
+
 def test_what_no_code_of_the_users_is_in_is_not_watched_in_timed_steps() -> None:
     """And steps that are not watched are judged no more."""
     untouched = torch.autograd.backward, torch.compile, torch.autocast.__enter__

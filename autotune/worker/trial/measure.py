@@ -28,6 +28,7 @@ from autotune.worker.trial.losses import ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
+from autotune.worker.trial.training_watch import Seen
 
 # Once three steps are measured, stop when rehearsals took this many times ``max_seconds``. A choice, not measured.
 _REHEARSAL_PATIENCE = 3.0
@@ -183,6 +184,8 @@ class StepTimer(StepListener):
         self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
         self._measured: list[_Step] = []
+        self._tokens: list[int | None] = []
+        """Tokens of each measured step, over all ranks; ``None`` where they were not seen."""
         self._marks: list[Any] = []
         self._wait_seconds: float | None = None
         """How long the step that ends waited for batches after its first; ``None`` where all were there at once."""
@@ -249,16 +252,19 @@ class StepTimer(StepListener):
         step = self._timed_step(end)
         self._previous_end = end
         # Skipped updates cost less time, and before the first update the optimizer has no state.
-        again = self._was_skipped()
-        each = [(_Step(*figures), skipped) for figures, skipped in self._ranks.gather((astuple(step), again))]
-        step, again = max((each for each, _ in each), key=lambda each: each.seconds), any(again for _, again in each)
+        seen = self.checks.step_ends(len(self._marks) - 2)
+        told = self._ranks.gather((astuple(step), self._was_skipped(seen), seen.tokens))
+        each, tokens = [_Step(*figures) for figures, _, _ in told], [count for _, _, count in told]
+        step, again = max(each, key=lambda one: one.seconds), any(skipped for _, skipped, _ in told)
         is_warm, new_shapes = self._is_warm, self._new_shapes()
         is_measured = is_warm and not new_shapes and not again
         if is_measured:
             self._energy.add()
             self._rehearsals.end(step)
             self._measured.append(step)
-            self._rank_seconds = [sum_ + one.seconds for sum_, (one, _) in zip(self._rank_seconds, each, strict=True)]
+            self._rank_seconds = [sum_ + one.seconds for sum_, one in zip(self._rank_seconds, each, strict=True)]
+            known = [count for count in tokens if count is not None]
+            self._tokens.append(sum(known) if len(known) == len(tokens) else None)
             self._costs += self._cost_of_step()
         elif not is_warm:
             self._warmup.append(step)
@@ -282,10 +288,8 @@ class StepTimer(StepListener):
             self.checks.begin_timed()
             self.start_clock()
 
-    def _was_skipped(self) -> bool:
-        """Return whether a gradient scaler left the update of the step that ends out; refuse a step that did not
-        train."""
-        seen = self.checks.step_ends(len(self._marks) - 2)
+    def _was_skipped(self, seen: Seen) -> bool:
+        """Return whether a gradient scaler left the update of the step that ends out."""
         is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
         if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:
             self.checks.refuse(
@@ -476,6 +480,7 @@ class StepTimer(StepListener):
             peak_reserved_first_step_bytes=self._most(self._first_reserved),
             allocation_retries=self._most(self._meter.allocation_retries()),
             skipped_steps=self._scaler.skipped,
+            tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
             new_length_seconds=self._rehearsals.seconds_a_shape(),
@@ -507,6 +512,14 @@ class StepTimer(StepListener):
             "peak_allocated_with_bucket_copy_bytes": largest.allocated if is_met else None,
             "peak_reserved_with_bucket_copy_bytes": largest.reserved if is_met else None,
         }
+
+    def _tokens_per_sample(self) -> float | None:
+        """Return the mean tokens of the samples that the measured steps ran; ``None`` where some were not seen."""
+        known = [count for count in self._tokens if count is not None]
+        if not known or len(known) < len(self._tokens):
+            return None
+        run, whole = micro_steps_to_run(self._candidate, self._effort), self._candidate.gradient_accumulation_steps
+        return statistics.fmean(known) / (self._candidate.samples_per_step * run / whole)
 
     def _most(self, figure: int | None) -> int | None:
         """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""

@@ -11,6 +11,7 @@ looked at in steps that are not timed.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -56,6 +57,8 @@ class Call:
     """Whether the samples came as one row, as its arguments show."""
     is_even: bool
     """Whether an output has the first dimension of an input."""
+    real: torch.Tensor | int | None
+    """The mask of the real tokens that went in, or their number; ``None`` where it was not called with tokens."""
 
     @property
     def rows(self) -> int:
@@ -78,6 +81,8 @@ class Seen:
     """Calls and backward passes that ended with out of memory, whoever caught that."""
     is_elsewhere: bool = False
     """Whether a backward pass ran in another thread than the one that asks."""
+    tokens: int | None = None
+    """Tokens of those calls, without padding; ``None`` where none of them had any."""
 
 
 class TrainingWatch:
@@ -212,6 +217,7 @@ class TrainingWatch:
             skipped,
             self._memory_errors,
             self._is_elsewhere,
+            _count_tokens(self._calls),
         )
         self._thread = threading.get_ident()
         self._forget()
@@ -345,7 +351,9 @@ class TrainingWatch:
         shapes = tuple(shapes_in((*given, *named.values())))
         sizes = {shape[0] for shape in shapes if shape}
         is_even = any(each.dim() and each.shape[0] in sizes for each in outputs)
-        call = Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), is_even)
+        call = Call(
+            id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), is_even, _real_tokens(called, given, named)
+        )
         is_within_backward = is_in_autograd()
         is_new = True
 
@@ -508,6 +516,45 @@ def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
     Scripts enter one to be told float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
     """
     return (device, _name(dtype)) if dtype is not torch.float32 else None
+
+
+@functools.cache
+def _names_of_inputs(kind: type) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        # A scripted module's forward is no function.
+        return ()
+
+
+def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor | int | None:
+    """Return what ``Call.real`` is of a model that is called with ``input_ids``, as transformers' models are.
+
+    The mask is not added up here, which would take the time of a step and, on a GPU, have it waited for.
+    """
+    passed: Mapping[str, Any] = named
+    if given and isinstance(given[0], Mapping):
+        # Models of sentence-transformers take a batch as it is.
+        passed = given[0]
+    elif given:
+        # What torch.compile made of a module takes whatever it is given.
+        kind: Any = type(getattr(called, "_orig_mod", called))
+        passed = {**dict(zip(_names_of_inputs(kind), given, strict=False)), **named}
+    tokens, mask = passed.get("input_ids"), passed.get("attention_mask")
+    if not isinstance(tokens, torch.Tensor):
+        return None
+    if mask is None:
+        return tokens.numel()
+    # One of four dimensions says who attends to whom.
+    return mask.detach() if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape else None
+
+
+def _count_tokens(calls: Sequence[Call]) -> int | None:
+    counts = [
+        int(torch.count_nonzero(call.real)) if isinstance(call.real, torch.Tensor) else call.real for call in calls
+    ]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _storage(tensor: torch.Tensor) -> int:
