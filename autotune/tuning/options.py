@@ -16,6 +16,7 @@ from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, LORA_DEFAULTS, DTy
 from autotune.devices.listing import find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.images import check_images_fit, choose_image_side
+from autotune.models.quantization import with_quantize_alone
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import segments_expand
@@ -103,7 +104,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
     data = _data(options, source, task)
     seq_len = choose_seq_len(source.config, task, options["seq_len"])
     images, image_side = _images(options, source, task, seq_len)
-    return Workload(
+    workload = Workload(
         model=source.name,
         config=source.config,
         task=task,
@@ -119,6 +120,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
         images=images,
         image_side=image_side,
     )
+    return with_quantize_alone(workload)
 
 
 def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: int) -> tuple[int, int | None]:

@@ -1,0 +1,57 @@
+"""Compare the quantization that a model's config states with the one that is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.workload import Workload
+
+STATED = "quantization_config"
+# transformers' BitsAndBytesConfig, where it is told nothing else.
+_DEFAULTS: dict[str, Any] = {
+    "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_use_double_quant": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_threshold": 6.0,
+}
+# Output layers stay as they are in any case.
+_OUTPUT_LAYERS = frozenset({"lm_head"})
+
+
+def with_quantize_alone(workload: Workload) -> Workload:
+    """Return the workload without what its config states of quantization, where that is what ``--quantize`` does.
+
+    Raises ``InvalidRequestError`` where it is not, since a model of random weights would be built without it.
+    """
+    stated = workload.config.get(STATED)
+    if not stated:
+        return workload
+    if not isinstance(stated, dict):
+        stated = {"quant_method": stated}
+    said = f"the config of {workload.model} states a {STATED}"
+    copy = f"give a folder with a copy of its config.json without {STATED}"
+    bits = next((bits for bits in ("4bit", "8bit") if stated.get(f"load_in_{bits}")), None)
+    if bits is None:
+        raise InvalidRequestError(
+            f"{said} with quant_method {stated.get('quant_method')!r}, which is not measured",
+            f"{copy}; its weights are then in --dtype, or with --quantize and --peft lora in few bits",
+        )
+    if workload.quantize != bits:
+        asked = f"--quantize says {workload.quantize}" if workload.quantize else "nothing asks for it"
+        add = f"give --quantize {bits}" + ("" if workload.peft else " and --peft lora")
+        raise InvalidRequestError(f"{said} with load_in_{bits}, and {asked}", f"{add}; or {copy}")
+    arguments = workload.bits_arguments()
+    for name, default in _DEFAULTS.items():
+        value, measured = stated.get(name, default), arguments.get(name, default)
+        if value != measured:
+            raise InvalidRequestError(
+                f"{said} with {name} {value!r}, and --quantize {bits} measures {measured!r}", f"change it, or {copy}"
+            )
+    kept = {*(stated.get("llm_int8_skip_modules") or ())}
+    if others := kept - _OUTPUT_LAYERS - {*arguments.get("llm_int8_skip_modules", ())}:
+        raise InvalidRequestError(
+            f"{said} that leaves {', '.join(sorted(others))} as they are, and --quantize {bits} does not", copy
+        )
+    return replace(workload, config={name: value for name, value in workload.config.items() if name != STATED})
