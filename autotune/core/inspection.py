@@ -78,6 +78,9 @@ class ModelFacts:
     """The classes of the layers that FSDP shards one by one; none where it has none."""
     sharding_error: str | None = None
     """Why accelerate cannot shard it layer by layer; ``None`` where it can, or was not asked."""
+    unquantized_experts: int = 0
+    """Weights that ``--quantize`` leaves as they are, since the experts of a mixture have them in one tensor, and
+    bitsandbytes quantizes linear layers; 0 without ``--quantize``."""
     after_step: AfterStep = field(default_factory=AfterStep)
     """Looked at only for several ranks."""
     own: OwnSettings | None = None

@@ -121,6 +121,8 @@ class GpuPredictionDocument:
     """The ceiling less the headroom."""
     fits_below_bytes: int
     """A predicted peak up to this is said to fit."""
+    unquantized_bytes: int
+    """Of the experts of a mixture, which ``--quantize`` leaves as they are."""
     best: Any
     """The fastest that fits; ``None`` without a predicted speed, or if none fits."""
     arms: list[Any]

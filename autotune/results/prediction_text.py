@@ -89,6 +89,14 @@ def few_bits_lines(quantize: str | None, optims: Sequence[str], *, has_speed: bo
     return [f"Few bits: {_FEW_BITS_ACCURACY}.", *speed]
 
 
+def experts_line(unquantized_bytes: int, dtype: str) -> str:
+    """Return how much of a model ``--quantize`` leaves as it is."""
+    return (
+        f"{format_bytes(unquantized_bytes)} of weights stay in {dtype}: the experts of the model are no linear layers, "
+        "which are what --quantize quantizes"
+    )
+
+
 def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
     """Return what is predicted for one kind of GPU."""
     workload, best = gpu.workload, gpu.best
@@ -99,6 +107,8 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
         f"headroom stays free (the line); peaks predicted up to {format_bytes(gpu.fits_below_bytes)} "
         "count as fitting"
     ]
+    if gpu.unquantized_bytes:
+        lines.append(f"Not quantized: {experts_line(gpu.unquantized_bytes, workload.dtype)}.")
     speed = _SPEED_HEAD if best is not None else []
     shown = [arm for arm in gpu.arms if not _has_plain_twin(arm, gpu.arms)]
     has_allocated = all_batches or anatomy

@@ -71,6 +71,7 @@ class GpuView:
     line_bytes: int
     fits_below_bytes: int
     arms: tuple[ArmView, ...]
+    unquantized_bytes: int = 0
 
     @property
     def ranks(self) -> int:
@@ -102,6 +103,8 @@ def gpu_view(document: Document) -> GpuView:
         document["line_bytes"],
         document["fits_below_bytes"],
         tuple(arms),
+        # A service may be of an earlier version.
+        document.get("unquantized_bytes", 0),
     )
 
 

@@ -15,6 +15,7 @@ from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
 from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
+from autotune.results.prediction_text import experts_line
 from autotune.space.space import Batches
 from autotune.tuning.answer_cache import AnswersBeside
 from autotune.tuning.measured import measured_pools
@@ -56,10 +57,12 @@ def advised(
             if not refused or not prepared.saving_arms:
                 # What saves memory is for GPUs on which nothing fits without.
                 break
+    unquantized = prepared.unquantized_bytes
+    notes = [f"Not quantized: {experts_line(unquantized, workload.dtype)}."] if unquantized else []
     return {
         "advice": encode(advice_document(offers, workload, samples, paid)),
         "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid),
-        "notes": grade_lines(offers, workload.quantize, options.get("optim") or ()),
+        "notes": [*notes, *grade_lines(offers, workload.quantize, options.get("optim") or ())],
     }
 
 

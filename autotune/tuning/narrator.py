@@ -149,6 +149,7 @@ def _rate_unit(prepared: Prepared) -> str:
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
+    from autotune.results.prediction_text import experts_line
     from autotune.results.wording import describe_data
 
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
@@ -168,6 +169,8 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
         f"study   {study.name}",
     ]
+    if prepared.unquantized_bytes:
+        lines.append(f"note    {experts_line(prepared.unquantized_bytes, workload.dtype)}")
     held = request.device.neighbours
     if held and request.device.memory_used_bytes:
         who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in held[:3])

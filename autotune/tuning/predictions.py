@@ -235,6 +235,7 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredicti
         ceiling_bytes=ceiling.cap_bytes,
         line_bytes=ceiling.line_bytes,
         fits_below_bytes=ceiling.bounds.below_line_bytes(PREDICTION_MARGIN),
+        unquantized_bytes=prepared.unquantized_bytes,
         best=best_of(arms),
         arms=arms,
     )

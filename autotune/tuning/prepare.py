@@ -9,6 +9,7 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.chip import Chip
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
+from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
@@ -46,6 +47,11 @@ class Prepared:
     def is_large(self) -> bool:
         """Whether the model is so large for this memory that the defaults, or anything, may not fit."""
         return self.model.parameters * _BYTES_A_PARAMETER > self.ceiling.line_bytes / 2
+
+    @property
+    def unquantized_bytes(self) -> int:
+        """Bytes of the experts of a mixture, which ``--quantize`` leaves as they are."""
+        return self.model.unquantized_experts * BYTES_PER_ELEMENT[self.request.workload.dtype]
 
     @property
     def saving_arms(self) -> tuple[Arm, ...]:

@@ -23,6 +23,7 @@ from autotune.devices.prices import Prices
 from autotune.estimate.advice import Offer
 from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
+from autotune.models.resolve import resolve_model
 from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import (
     GpuPredictionDocument,
@@ -243,6 +244,23 @@ def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak() -> 
     ]
     lines = gpu_lines(gpu, all_batches=True, anatomy=False)
     assert [line.split()[-1] for line in lines[2:]] == ["yes"] * 2 + ["no"] * 3
+
+
+def test_it_is_told_what_of_a_mixture_of_experts_is_not_quantized(tmp_path: Path) -> None:
+    small = {
+        "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_experts": 4,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "vocab_size": 256,
+    }  # fmt: skip
+    (tmp_path / "moe").mkdir()
+    config = {**resolve_model("olmoe-1b-7b-0924").config, **small}
+    (tmp_path / "moe" / "config.json").write_text(json.dumps(config))
+    words = ("--seq-len", "16", "--effective-batch", "8", "--precision", "bf16", "--gradient-checkpointing", "off")
+    asked = ("predict", "--model", "./moe", "--memory-limit", "8GiB", *words, "--peft", "lora", "--lora-rank", "4")
+    quantized = run_process(*asked, "--quantize", "4bit", folder=tmp_path)
+    assert quantized.code == 0, quantized.stderr
+    # Two layers of four experts, each with three matrices of 64 × 32 in two bytes.
+    assert "Not quantized: 96.0 KiB of weights stay in bfloat16: the experts" in quantized.stdout
+    assert "Not quantized" not in run_process(*asked, folder=tmp_path).stdout
 
 
 def with_speed(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import TF32_UNSET_REVISION
+from autotune.store.records import StudyRecord
 from autotune.tuning.forecasting import most_predictions
+from autotune.tuning.narrator import Narrator
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.strategies import training_state_bytes
 
@@ -44,6 +46,18 @@ class TestPrepared:
         assert given.model.class_name == "BertForSequenceClassification"
         assert given.environment["device_name"] == "NVIDIA H200"
         assert given.environment["packages"]["torch"] == "2.13.0"
+
+    def test_the_head_says_what_of_a_mixture_of_experts_is_not_quantized(self) -> None:
+        quantized = dataclasses.replace(BERT_LARGE, dtype="bfloat16", peft="lora", lora_rank=16, quantize="4bit")
+        study = StudyRecord("moe", "w", "e", {}, {}, "0.1.0")
+        for workload, weights, notes in ((quantized, GIB, 1), (BERT_LARGE, 0, 0)):
+            said: list[str] = []
+            given = prepare(request(workload=workload), facts(unquantized_experts=weights))
+            Narrator(lambda line, _, said=said: said.append(line)).begins(given, study)  # type: ignore[misc]
+            assert (
+                sum(line.startswith("note    2.0 GiB of weights stay in bfloat16: the experts") for line in said)
+                == notes
+            )
 
     def test_without_a_limit_all_that_is_free_counts(self) -> None:
         assert prepared(memory_limit_bytes=None).ceiling.cap_bytes == 139 * GIB - CONTEXT_BYTES
