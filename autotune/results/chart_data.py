@@ -10,7 +10,7 @@ from autotune.core.outcome import Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.results.expert import expert_of
 from autotune.results.report import Report, measurement
-from autotune.results.wording import verdict
+from autotune.results.wording import rate_unit, verdict
 from autotune.store.records import TrialRecord
 
 Mark = Literal["best", "baseline", "expert"]
@@ -55,6 +55,8 @@ class SpeedChart:
     """Most bytes that a trial may reserve."""
     line_bytes: int
     """Most bytes that a feasible trial may reserve: the cap less the headroom."""
+    rate_unit: str
+    """Of the speed: ``samples/s`` or ``rows/s``."""
 
     @property
     def is_far_below_ceiling(self) -> bool:
@@ -124,7 +126,14 @@ def speed_chart(report: Report) -> SpeedChart:
         elif isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device":
             words = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
             over[trial.candidate] = OverPoint(arm, trial.candidate, words)
-    return SpeedChart(arms, tuple(points), tuple(over.values()), report.ceiling.cap_bytes, report.ceiling.line_bytes)
+    return SpeedChart(
+        arms,
+        tuple(points),
+        tuple(over.values()),
+        report.ceiling.cap_bytes,
+        report.ceiling.line_bytes,
+        rate_unit(report.workload),
+    )
 
 
 def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
@@ -135,8 +144,8 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
         measured, spread = report.pooled(trial) or measured, pooled.relative_half_width
     peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
     words = (
-        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} samples/s, "
-        f"peak {format_bytes(peak)}; {verdict(report, trial)}"
+        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} "
+        f"{rate_unit(report.workload)}, peak {format_bytes(peak)}; {verdict(report, trial)}"
     )
     return SpeedPoint(
         arm,

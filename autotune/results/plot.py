@@ -47,7 +47,7 @@ def plot_trials(report: Report) -> Any:
     fastest = max((point.samples_per_second for point in chart.points), default=1.0)
     axes.set_ylim(0, 1.12 * fastest)
     axes.set_xlabel(f"peak memory ({name}); × at the ceiling: out of memory")
-    axes.set_ylabel("samples/s")
+    axes.set_ylabel(chart.rate_unit)
     axes.set_title(f"{report.study.name}, {report.environment['device_name']}")
     axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return axes

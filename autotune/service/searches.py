@@ -17,6 +17,7 @@ from autotune.engine.work import Engine, Host
 from autotune.results.json_document import trial_document
 from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
+from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
 from autotune.service.documents import FailureDocument, PlaceDocument, SearchDocument, StatusDocument
 from autotune.service.listed_code import Listed
@@ -204,7 +205,7 @@ class Searches:
     def _line_of_study(self, job: JobRecord) -> str:
         report = self.report(job)
         speed = report.speed(report.best)
-        told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
+        told = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
         return told + report.best.candidate.describe() if report.best else ""
 
     def trials(self, job: JobRecord) -> list[Document]:

@@ -27,6 +27,7 @@ from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
+from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.interruption import Interruption
@@ -274,8 +275,9 @@ class Search:
         best = self._plan.best()
         if self._records.study.best_trial_id is not None or best is None or best.measurement is None:
             return
+        unit = rate_unit(self._request.workload.document())
         seconds, rate = format_seconds(self._plan.elapsed_seconds()), format_rate(best.measurement.samples_per_second)
-        self._observer.note(f"answer after {seconds}: {rate} samples/s, {best.candidate.describe()}; going on …")
+        self._observer.note(f"answer after {seconds}: {rate} {unit}, {best.candidate.describe()}; going on …")
         self._keep_best()
 
     def _keep_best(self) -> None:

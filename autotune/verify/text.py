@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.core.units import format_bytes, format_seconds
+from autotune.results.wording import counted_in
 from autotune.verify.comparison import describe_speed
 from autotune.verify.throughput import Verification, notes
 
@@ -10,6 +11,7 @@ from autotune.verify.throughput import Verification, notes
 def verification_lines(verification: Verification) -> list[str]:
     """Return lines with promised and obtained figures side by side, and notes."""
     target, obtained = verification.target, verification.obtained
+    word = counted_in(target.report.workload)
     promised, promise, speed = target.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes
     # Both ends of a lopsided interval take more room.
@@ -17,7 +19,7 @@ def verification_lines(verification: Verification) -> list[str]:
     lines = [f"{'':9} {'promised':>{width}} {'obtained':>{width}}"]
     if speed is not None and peak is not None:
         lines += [
-            f"{'samples/s':9} {describe_speed(promise):>{width}} {describe_speed(speed):>{width}}  "
+            f"{verification.rate_unit:9} {describe_speed(promise):>{width}} {describe_speed(speed):>{width}}  "
             f"{speed.mean / promise.mean - 1:+.1%}",
             f"{'in use' if verification.judges_allocated else 'peak':9} "
             f"{format_bytes(verification.promised_peak_bytes):>{width}} {format_bytes(peak):>{width}}  "
@@ -32,8 +34,8 @@ def verification_lines(verification: Verification) -> list[str]:
         if obtained.joules_per_sample is not None:
             joules = promised.joules_per_sample
             before = f", {joules:.3g} J promised" if joules is not None else ""
-            lines.append(f"  {obtained.joules_per_sample:.3g} J a sample{before}")
-        lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
+            lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
+        lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
     lines += [f"  {line}" for line in verification.again_lines()]
     lines += [f"  note: {note}" for note in notes(verification)]
     if verification.misses():

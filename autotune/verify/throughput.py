@@ -19,6 +19,7 @@ from autotune.estimate.bottleneck import what_limits
 from autotune.estimate.pooling import replays_graphs
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
+from autotune.results.wording import rate_unit
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.tuning.exclusive import Wait, take_devices
 from autotune.verify.again import Again, Finding, NotMeasured, conclusion, find, hint_of, measure_again
@@ -62,14 +63,19 @@ class Verification:
         """Return the result in one line, for a notebook."""
         promised, obtained = self.promise.mean, self.samples_per_second or 0.0
         verdict = "; ".join(self.misses()) or self.verdict().replace("_", " ")
+        peak, most = format_bytes(self.training_peak_bytes or 0), format_bytes(self.promised_peak_bytes)
         return (
-            f"{self.target.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
-            f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
-            + "".join(f"; {line}" for line in self.again_lines())
+            f"{self.target.report.study.name}: {format_rate(obtained)} {self.rate_unit} of {format_rate(promised)} "
+            f"promised, peak {peak} of {most}: {verdict}" + "".join(f"; {line}" for line in self.again_lines())
         )
 
     # The default representation would print a whole study.
     __repr__ = __str__
+
+    @property
+    def rate_unit(self) -> str:
+        """What speeds are counted in."""
+        return rate_unit(self.target.report.workload)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -142,7 +148,7 @@ class Verification:
             return []
         promise = self.target.promise
         lines = [
-            f"measured again just now as in the search: {describe_speed(again.speed)} samples/s, "
+            f"measured again just now as in the search: {describe_speed(again.speed)} {self.rate_unit}, "
             f"{_compared(again.speed.mean / promise.mean)} the search's {format_rate(promise.mean)}",
             f"the stock run is {_compared(speed.mean / scaled.mean)} that",
         ]
@@ -231,7 +237,7 @@ class Verification:
         if speed is None or compare(promise, speed) != "missed":
             return []
         return [
-            f"{describe_speed(speed)} samples/s are {1 - speed.mean / promise.mean:.1%} below the promised "
+            f"{describe_speed(speed)} {self.rate_unit} are {1 - speed.mean / promise.mean:.1%} below the promised "
             f"{format_rate(promise.mean)}, and below the {describe_ends(promise)} that were promised of a next run"
         ]
 
@@ -259,7 +265,7 @@ class Verification:
         if compare(promise, speed) == "faster":
             above = speed.mean / promise.mean - 1
             return [
-                f"{describe_speed(speed)} samples/s lie above the promised {describe_ends(promise)}; the search "
+                f"{describe_speed(speed)} {self.rate_unit} lie above the promised {describe_ends(promise)}; the search "
                 f"measured {above / (1 + above):.0%} too low, and what it compared may be as uncertain"
             ]
         lines = []
@@ -268,14 +274,14 @@ class Verification:
             if speed.mean < promise.low:
                 promised = describe_ends(promise)
                 lines.append(
-                    f"{describe_speed(speed)} samples/s lie below the promised {promised}, but reach into them"
+                    f"{describe_speed(speed)} {self.rate_unit} lie below the promised {promised}, but reach into them"
                 )
             else:
                 lines.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
-            lines.append(f"the promise is wide{describe_width(promise)}: {self._why_promise_is_wide()}")
+            lines.append(f"the promise is wide{describe_width(promise, self.rate_unit)}: {self._why_promise_is_wide()}")
         else:
-            lines.append(f"the run is noisy{describe_width(speed)}: {self._why_run_is_noisy()}")
+            lines.append(f"the run is noisy{describe_width(speed, self.rate_unit)}: {self._why_run_is_noisy()}")
         if not self._is_host_bound:
             return lines
         return [*lines, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]

@@ -14,6 +14,7 @@ from sqlalchemy import event, update
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import StorageError
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
@@ -206,6 +207,29 @@ def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: S
     visitor.post(f"/searches/{longer.id}/cancel")
     again = searches.job(visitor.post(f"/searches/{longer.id}/again").headers["location"].rpartition("/")[2])
     assert (again.id != longer.id, again.request["steps"], again.priority) == (True, 500, 2)
+
+
+def test_rows_of_packed_samples_are_called_rows(visitor: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
+    lengths = Lengths(30, 110, 120, 122, 100.0, 0.0, 0.0, (1,))
+    facts = DataFacts(3600, lengths=lengths, packed=Packed(60100, lengths))
+    spec = DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=facts)
+    visitor.post("/searches", data=LARGE)
+    packed, workload = on_gpu.next_run(), dataclasses.replace(BERT_LARGE, task="causal-lm", data=spec)
+    search(searches.store, ComputedRunner(lambda candidate: 4 * GIB), study=packed.work.study, workload=workload)
+    packed.end("finished")
+    waits_for_state(searches, packed.job, "finished")
+    page = f"/searches/{packed.job}"
+    visitor.post(f"{page}/verify", headers={"Origin": URL})
+    run = on_gpu.next_run()
+    speeds = {"samples_per_second": 301.0}
+    shown = {"verdict": "kept", "promised": speeds, "obtained": speeds}
+    run.add("verification", {"verification": shown, "problem": None})
+    run.end("finished")
+    waits_for_state(searches, run.job, "finished")
+    for path in (page, f"/searches/{run.job}", f"/compare?s={packed.job}", "/"):
+        text = visitor.get(path).text
+        assert "rows/s" in text, path
+        assert "samples/s" not in text, path
 
 
 def test_a_database_that_does_not_answer_is_said(visitor: TestClient, store: Store) -> None:

@@ -23,6 +23,7 @@ from autotune.verify.comparison import Interval, Verdict
 from autotune.verify.json_document import comparison_document, verification_document
 from autotune.verify.loss import LossComparison, reference_of
 from autotune.verify.target import Target
+from autotune.verify.text import verification_lines
 from autotune.verify.throughput import Verification, notes, steps_of
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
@@ -139,6 +140,20 @@ def test_it_is_said_which_side_cannot_tell_and_why() -> None:
     reaching = Verification(target(0.01), 100, stock_result(stretches=stretches([300.0, 324.0] * 5)))
     assert reaching.verdict() == "cannot_tell"
     assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
+
+
+def test_rows_of_packed_samples_are_called_rows() -> None:
+    of_samples = target(0.01)
+    workload = {**of_samples.report.workload, "data": {"packing": True}}
+    packed = dataclasses.replace(of_samples, report=dataclasses.replace(of_samples.report, workload=workload))
+    for speeds in ([250.0, 430.0], [200.0, 210.0], [400.0, 410.0], [320.0, 321.0]):
+        seconds = {"evaluate": 1.0, "save": 1.0}
+        timed = stock_result(stretches=stretches(speeds * 5), pause_seconds=seconds)
+        verification = Verification(packed, 100, timed)
+        text = "\n".join([repr(verification), *verification.misses(), *verification_lines(verification)])
+        assert "rows/s" in text
+        assert " rows, were timed" in text
+        assert "sample" not in text
 
 
 def test_a_stall_is_told_apart_from_steps_that_differ() -> None:

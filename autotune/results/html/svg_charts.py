@@ -79,7 +79,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 
 def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
-    """Draw samples a second against peak memory: a mark for each trial, the ceiling, ``×`` for out of memory."""
+    """Draw speed against peak memory: a mark for each trial, the ceiling, ``×`` for out of memory."""
     height = 340.0 if width < _NARROW else 420.0
     area = Box(62.0, 46.0, width - 20.0, height - 48.0)
     across = _memory_scale(chart, area)
@@ -91,7 +91,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
     crosses = _stack(chart.over, across(chart.cap_bytes), area)
     title = "Speed against memory"
     words = (
-        f"{len(chart.points)} completed trials by peak memory and samples a second; ceiling "
+        f"{len(chart.points)} completed trials by peak memory and {chart.rate_unit}; ceiling "
         f"{format_bytes(chart.cap_bytes)}; {len(chart.over)} candidates ran out of memory. The table of trials has "
         "all values."
     )
@@ -102,7 +102,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
         width,
         height,
         _memory_axis(across, area),
-        _speed_axis(up, area, has_values=bool(chart.points)),
+        _speed_axis(up, area, chart.rate_unit, has_values=bool(chart.points)),
         _ceiling(chart, across, area),
         [_connection(arm, placed) for arm in range(len(chart.arms))],
         [cross(over.arm, x, y, told=over.told) for over, x, y in crosses],
@@ -138,12 +138,12 @@ def _memory_axis(across: Scale, area: Box) -> Child:
     ]
 
 
-def _speed_axis(up: Scale, area: Box, *, has_values: bool) -> Child:
+def _speed_axis(up: Scale, area: Box, unit: str, *, has_values: bool) -> Child:
     ticks = up.ticks(6) if has_values else []
     return [
         [_line(area.left, up(tick), area.right, up(tick), "grid") for tick in ticks],
         [_text(area.left - 8, up(tick) + 4, f"{tick:,g}", "end", "tick") for tick in ticks],
-        _text(4, 16, "samples/s", "start", "label"),
+        _text(4, 16, unit, "start", "label"),
     ]
 
 

@@ -46,6 +46,11 @@ class Group:
     members: tuple[Compared, ...]
 
     @property
+    def rate_unit(self) -> str:
+        """What their speeds are counted in."""
+        return self.members[0].study.rate_unit
+
+    @property
     def lead(self) -> Estimate | None:
         """The logarithm of how many times as fast the first is as the second; ``None`` where there is no second."""
         if len(self.members) < 2:
@@ -75,14 +80,16 @@ class Group:
         """The chart of their speeds, for a wide page and for a phone."""
         rows = [_interval(each, number) for number, each in enumerate(self.members)]
         key = f"speeds-{self.members[0].job.id}"
-        return drawn(lambda name, width: draw_intervals("Speeds", "samples/s", rows, name, width), key)
+        return drawn(lambda name, width: draw_intervals("Speeds", self.rate_unit, rows, name, width), key)
 
 
 def _interval(each: Compared, number: int) -> IntervalRow:
     speed = each.best.speed
     low, high = speed.interval()
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
-    told = f"{each.job.study}: {value} samples/s, next run {format_rate(low)} to {format_rate(high)} (95 %)"
+    told = (
+        f"{each.job.study}: {value} {each.study.rate_unit}, next run {format_rate(low)} to {format_rate(high)} (95 %)"
+    )
     return IntervalRow(each.job.study, value, told, speed.samples_per_second, low, high, number)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
+from autotune.results.wording import rate_unit
 from autotune.service.searches import Searches
 from autotune.service.verifications import VERIFIES
 from autotune.store.queue import JobRecord
@@ -30,6 +31,8 @@ class Shown:
     why: tuple[str, ...]
     compared: tuple[tuple[str, Document], ...]
     """What was promised and what came, with their names."""
+    rate_unit: str
+    """Of both speeds."""
 
 
 def latest_run(searches: Searches, study: str) -> JobRecord | None:
@@ -44,6 +47,8 @@ def shown_by(searches: Searches, job: JobRecord) -> Shown | None:
     told = searches.verification(job)
     if told is None:
         return None
+    study = searches.store.study(job.request[VERIFIES])
+    unit = rate_unit(searches.store.workload_of(study) if study is not None else {})
     document: dict[str, Any] = told.get("verification") or {}
     verdict, missed = str(document.get("verdict") or ""), told.get("problem")
     both = [(name, document.get(key)) for name, key in (("promised", "promised"), ("stock Trainer", "obtained"))]
@@ -52,4 +57,5 @@ def shown_by(searches: Searches, job: JobRecord) -> Shown | None:
         None if missed is None else AutotuneError(str(missed.get("message")), str(missed.get("hint") or "")),
         tuple(map(str, document.get("why") or ())),
         tuple((name, one) for name, one in both if one) if all(one and _SPEED in one for _, one in both) else (),
+        unit,
     )
