@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.cli.output import as_printed, print_json, print_lines
+from autotune.cli.output import as_printed, print_json, print_lines, terminal_columns
 
 
 @click.command(cls=SectionedCommand, short_help="Compare GPUs for a training job: speed, hours, cost.")
@@ -52,7 +52,7 @@ def advise(
         else:
             from autotune.tuning.advising import advised
 
-            told = advised(gpu, gpu_counts, gpu_spec, price, prices, samples, storage, options)
+            told = advised(gpu, gpu_counts, gpu_spec, price, prices, samples, storage, options, terminal_columns())
     if as_json:
         print_json(told["advice"])
         return

@@ -15,6 +15,8 @@ from autotune.core.errors import AutotuneError
 from autotune.core.options import check_arguments
 
 _MOST_BYTES = 8 * 2**30
+# Of whose terminal nothing is known.
+_COLUMNS = 80
 # Searches are measured on the same cores.
 _NICENESS = 10
 
@@ -27,7 +29,7 @@ def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, 
     gpu = options.pop("gpu")
     if command == "advise":
         counts, price, samples = (options.pop(name) for name in ("gpu_counts", "price", "samples"))
-        return advised(gpu, counts, None, price, None, samples, storage, options)
+        return advised(gpu, counts, None, price, None, samples, storage, options, _COLUMNS)
     return predicted_document(gpu, None, storage, options)[0]
 
 

@@ -33,8 +33,12 @@ def advised(
     samples: float,
     storage: str,
     options: dict[str, Any],
+    columns: int | None,
 ) -> Document:
-    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on how it is known."""
+    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on how it is known.
+
+    The table of the text has so many ``columns``.
+    """
     tokens = options.get("effective_tokens")
     if tokens is not None:
         workload = build_workload({**options, "world_size": 1})
@@ -61,7 +65,7 @@ def advised(
     notes = [f"Not quantized: {experts_line(unquantized, workload.dtype)}."] if unquantized else []
     return {
         "advice": encode(advice_document(offers, workload, samples, paid)),
-        "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid),
+        "lines": advice_lines(offers, workload, options["effective_batch"], samples, paid, columns),
         "notes": [*notes, *grade_lines(offers, workload.quantize, options.get("optim") or ())],
     }
 

@@ -69,3 +69,28 @@ def test_which_gpus_cannot_be_told_apart_is_said(seconds: tuple[float, float, fl
     lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
     assert said in lines[-1]
     assert all(len(line) <= 80 for line in lines[1:-1])
+
+
+def test_the_table_is_narrowed_to_the_terminal() -> None:
+    """The words of configurations are folded first; then the ends of costs are left out."""
+    arm = Arm("bf16", gradient_checkpointing=True, optim="adafactor", strategy="ddp", ranks=8)
+    offers = []
+    for name, grade, gpus in (("l4", "measured", 1), ("rtx-3080-10gb", "predicted", 8)):
+        one = offer(name, 2000.0, 0.5)
+        assert one.graded is not None
+        step = replace(one.graded.step, candidate=replace(one.graded.step.candidate, arm=arm))
+        offers.append(replace(one, graded=Graded(step, grade), gpus=gpus))  # type: ignore[arg-type]
+    prices = Prices({}, "USD", "as given")
+    wide, usual, narrow = (
+        advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, prices, columns)[1:-1] for columns in (None, 96, 80)
+    )
+    assert len(wide) == 3
+    assert max(map(len, wide)) > 96
+    assert max(map(len, usual)) <= 96
+    assert max(map(len, narrow)) <= 80
+    for table, has_ends in ((wide, True), (usual, True), (narrow, False)):
+        text = " ".join(" ".join(table).split())
+        assert "ddp" not in text
+        assert "checkpointing," in text
+        assert "(measured)" in text
+        assert text.count("–") == (4 if has_ends else 2)
