@@ -8,6 +8,7 @@ from typing import Any
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.device import precisions_of
+from autotune.core.errors import InvalidRequestError
 from autotune.core.units import format_bytes
 from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip
 from autotune.estimate.advice import Offer
@@ -15,6 +16,7 @@ from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.space.levers import why_unpredictable
+from autotune.space.precision_names import HALF
 from autotune.tuning.options import build_workload, in_usual_dtype
 from autotune.tuning.predictions import batches_of, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
@@ -48,10 +50,13 @@ def models_of(
         # GPUs of a kind that has none of these precisions are told so later.
         kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)] or kinds
     only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
-    # GPUs are compared in the same training, which all of them have to do.
-    common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in chips)}
+    # GPUs are compared in the same training, which all of them have to do, but for those that can do nothing wanted.
+    able = [chip for chip in chips if set(wanted or PRECISIONS) & set(precisions_of(chip.capability))] or chips
+    common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in able)}
     options = {**options, "memory_limit": None, "world_size": 1}
     workload = in_usual_dtype(build_workload(options), options["dtype"], common)
+    if options["dtype"] is None:
+        _check_one_dtype(wanted or (), workload.dtype, able)
     options["dtype"] = workload.dtype
     if len(kinds) == 2 and workload.dtype == "float32":
         # No kind of attention makes a difference to float32, of which both would say the same.
@@ -60,6 +65,18 @@ def models_of(
     requests = [{**options, "precision": only[kind]} for kind in kinds]
     models = predictions(targets, requests, answers, counts, saves_memory=saves_memory)
     return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
+
+
+def _check_one_dtype(wanted: tuple[str, ...], dtype: str, chips: list[Chip]) -> None:
+    """Raise ``InvalidRequestError`` for a precision that does not go with the dtype that all GPUs have in common."""
+    for precision in wanted:
+        without = [chip.name for chip in chips if precision not in precisions_of(chip.capability)]
+        if without and dtype != "float32" and HALF.get(precision, dtype) != dtype:
+            raise InvalidRequestError(
+                f"--precision {precision} does not go with {dtype} weights, in which GPUs are compared since "
+                f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no {precision}",
+                f"leave {precision} out, compare GPUs that have it, or give --dtype float32",
+            )
 
 
 def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ import pytest
 from command_line import COLD, Run, run_process
 from recorded import measurement
 from recorded_steps import Subject
+from test_cli_errors import check_error
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
@@ -20,6 +21,7 @@ from autotune.core.units import GIB
 from autotune.devices.gpus import CHIPS
 from autotune.devices.prices import EXAMPLES, read_prices
 from autotune.estimate.memory import MemoryModel, Question
+from autotune.models.resolve import resolve_model
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument, PricesDocument
 from autotune.space.space import Batches, Space
 from autotune.store.opening import open_store
@@ -116,6 +118,25 @@ def test_adapters_are_compared_over_weights_that_every_gpu_computes_with(tmp_pat
     (of_turing,) = [row for row in document["gpus"] if row["gpu"] == "t4"]
     assert of_turing["candidate"]["precision"] == turing["best"]["precision"] == "fp16"
     assert of_turing["samples_per_second"] == pytest.approx(turing["best"]["samples_per_second"])
+
+
+def test_a_precision_that_not_all_gpus_have_is_asked_of_adapters(tmp_path: Path) -> None:
+    """GPUs that have none that is asked for decide nothing; others have their weights in one dtype."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    config = {**resolve_model("llama-tiny").config, "torch_dtype": "bfloat16"}
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text(json.dumps(config))
+    small = ("--model", "./half", "--seq-len", "16", "--effective-batch", "8", "--gradient-checkpointing", "off")
+    asked = ("advise", *small, "--peft", "lora", "--lora-rank", "4", "--gpu", "l4,t4", "--json")
+    done = run_process(*asked, "--precision", "bf16", folder=tmp_path)
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["workload"]["dtype"] == "bfloat16"
+    assert {row["gpu"]: "candidate" in row for row in document["gpus"]} == {"l4": True, "t4": False}
+    refused = run_process(*asked, "--precision", "bf16,fp16", folder=tmp_path)
+    check_error(
+        refused, 2, "--precision bf16", "float16 weights", "since t4 has no bf16", "leave bf16 out", "--dtype float32"
+    )
 
 
 def test_a_step_may_be_said_in_tokens(tmp_path: Path) -> None:
