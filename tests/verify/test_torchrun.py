@@ -58,6 +58,11 @@ def test_samples_of_all_time_of_the_slowest_peak_of_the_largest() -> None:
     assert merge([thrifty, wasteful], 0).joules_per_sample == 3
 
 
+def test_skipped_updates_that_are_not_known_are_not_none_at_all() -> None:
+    for skipped, told in (((2, 2), 2), ((None, None), None)):
+        assert merge([answer_of_rank(1.0, 1, skipped_steps=each) for each in skipped], 0).skipped_steps == told
+
+
 def test_a_rank_that_failed_speaks_for_all() -> None:
     lost = StockResult("failed", "connection closed", "train")
     full = StockResult("out_of_memory", "no memory", "train")

@@ -45,9 +45,25 @@ def test_updates_that_the_scaler_left_out_are_counted() -> None:
         scaler.scale((weight * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert skipped_steps(scaler) == 2
-    assert skipped_steps(None) == 0
-    assert skipped_steps(torch.amp.GradScaler("cpu", enabled=False)) == 0
+    assert skipped_steps(scaler, 3) == 2
+    assert skipped_steps(None, 3) == 0
+    assert skipped_steps(torch.amp.GradScaler("cpu", enabled=False), 3) == 0
+
+
+def test_how_many_were_left_out_is_not_known_once_the_scale_has_grown() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+    found = []
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        scaler.scale((weight * (float("inf") if step == 2 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(skipped_steps(scaler, step))
+    # After four good ones, the scale is what it was.
+    assert found == [0, 1, 1, None, None, None]
+    assert scaler.get_scale() == 2.0**16
 
 
 class DeepSpeedOptimizerWrapper:

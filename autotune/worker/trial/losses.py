@@ -93,12 +93,14 @@ def scaler_watch(optimizer: Any) -> ScalerWatch:
     return ScalerWatch(getattr(optimizer, "scaler", None))
 
 
-def skipped_steps(scaler: Any) -> int:
-    """Return how many updates a gradient scaler has skipped so far, computed from its scale; 0 without a scaler.
+def skipped_steps(scaler: Any, steps: int) -> int | None:
+    """Return how many of a training's steps a gradient scaler has skipped, by its scale; 0 without a scaler.
 
-    Valid until the scale grows for the first time, after ``growth_interval`` (2,000) good steps in a row. The fused
+    ``None`` where the scale may have grown, as it does after ``growth_interval`` (2,000) good steps in a row. The fused
     optimizers skip updates on the device, where accelerate does not count them. Waits for the device.
     """
     if scaler is None or not scaler.is_enabled():
         return 0
+    if steps >= scaler.get_growth_interval():
+        return None
     return round(math.log(_FIRST_SCALE / scaler.get_scale()) / -math.log(scaler.get_backoff_factor()))

@@ -235,7 +235,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         peak_bytes=watch.peaks,
         pause_seconds=watch.pause_seconds,
         joules_per_sample=watch.joules / samples if watch.joules else None,
-        skipped_steps=skipped_steps(trainer.accelerator.scaler),
+        skipped_steps=skipped_steps(trainer.accelerator.scaler, trainer.state.global_step),
         loss_problem=losses.problem(),
         evaluation_batch_size=trainer.args.per_device_eval_batch_size,
     )

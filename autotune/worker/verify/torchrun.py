@@ -85,7 +85,7 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
         },
         # Each rank measured the joules of its own GPU for its own samples, which are as many as another's.
         joules_per_sample=sum(joules) / len(joules) * shared_by if len(joules) == len(said) else None,
-        skipped_steps=max(answer.skipped_steps or 0 for answer in said),
+        skipped_steps=max((each.skipped_steps for each in said if each.skipped_steps is not None), default=None),
         loss_problem=next((answer.loss_problem for answer in said if answer.loss_problem), None),
     )
 
