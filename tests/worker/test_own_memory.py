@@ -21,7 +21,8 @@ from autotune.core.workload import Workload
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import prepare
-from autotune.worker.user.fake_steps import BatchShapes, NotTraceableError, of_loader
+from autotune.worker.user.code import UserCodeError
+from autotune.worker.user.fake_steps import BatchShapes, NotTraceableError, of_loader, why_not
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +320,10 @@ class TestBatchShapes:
     def test_other_loaders_are_refused(self, loader: Any) -> None:
         with pytest.raises(NotTraceableError):
             of_loader(loader)
+
+
+def test_what_the_users_code_does_wrong_is_told_alike_of_trainers_and_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert why_not(UserCodeError("it ends too soon", "train longer")) == "it ends too soon"
+    assert why_not(NotTraceableError("it has no loader")) == "it has no loader"
+    assert capsys.readouterr().err == ""
+    assert why_not(ValueError("of theirs")) == "ValueError: of theirs"

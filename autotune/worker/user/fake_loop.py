@@ -34,7 +34,7 @@ from autotune.worker.fake.step import tracing
 from autotune.worker.fake.tracer import DEATH, StorageTracer
 from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.training_watch import TrainingWatch
-from autotune.worker.user.code import UserCodeError, enter, load_function
+from autotune.worker.user.code import enter, load_function
 from autotune.worker.user.fake_steps import (
     Memory,
     NotTraceableError,
@@ -89,8 +89,6 @@ def _trace(code: Code, arm: Arm, accumulates: bool, chip: Chip, send: Callable[[
         loop_interface.listen(_TracedLoop(config, chip, guard.lift, send, accumulates=accumulates))
         load_function(source)(config)
         raise NotTraceableError("it ended before enough of its steps were seen")
-    except UserCodeError as error:
-        send(Traced(why=str(error)))
     except BaseException as error:
         send(Traced(why=why_not(error)))
 

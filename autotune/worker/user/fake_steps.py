@@ -37,6 +37,7 @@ from autotune.worker.private.transformers import compute_on_cpu as compute_argum
 from autotune.worker.private.transformers import prepares_inputs_itself
 from autotune.worker.private.trl import fold_logits_as_on_gpu
 from autotune.worker.process import in_forks
+from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.guard import forget_steps
 from autotune.worker.wrapping import around
 
@@ -287,7 +288,7 @@ def batch_to_trace(model: torch.nn.Module, shapes: BatchShapes) -> int:
 
 def why_not(error: BaseException) -> str:
     """Return why a step was not traced, and print the traceback of an unexpected error."""
-    if isinstance(error, NotTraceableError):
+    if isinstance(error, NotTraceableError | UserCodeError):
         return str(error)
     # For readers of the log.
     traceback.print_exception(error)
