@@ -89,7 +89,7 @@ class Measurement:
     """Steps, warm-up and measured, whose update fp16's gradient scaler skipped; 0 without a scaler."""
     tokens_per_sample: float | None = None
     """Mean tokens of a sample that went into the model as ``input_ids``, without those that its ``attention_mask``
-    leaves out; ``None`` where none were seen. It matters for the user's own code: those of a model by name are known."""
+    leaves out; ``None`` where none were seen. Shown for the user's own code: those of a model by name are known."""
     joules_per_sample: float | None = None
     """Mean power of the whole device while steps were measured (from NVML's energy counter), times seconds a sample."""
     compile_seconds: float | None = None
