@@ -538,8 +538,9 @@ def excluding(arm: Arm) -> str | None:
         beside = [name for name in row.excludes if getattr(arm, name) != _DEFAULTS[name]]
         if beside and getattr(arm, row.name) != _DEFAULTS[row.name]:
             return f"{row.name} does not go with {beside[0]}"
-    if arm.padding_free and arm.zero_stage == 3:
-        return "padding_free is tried on whole weights, which ZeRO-3 has divided"
+    whole = next((name for name in ("padding_free", "fused_loss") if getattr(arm, name)), None)
+    if whole is not None and arm.zero_stage == 3:
+        return f"{whole} needs whole weights, which ZeRO-3 has divided"
     if arm.checkpointed_layers is not None and arm.is_sharded:
         return "FSDP2 checkpoints every layer that it shards, or none"
     return "DeepSpeed's steps are not searched compiled" if arm.torch_compile and arm.zero_stage is not None else None

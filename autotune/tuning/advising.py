@@ -58,7 +58,7 @@ def advised(
             job = Job(prepared, models, grades, samples)
             offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
             refused = [offer for offer in offers if offer.graded is None and offer.gpus == 1 and offer.chip.rates]
-            if not refused or not prepared.saving_arms:
+            if not refused or not prepared.space.saving_arms:
                 # What saves memory is for GPUs on which nothing fits without.
                 break
     unquantized = prepared.unquantized_bytes

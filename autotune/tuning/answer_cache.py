@@ -57,6 +57,7 @@ PREDICTING_MODULES = (
     "space/features.py",
     "space/precision_names.py",
     "space/training_arguments.py",
+    "training/errors.py",
     "training/__init__.py",
     "training/loss.py",
 )

@@ -82,7 +82,7 @@ def forecast_of(
     )
     multiple = batches.levels()[0] if is_free else None
     inquiries = questions(arms, pairs, multiple)
-    spare = [arm for arm in prepared.saving_arms if is_predictable(arm, prepared.request.workload)]
+    spare = [arm for arm in prepared.space.saving_arms if is_predictable(arm, prepared.request.workload)]
     reserve = questions(spare if arms else [], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)

@@ -123,7 +123,7 @@ def _fitting_steps(chip: Chip, count: int, job: Job, ceiling: Ceiling) -> tuple[
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     steps: list[StepTime] = []
     least: int | None = None
-    for arm in (*space.arms, *(job.prepared.saving_arms if count == 1 else ())):
+    for arm in (*space.arms, *(job.prepared.space.saving_arms if count == 1 else ())):
         if arm not in space.arms and steps:
             # What saves memory is for where nothing fits without.
             break

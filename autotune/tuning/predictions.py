@@ -153,7 +153,7 @@ def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
     """Return the questions about a chip, those about what saves memory in reserve."""
     space, workload = prepared.space, prepared.request.workload
     arms, saving = (
-        [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.saving_arms)
+        [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.space.saving_arms)
     )
     return Target(chip, prepared.ceiling, _questions(space, arms, ranks), reserve=_questions(space, saving, (1,)))
 
@@ -228,7 +228,7 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredicti
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
     if not any(arm.largest_batch for arm in arms):
-        arms += [_arm_document(arm, prepared, model, speeds) for arm in prepared.saving_arms]
+        arms += [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.saving_arms]
     return GpuPredictionDocument(
         gpu=chip.name,
         workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},

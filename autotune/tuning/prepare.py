@@ -54,11 +54,6 @@ class Prepared:
         return self.model.unquantized_experts * BYTES_PER_ELEMENT[self.request.workload.dtype]
 
     @property
-    def saving_arms(self) -> tuple[Arm, ...]:
-        """The arms that are predicted where nothing else fits; none of several ranks, whose loss is the model's."""
-        return self.space.saving_arms if self.request.ranks == 1 else ()
-
-    @property
     def usable_cores(self) -> int:
         """The number of cores that a trial may run on, where it runs."""
         cores: int | None = self.environment.get("host", {}).get("usable_cores")
