@@ -120,7 +120,7 @@ test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
 
 # The core of the suite: what is used of the libraries, real trials and one whole search, all on the CPU. Beside it,
-# searches of scripts on TRL (supervised, preferences).
+# searches of scripts on TRL (supervised, preferences, reward model, judgements, rollouts).
 CORE := tests/contracts tests/training tests/results/test_dashboard.py tests/tuning/test_search_optuna.py::TestOptunasSamplers \
 	$(addprefix tests/worker/test_,fake_allocator.py own_trials.py reading.py worker_facts.py worker_trials.py) \
 	tests/cli/test_cli_reuse.py::test_repeated_under_another_name_no_process_is_started

@@ -37,6 +37,16 @@ CLIENTS = {
     "trl on preferences": Client(
         "tune_with_dpo.py", "trl", ("--output_dir", "out", "--max_length", "48", "--bf16", "false")
     ),
+    "trl's reward model": Client(
+        "tune_with_reward.py", "trl", ("--output_dir", "out", "--max_length", "32", "--bf16", "false")
+    ),
+    "trl on judgements": Client(
+        "tune_with_kto.py", "trl", ("--output_dir", "out", "--max_length", "48", "--bf16", "false")
+    ),
+    "trl on rollouts": Client(
+        "tune_with_grpo.py", "trl",
+        ("--output_dir", "out", "--max_completion_length", "8", "--num_generations", "4", "--bf16", "false"),
+    ),
     "peft": Client("tune_with_peft.py", "peft", ("--output_dir", "out")),
     "sentence-transformers": Client("tune_sentence_transformer.py", "sentence_transformers", ("out",), "code"),
     "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out", "--log_dir", "logs")),
@@ -138,3 +148,15 @@ sys.path.insert(0, sys.argv[1])
 import train_images, autotune
 train_images.train(autotune.LoopConfig(**json.load(open(sys.argv[2]))))
 """
+
+
+@pytest.mark.clients
+def test_a_step_of_trls_rollouts_has_all_completions_of_a_prompt(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed: make test-clients")
+    client = CLIENTS["trl on rollouts"]
+    asked = ("search", "--device", "cpu", "--effective-batch", "18")
+    with warm.cold():
+        done = run(tmp_path, sys.executable, "-m", "autotune", *asked, "--", str(CODE / client.file), *client.words)
+    assert done.returncode != 0
+    assert "tune_with_grpo.py generates 4 completions of each prompt" in done.stderr
+    assert "--effective-batch 16 or 20" in done.stderr
