@@ -117,6 +117,8 @@ class CodeInterface:
     """Why its steps cannot be traced without a GPU."""
     samples_a_prompt: int = 1
     """Completions of a prompt that a step is made of, as TRL's GRPO generates them: a step has a multiple of them."""
+    engine_share: float | None = None
+    """Part of the GPU's memory that vLLM takes in the process of the training, as with TRL's GRPO; ``None`` without."""
     packs: bool = False
     """Whether a sample is a row of several, as with TRL's ``packing``."""
     protection: ProtectionKind | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune.core.candidate import OWN_OPTIM, Precision
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
+from autotune.core.units import format_bytes
 from autotune.space.space import Batches
 from autotune.tuning.request import SearchRequest
 
@@ -22,6 +23,50 @@ def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     if model.interface.kind != "placeholders":
         _check_samples(request, model.samples)
     return _without_what_is_not_read(request, model)
+
+
+def _engine_bytes(request: SearchRequest, model: ModelFacts) -> int | None:
+    """Return what vLLM takes of a GPU in the process of each trial; ``None`` where it does not run there.
+
+    It is given a part of what CUDA counts, which leaves out what the driver keeps. TRL has it in its own process, and
+    torch's allocator has its weights and its cache: the cap and all measured peaks count them.
+    """
+    share, device = model.interface.engine_share, request.device
+    if share is None or device.kind != "cuda":
+        return None
+    return int(share * (device.memory_total_bytes - (device.memory_reserved_bytes or 0)))
+
+
+def told_of_engine(request: SearchRequest, model: ModelFacts) -> str | None:
+    """Say how much memory vLLM takes beside the training; ``None`` where it does not run there."""
+    if (taken_bytes := _engine_bytes(request, model)) is None:
+        return None
+    return (
+        f"vLLM takes {format_bytes(taken_bytes)} of {request.device.label} in the process of each trial "
+        f"(vllm_gpu_memory_utilization={model.interface.engine_share:g}): peaks have it in them, also while it sleeps"
+    )
+
+
+def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
+    """Raise ``NothingFitsError`` where vLLM alone takes all memory that a trial may have.
+
+    It takes all that it is given, and does not start where that is not free.
+    """
+    taken_bytes, reachable_bytes, source = (
+        _engine_bytes(request, model),
+        request.reachable_bytes,
+        request.workload.source,
+    )
+    if taken_bytes is None or taken_bytes + context_bytes < reachable_bytes:
+        return
+    assert source is not None
+    is_limited = reachable_bytes == request.memory_limit_bytes
+    where = "a memory limit of" if is_limited else f"what is free on {request.device.label},"
+    raise NothingFitsError(
+        f"{where} {format_bytes(reachable_bytes)} leaves nothing for training beside vLLM, to which {source.name} "
+        f"gives {format_bytes(taken_bytes)} of the GPU (vllm_gpu_memory_utilization={model.interface.engine_share:g})",
+        "lower vllm_gpu_memory_utilization" + (" or raise --memory-limit" if is_limited else ""),
+    )
 
 
 def _check_samples(request: SearchRequest, samples: int | None) -> None:

@@ -17,7 +17,7 @@ from autotune.space.levers import LEVERS
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
-from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_code
+from autotune.tuning.own_code import batches_of, check_engine_fits, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits, shared
 
@@ -92,6 +92,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     if request.workload.source is not None:
         request = fit_to_own_code(request, model)
     check_inspected(request, facts, model)
+    check_engine_fits(request, model, facts.context_bytes)
     if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
         check_training_state_fits(request, model, facts.context_bytes)

@@ -231,6 +231,7 @@ def _prepare_and_search(
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     from autotune.tuning.forecasting import arms_to_trace
+    from autotune.tuning.own_code import told_of_engine
 
     source = request.workload.source
     if source is None:
@@ -242,6 +243,8 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(PROTECTED[model.interface.protection])
     if model is not None and (unknown := model.interface.memory_unknown):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
+    if model is not None and (engine := told_of_engine(request, model)) is not None:
+        observer.note(engine)
     if model is not None and model.interface.packs:
         observer.note("packing=True: what is called a sample is a row of several, and an effective batch counts rows")
     if model is not None and model.interface.batch_matters is not None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from autotune.core.units import MIB
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ROOT / "tests" / "own_code"
 
@@ -44,7 +46,8 @@ CLIENTS = {
         "tune_with_kto.py", "trl", ("--output_dir", "out", "--max_length", "48", "--bf16", "false")
     ),
     "trl on rollouts": Client(
-        "tune_with_grpo.py", "trl",
+        "tune_with_grpo.py",
+        "trl",
         ("--output_dir", "out", "--max_completion_length", "8", "--num_generations", "4", "--bf16", "false"),
     ),
     "peft": Client("tune_with_peft.py", "peft", ("--output_dir", "out")),
@@ -59,10 +62,11 @@ CLIENTS = {
 WITH_THE_OTHERS = ("plain PyTorch",)
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the folder, without the hub."""
+def run(folder: Path, *words: str, packages: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command in the folder, without the hub; ``packages`` has what is installed beside the others."""
     caches = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder.parent / "cache")}
-    environment = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **caches, "PYTHONPATH": path}
     return warm.run(list(words), cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
@@ -160,3 +164,35 @@ def test_a_step_of_trls_rollouts_has_all_completions_of_a_prompt(tmp_path: Path)
     assert done.returncode != 0
     assert "tune_with_grpo.py generates 4 completions of each prompt" in done.stderr
     assert "--effective-batch 16 or 20" in done.stderr
+
+
+@pytest.mark.clients
+def test_memory_of_trls_engine_in_the_same_process_is_in_the_peaks(tmp_path: Path) -> None:
+    """A stand-in for vLLM, which holds 256 MiB; without one, TRL's own words end the search."""
+    pytest.importorskip("trl", reason="trl is not installed: make test-clients")
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM itself is installed")
+    client = CLIENTS["trl on rollouts"]
+    asked = (
+        "search",
+        "--device",
+        "cpu",
+        "--study",
+        "s",
+        "--effective-batch",
+        "16",
+        "--trials",
+        "2",
+        "--precision",
+        "fp32",
+    )
+    script = ("--", str(CODE / client.file), *client.words, "--use_vllm", "true", "--vllm_mode", "colocate")
+    autotune = (sys.executable, "-m", "autotune")
+    with warm.cold():
+        without = run(tmp_path, *autotune, *asked, *script)
+        searched = run(tmp_path, *autotune, *asked, *script, packages=ROOT / "tests" / "stand_ins")
+        assert searched.returncode == 0, searched.stderr
+        trials = json.loads(run(tmp_path, *autotune, "show", "s", "--json").stdout)["trials"]
+    assert "vLLM is not available" in without.stderr
+    assert len(trials) == 2
+    assert all(256 * MIB < trial["peak_reserved_bytes"] < 512 * MIB for trial in trials)

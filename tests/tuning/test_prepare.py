@@ -22,6 +22,7 @@ from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
 from autotune.tuning.forecasting import most_predictions
 from autotune.tuning.narrator import Narrator
+from autotune.tuning.own_code import told_of_engine
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.strategies import training_state_bytes
 
@@ -117,6 +118,29 @@ def test_a_step_has_all_completions_of_its_prompts(asked: int, works: str | None
     with pytest.raises(InvalidRequestError, match=r"run\.py generates 4 completions of each prompt") as caught:
         prepare(given, model)
     assert caught.value.hint == f"use --effective-batch {works}"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_vllm_leaves_memory_for_training(share: float) -> None:
+    """An H200 of 139.4 GiB, of which a trial may have 24 GiB."""
+    source = TrainingSource("script", "/run.py", "0", "/")
+    given = dataclasses.replace(request(effective_batch=8), workload=Workload.of_source(source))
+    model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=share))
+    if share == 0.1:
+        assert (told := told_of_engine(given, model.model)) is not None
+        assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
+        # What is measured has it in it, so that nothing is taken off.
+        assert prepare(given, model).ceiling == prepare(given, facts(own=OwnSettings("adamw_torch", 4))).ceiling
+        return
+    with pytest.raises(NothingFitsError, match=r"a memory limit of 24\.0 GiB leaves nothing .* beside vLLM") as caught:
+        prepare(given, model)
+    assert "run.py gives 41.8 GiB of the GPU (vllm_gpu_memory_utilization=0.3)" in caught.value.message
+    assert caught.value.hint == "lower vllm_gpu_memory_utilization or raise --memory-limit"
+    # All that is free, which is less than vLLM asks for.
+    free = dataclasses.replace(given, memory_limit_bytes=None)
+    with pytest.raises(NothingFitsError, match=r"what is free on cuda:0, .* leaves nothing") as caught:
+        prepare(free, facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=1.0)))
+    assert caught.value.hint == "lower vllm_gpu_memory_utilization"
 
 
 class TestSamples:

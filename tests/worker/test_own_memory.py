@@ -66,9 +66,8 @@ def test_an_engine_on_the_same_gpu_is_told_and_its_training_not_predicted(
     (tmp_path / "with_engine.py").write_text(f"import sys\nsys.path.insert(0, {str(OWN_CODE)!r})\n{ENGINE}")
     model = inspected(trial_server, Workload.of_source(find_trainer(f"{tmp_path / 'with_engine.py'}:build")))
     assert model.memory == ()
-    assert model.interface.memory_unknown == (
-        "vLLM keeps up to 30% of the same GPU's memory beside it (vllm_gpu_memory_utilization=0.3)"
-    )
+    assert model.interface.memory_unknown == "vLLM generates in its process"
+    assert model.interface.engine_share == 0.3
 
 
 class Predictions:

@@ -204,11 +204,13 @@ class _Inspection:
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
                 overlay = self._overlay
+                engine_share = _engine_share(trainer.args)
                 interface = CodeInterface(
                     "trainer",
                     made_from=overlay.made_from,
                     place=overlay.place,
-                    untraceable=_engine(trainer.args),
+                    untraceable="vLLM generates in its process" if engine_share is not None else None,
+                    engine_share=engine_share,
                     samples_a_prompt=_samples_a_prompt(trainer.args),
                     packs=bool(getattr(trainer.args, "packing", False)),
                 )
@@ -305,12 +307,10 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
     )
 
 
-def _engine(args: Any) -> str | None:
-    """Return what generates completions on the same GPU, as TRL's GRPO has it, with the memory that it is given."""
-    if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "colocate":
-        return None
-    share = float(args.vllm_gpu_memory_utilization)
-    return f"vLLM keeps up to {share:.0%} of the same GPU's memory beside it (vllm_gpu_memory_utilization={share:g})"
+def _engine_share(args: Any) -> float | None:
+    """Return the part of the GPU's memory that vLLM is given in this process, as TRL's GRPO has it."""
+    is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
+    return float(args.vllm_gpu_memory_utilization) if is_here else None
 
 
 def _samples_a_prompt(args: Any) -> int:
