@@ -89,7 +89,7 @@ test-faults: install-dev
 # Scripts on other libraries (tests/clients), with those that are installed for it; make test runs some of them.
 test-clients: install-dev
 	$(INSTALL) --editable '.[dev,clients]'
-	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
+	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py tests/worker/test_trl_memory.py
 
 # Trials with DeepSpeed on two ranks of the CPU. Its kernels for GPUs are not built.
 test-deepspeed: install-dev
@@ -133,7 +133,7 @@ test-versions: $(foreach version,$(VERSIONS),.venv-versions/$(version)-$(TORCH)/
 	  python=.venv-versions/$$version-$(TORCH)/bin/python; \
 	  echo "== $$version: $$($$python -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|optuna|trl)==' | tr '\n' ' ')"; \
 	  $$python -m pytest $(CORE) || exit 1; \
-	  $$python -m pytest -m clients tests/clients/test_clients.py -k trl || exit 1; \
+	  $$python -m pytest -m clients tests/clients tests/worker/test_trl_memory.py -k trl || exit 1; \
 	done
 
 .venv-versions/%-$(TORCH)/.installed: pyproject.toml constraints-%.txt

@@ -70,6 +70,43 @@ def test_an_engine_on_the_same_gpu_is_told_and_its_training_not_predicted(
     assert model.interface.engine_share == 0.3
 
 
+OWN_LOSS = """
+from typing import Any
+from build_trainer import make
+from transformers import Trainer, TrainingArguments
+class OwnLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        outputs = model(**inputs)
+        {computes}
+        return outputs.loss
+def build(overrides):
+    return make(TrainingArguments(**{{"output_dir": "own_output", "use_liger_kernel": True, **overrides}}), OwnLoss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("computes", "unknown"),
+    [
+        # As no trial has them that is predicted, whatever the user's own settings are.
+        ('assert not self.args.use_liger_kernel, "these kernels are used"', None),
+        (
+            "self.seen = outputs.logits[inputs['labels'] > 0]",
+            "what its step computes depends on values of tensors (aten.nonzero.default)",
+        ),
+    ],
+    ids=["without Liger's kernels", "values"],
+)
+def test_the_loss_that_trials_compute_is_traced_or_it_is_said_why_not(
+    trial_server: ServerClient, tmp_path: Path, computes: str, unknown: str | None
+) -> None:
+    own = f"import sys\nsys.path.insert(0, {str(OWN_CODE)!r})\n{OWN_LOSS.format(computes=computes)}"
+    (tmp_path / "own_loss.py").write_text(own)
+    workload = Workload.of_source(find_trainer(f"{tmp_path / 'own_loss.py'}:build"))
+    model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
+    assert model.interface.memory_unknown == unknown
+    assert len(model.memory) == (unknown is None)
+
+
 class Predictions:
     """Submits predictions to a real trial server, and waits for each."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.chip import Chip
@@ -290,6 +291,8 @@ def why_not(error: BaseException) -> str:
     """Return why a step was not traced, and print the traceback of an unexpected error."""
     if isinstance(error, NotTraceableError | UserCodeError):
         return str(error)
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return f"what its step computes depends on values of tensors ({error.func})"
     # For readers of the log.
     traceback.print_exception(error)
     return first_line(error)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune.core.candidate import Precision
+from autotune.core.candidate import Document, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
@@ -143,7 +143,9 @@ def _begin_tracing(code: Code) -> Beside[_Seen] | None:
         leave_large_weights_unset()
         work = dataclasses.replace(code.work, devices=RankDevices("cpu", code.work.devices.uuids))
         on_cpu = dataclasses.replace(code, work=work)
-        _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir).describe()
+        # As every arm has it that is traced: TRL asks for it when it decides how a loss is computed.
+        plain = {"use_liger_kernel": False}
+        _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir, tuned=plain).describe()
 
     return Beside(_Seen, trace)
 
@@ -185,6 +187,7 @@ class _Inspection:
         *,
         is_probing: bool = True,
         output_dir: str | None = None,
+        tuned: Document | None = None,
     ) -> None:
         self._source, self._work, self._scratch = code.source, code.work, code.scratch
         self._output_dir = output_dir or code.scratch.output_dir
@@ -193,6 +196,7 @@ class _Inspection:
         self._environment = inspect_environment()
         self._overlay = Overlay(
             self._output_dir,
+            tuned or {},
             on_cpu=self._is_on_cpu,
             refuse=self._refuse,
             is_probing=is_probing and code.source.kind == "script",
