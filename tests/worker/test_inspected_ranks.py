@@ -44,6 +44,20 @@ torch.distributed.barrier()
 trainer.train()
 """
 
+ROLLOUTS = """
+from dataclasses import dataclass
+@dataclass
+class RolloutArguments(TrainingArguments):
+    num_generations: int = 8
+    generation_batch_size: int | None = None
+    def __post_init__(self):
+        super().__post_init__()
+        step = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        self.generation_batch_size = step * self.world_size
+TrainingArguments = RolloutArguments
+build().train()
+"""
+
 FAILS_ON_ONE = """
 if rank == 1:
     raise ValueError("no data here")
@@ -66,6 +80,12 @@ def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, 
     own = answer.inspection.model.own
     # As the code itself makes it of the number of ranks.
     assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 4)
+
+
+def test_completions_of_a_prompt_may_be_on_several_ranks(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "train.py").write_text(BEGINS + ROLLOUTS)
+    answer = inspected(trial_server, Workload.of_source(find_script(["train.py"], 2)))
+    assert answer.inspection.model.interface.samples_a_prompt == 8
 
 
 def test_a_rank_that_fails_is_named(trial_server: ServerClient, folder: Path) -> None:

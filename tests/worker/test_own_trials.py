@@ -487,6 +487,14 @@ def test_completions_of_a_prompt_and_packed_rows_are_seen(trial_server: ServerCl
     )
     model = trial_server.model(inline(folder, ROLLOUTS.replace("    steps_per", fields, 1)))
     assert (model.interface.samples_a_prompt, model.interface.packs) == (8, True)
+    assert model.interface.batch_matters is None
+
+
+def test_batches_that_are_counted_for_generation_are_said_to_matter(trial_server: ServerClient, folder: Path) -> None:
+    model = trial_server.model(inline(folder, ROLLOUTS.replace("num_generations=8", "steps_per_generation=4")))
+    assert model.interface.samples_a_prompt == 1
+    assert model.interface.batch_matters is not None
+    assert model.interface.batch_matters.startswith("steps_per_generation=4 counts batches")
 
 
 def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerClient, folder: Path) -> None:

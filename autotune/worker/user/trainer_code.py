@@ -125,6 +125,8 @@ class Overlay:
     """Where the arguments come from."""
     place: str | None = None
     """The file or line that they come from."""
+    why_batch_matters: str | None = None
+    """Why another batch of the same effective batch is another training; ``None`` where nothing shows it."""
     _set_at: dict[str, str] = field(default_factory=dict)
     _last_own_batch: tuple[int, int] | None = None
 
@@ -152,6 +154,11 @@ class Overlay:
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
+        # TRL makes it of the accumulation where the code says nothing.
+        if (batches := getattr(arguments, "steps_per_generation", None)) is not None:
+            self.why_batch_matters = (
+                f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
+            )
         self.made_from, self.place = _origin()
         if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.

@@ -216,6 +216,7 @@ class _Inspection:
                     untraceable="vLLM generates in its process" if engine_share is not None else None,
                     engine_share=engine_share,
                     samples_a_prompt=_samples_a_prompt(trainer.args),
+                    batch_matters=overlay.why_batch_matters,
                     packs=bool(getattr(trainer.args, "packing", False)),
                 )
                 model = _model_facts(trainer, interface)
@@ -319,7 +320,7 @@ def _engine_share(args: Any) -> float | None:
 
 def _samples_a_prompt(args: Any) -> int:
     """Return the completions of a prompt, where those of one optimizer step are generated at a time; else 1."""
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     is_of_step = getattr(args, "generation_batch_size", None) == step
     return int(args.num_generations) if is_of_step and getattr(args, "num_generations", None) else 1
 
