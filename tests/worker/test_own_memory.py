@@ -93,8 +93,12 @@ def build(overrides):
             "self.seen = outputs.logits[inputs['labels'] > 0]",
             "what its step computes depends on values of tensors (aten.nonzero.default)",
         ),
+        (
+            "outputs.loss = sum(row.square().mean() for row in outputs.logits)",
+            "its step goes over the samples of a batch one by one",
+        ),
     ],
-    ids=["without Liger's kernels", "values"],
+    ids=["without Liger's kernels", "values", "samples"],
 )
 def test_the_loss_that_trials_compute_is_traced_or_it_is_said_why_not(
     trial_server: ServerClient, tmp_path: Path, computes: str, unknown: str | None

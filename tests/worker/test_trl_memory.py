@@ -10,6 +10,7 @@ from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 
 VALUES = "what its step computes depends on values of tensors (aten.nonzero.default)"
+SAMPLES = "its step goes over the samples of a batch one by one"
 
 
 @pytest.mark.clients
@@ -17,20 +18,21 @@ VALUES = "what its step computes depends on values of tensors (aten.nonzero.defa
     ("script", "unknown"),
     [
         ("tune_with_trl.py", (None,)),
+        # Without logits since TRL 1; with TRL 0.29, a loop over the samples.
+        ("tune_with_trl.py --loss_type dft", (None, SAMPLES)),
         ("tune_with_reward.py", (None,)),
         # Figures that are logged are of the tokens, and the samples, that a mask selects.
-        ("tune_with_dpo.py", (VALUES,)),
-        # The second one with TRL 0.29.
+        ("tune_with_dpo.py", (VALUES, SAMPLES)),
         ("tune_with_kto.py", (VALUES, "its batches are lists with an entry for each sample")),
-        ("tune_with_grpo.py", ("GRPOTrainer makes the inputs of its steps in a way of its own",)),
+        ("tune_with_grpo.py --num_generations 4", ("GRPOTrainer makes the inputs of its steps in a way of its own",)),
     ],
 )
 def test_a_step_is_traced_or_it_is_said_why_not(
     trial_server: ServerClient, folder: Path, script: str, unknown: tuple[str | None, ...]
 ) -> None:
     pytest.importorskip("trl", reason="trl is not installed: make test-clients")
-    words = ("--num_generations", "4") if script == "tune_with_grpo.py" else ()
-    command = [str(OWN_CODE / script), "--output_dir", "out", "--bf16", "false", *words]
+    file, *words = script.split()
+    command = [str(OWN_CODE / file), "--output_dir", "out", "--bf16", "false", *words]
     workload = Workload.of_source(find_script(command))
     model = inspected(trial_server, workload, precisions=("bf16",), gradient_checkpointing="off")
     assert model.interface.memory_unknown in unknown

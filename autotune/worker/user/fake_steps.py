@@ -270,11 +270,22 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
         batch = batch_to_trace(step.model, step.shapes)
+        around(torch.Tensor, "__iter__", functools.partial(_refuse_samples, batch))
         trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
         answer = Traced(packed(trace, batch, step.most_inputs, operations))
     except BaseException as error:
         answer = Traced(why=why_not(error))
     send(answer)
+
+
+def _refuse_samples(batch: int, iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
+    """Refuse a loop over the samples of a batch: how often it runs at another batch, its trace does not tell.
+
+    Some losses of TRL have one where there is no GPU.
+    """
+    if values.numel() and values.ndim and len(values) % batch == 0:
+        raise NotTraceableError("its step goes over the samples of a batch one by one")
+    return iterate(values)
 
 
 def batch_to_trace(model: torch.nn.Module, shapes: BatchShapes) -> int:
