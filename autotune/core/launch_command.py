@@ -79,7 +79,9 @@ _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinit
 _SHARING = ("use-fsdp", "fsdp", "use-deepspeed", "deepspeed", "zero", "offload", "use-megatron-lm", "megatron-lm")
 # Those that say that ranks share each sample.
 _SHARING_SAMPLES = ("use-parallelism-config", "parallelism-config")
-NOT_BY_SAMPLE = "leave it out; --gpus 2 --strategy fsdp shards the weights, and each rank has samples of its own"
+NOT_BY_SAMPLE = (
+    "leave it out; --gpus 2 --strategy fsdp shards the weights, and a model by --model has --context-parallel"
+)
 """What to do about ranks that share a sample."""
 _ASK_FOR_FSDP = "ask for FSDP with --strategy ddp,fsdp and --gpus"
 # What accelerate's own configuration file may say where each process has all of the model (accelerate config).
