@@ -425,7 +425,7 @@ class _Verified(TypedDict, total=False):
     """How a result is checked."""
 
     steps: Annotated[int | None, Option(
-        "Optimizer steps of the stock run [default: 100, or what two minutes take, 20 at least].", VERIFY,
+        "Optimizer steps of the stock run [default: 100, or what two minutes take, 10 at least].", VERIFY,
     )]
     again: Annotated[bool, Option(
         "Measure the winner's trial again after the stock run, also where the promise is kept.", VERIFY,

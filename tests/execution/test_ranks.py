@@ -18,6 +18,8 @@ from autotune.core.placement import Placement, rank_log
 from autotune.core.units import MIB
 from autotune.execution import TrialServer
 
+TOGETHER = Arm(strategy="ddp", ranks=2)
+
 
 def under_way(server: TrialServer) -> list[int]:
     """The ranks that the server runs."""
@@ -107,7 +109,7 @@ def trainers(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_two_ranks_train_together_and_are_measured_as_one(trainers: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=3, max_seconds=100.0)
-    outcome = run_trial(trainers, candidate=Candidate(Arm(), 2, 5), effort=effort, log_path=log)
+    outcome = run_trial(trainers, candidate=Candidate(TOGETHER, 2, 5), effort=effort, log_path=log)
     assert isinstance(outcome, Completed), (outcome, log.read_text())
     measured = outcome.measurement
     assert measured.ranks == 2
