@@ -139,7 +139,7 @@ class Result:
     def verify(self, steps: int | None = None, *, again: bool = False) -> Verification:
         """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.
 
-        It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 20 at least.
+        It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 10 at least.
         Where the speed is not kept, or with ``again``, the winner's trial is measured once more: ``again_lines()``.
         """
         given = check_arguments({"steps": steps, "again": again})
