@@ -479,16 +479,18 @@ class TestMemory:
         assert levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0) is None
 
     @pytest.mark.parametrize(
-        ("line_gib", "recomputes", "is_tried"), [(24, False, False), (36, False, True), (24, True, True)]
+        ("line_gib", "recomputes", "retries", "is_tried"),
+        [(24, False, 0, False), (36, False, 0, True), (24, True, 0, True), (24, True, 1, False)],
     )
     def test_where_compiling_keeps_activations_it_is_tried_with_room_for_them(
-        self, line_gib: int, recomputes: bool, is_tried: bool
+        self, line_gib: int, recomputes: bool, retries: int, is_tried: bool
     ) -> None:
-        """At least 0.7 of the 30 GiB that recomputing saves come on top of 10."""
+        """At least 0.7 of the 30 GiB that recomputing saves come on top of 10, and none where the cap was met."""
         space = Space((self.KEPT, self.ALL), Batches(64), late=frozenset({"torch_compile"}))
         root = Candidate(self.ALL, 64)
         history = History(ceiling_of(line_gib * GIB, headroom=0), memory=self.model(line_gib))
-        history.add(Tried("a", root, Completed(measurement(root, 1.0, 10 * GIB, 10 * GIB))))
+        measured = replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), allocation_retries=retries)
+        history.add(Tried("a", root, Completed(measured)))
         search = Anytime(space, 24, compiled_recomputes=recomputes)
         tried = search.ideas(history, {root}, history.tried[0], usual_seconds=3.0)
         assert any(idea.candidate.arm.torch_compile for idea in tried) == is_tried
