@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.training.errors import SettingUnavailableError
-from autotune.worker.trial.build import build_model, check_attends_to_all, fill, on_meta
+from autotune.worker.trial.build import build_model, check_attends_to_all, check_shared_by, fill, on_meta
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -136,3 +137,9 @@ def test_ranks_share_samples_of_models_that_attend_to_all_tokens_alone(workload:
     else:
         with pytest.raises(SettingUnavailableError, match=f"layers of type {other}: leave --context-parallel out"):
             check_attends_to_all(model)
+
+
+def test_an_accelerate_that_gives_each_rank_samples_of_its_own_is_refused() -> None:
+    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2), 2)
+    with pytest.raises(SettingUnavailableError, match=r"does not let ranks share samples: upgrade it to 1\.10"):
+        check_shared_by(SimpleNamespace(get_cp_size=lambda: 1), 2)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 import transformers
@@ -77,6 +78,19 @@ def check_attends_to_all(model: Any) -> None:
         raise SettingUnavailableError(
             f"ranks that share samples compute full causal attention alone, and {type(model).__name__} has layers of "
             f"type {', '.join(other)}: leave --context-parallel out"
+        )
+
+
+def check_shared_by(trainer: Any, count: int) -> None:
+    """Raise ``SettingUnavailableError`` where not so many ranks share each sample.
+
+    accelerate before 1.10 has FSDP2, and passes over the variables that ask for it: each rank would train on samples
+    of its own.
+    """
+    if trainer.get_cp_size() != count:
+        raise SettingUnavailableError(
+            f"accelerate {accelerate.__version__} does not let ranks share samples: upgrade it to 1.10 or later, or "
+            "leave --context-parallel out"
         )
 
 

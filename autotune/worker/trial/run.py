@@ -34,6 +34,7 @@ from autotune.worker.trial.build import (
     built_or_on_meta,
     check_attends_to_all,
     check_liger_knows,
+    check_shared_by,
     in_deepspeeds_dtype,
     linear_weights,
     shard_from_meta,
@@ -230,6 +231,8 @@ class Trial:
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
                               data_collator=dataset.collator)  # fmt: skip
+        if arm.context_parallel > 1:
+            check_shared_by(trainer, arm.context_parallel)
         if is_on_meta:
             shard_from_meta(trainer, workload)
         self._host_bytes = most_host_bytes()
