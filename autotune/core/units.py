@@ -173,6 +173,11 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
+def format_groups(count: int, size: int, word: str = "devices") -> str:
+    """Format ``4 devices``, or ``2 groups of 2 devices`` where several share their samples."""
+    return f"{count} {word}" if size == 1 else f"{plural(count, 'group')} of {size} {word}"
+
+
 def format_count(count: float) -> str:
     """Format ``335143938`` as ``335.1M``; numbers below 10,000 are written out."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):

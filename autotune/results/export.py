@@ -403,10 +403,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
         )
     if form == "accelerate":
         return _accelerate_config(export)
-    variables = {
-        **export.environment,
-        "OMP_NUM_THREADS": export.omp_threads or "1",
-    }
+    variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
     return " ".join([*words, *(_flags(export) if export.takes_options else [])]) + "\n"

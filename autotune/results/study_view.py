@@ -10,7 +10,7 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.statistics import difference
-from autotune.core.units import format_deviation, is_lopsided
+from autotune.core.units import format_deviation, format_groups, is_lopsided
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
 from autotune.estimate.pooling import Speed
 from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step_chart
@@ -198,7 +198,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
     setting = (
         f"per-device batch {candidate.per_device_train_batch_size} × accumulation "
         f"{candidate.gradient_accumulation_steps}"
-        + (f" × {world_size} devices" if world_size > 1 else "")
+        + (f" × {format_groups(world_size, candidate.arm.context_parallel)}" if world_size > 1 else "")
         + f", {candidate.arm.describe()}"
     )
     common: dict[str, Any] = vars(shown)

@@ -11,6 +11,7 @@ from typing import Any
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
+from autotune.core.units import format_groups
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
 from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excluding, without
@@ -42,6 +43,8 @@ class Batches:
     """Accumulation of a free batch, where the user's code has one of its own."""
     sample_tokens: int | None = None
     """Tokens of a sample, where the effective batch was given in tokens; ``None`` where it was given in samples."""
+    shared_by: int = 1
+    """Devices that share each sample."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -60,13 +63,15 @@ class Batches:
         if self.effective_batch % self.world_size:
             lower = self.effective_batch // self.world_size * self.world_size
             raise InvalidRequestError(
-                f"{self.option(self.effective_batch)} cannot be shared equally by {self.world_size} devices",
+                f"{self.option(self.effective_batch)} cannot be shared equally by "
+                f"{format_groups(self.world_size, self.shared_by)}",
                 f"use {self.option(*filter(None, (lower, lower + self.world_size)))}",
             )
         if self.multiple and self._per_device % self.multiple:
             raise InvalidRequestError(
                 f"no multiple of --batch-multiple {self.multiple} divides the {self._per_device} samples that a "
-                f"device gets of {self.option(self.effective_batch)}",
+                f"{'device' if self.shared_by == 1 else 'group of devices'} gets of "
+                f"{self.option(self.effective_batch)}",
                 f"these multiples would work: {', '.join(map(str, _divisors(self._per_device)))}; "
                 "or leave --batch-multiple out",
             )

@@ -205,6 +205,13 @@ def _check_context_parallel(request: SearchRequest) -> None:
     if attentions:
         raise InvalidRequestError(f"{said}: ranks share samples with sdpa, not {attentions[0]}", "leave --attn out")
     data, stretches = workload.data, 2 * count
+    for option, is_asked in (
+        ("--liger", request.liger != "off"),
+        ("--packing", data is not None and data.packing),
+        ("--padding-free", request.padding_free == "on"),
+    ):
+        if is_asked:
+            raise InvalidRequestError(f"{said} does not go with {option}", f"leave {option} out")
     if data is not None and data.padding != "max_length" and (data.pad_to_multiple_of or 1) % stretches:
         raise InvalidRequestError(
             f"{said} divides each sample in {stretches} equal stretches, and those of --dataset differ in length",
@@ -248,17 +255,17 @@ def _check_strategies(request: SearchRequest) -> None:
         )
     if request.workload.quantize is not None:
         bits = request.workload.quantize[0]
+        asked, instead = _sharding_of(request, sharded[0])
         if request.ranks == 1:
             raise InvalidRequestError(
-                f"--strategy {sharded[0]} is not searched with weights in {bits} bits, whose adapters have little "
-                "optimizer state",
+                f"{asked} is not searched with weights in {bits} bits, whose adapters have little optimizer state",
                 "leave --strategy out, or leave --quantize out",
             )
         raise InvalidRequestError(
-            f"--strategy {sharded[0]}: weights in {bits} bits are not sharded, every rank keeps all of them",
-            "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
+            f"{asked}: weights in {bits} bits are not sharded, every rank keeps all of them",
+            f"{instead}, or leave --quantize out, so that the weights can be sharded",
         )
-    _check_optims_shard(sharded[0], request.optims)
+    _check_optims_shard(request, sharded[0])
     _check_zero(request, [strategy for strategy in strategies if strategy in ZERO_STAGES])
 
 
@@ -334,34 +341,36 @@ def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
             )
     if not sharded:
         return
+    asked, instead = _sharding_of(request, sharded[0])
     if error := model.sharding_error:
-        raise InvalidRequestError(
-            f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
-        )
+        raise InvalidRequestError(f"{asked}: accelerate cannot shard {model.class_name}: {error}", instead)
     if not model.layer_classes:
-        raise InvalidRequestError(
-            f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
-            "use --strategy ddp",
-        )
+        raise InvalidRequestError(f"{asked}: {model.class_name} has no class of layers to shard one by one", instead)
     if request.workload.source is not None:
         # Which optimizer the user's own code has is known since its inspection only.
-        _check_optims_shard(sharded[0], request.optims, chosen_by=request.workload.source.name)
+        _check_optims_shard(request, sharded[0], chosen_by=request.workload.source.name)
 
 
-def _check_optims_shard(strategy: Strategy, optims: Sequence[str], *, chosen_by: str | None = None) -> None:
+def _sharding_of(request: SearchRequest, strategy: Strategy) -> tuple[str, str]:
+    """Return the option that asks for sharded weights, and how to do without them."""
+    if request.context_parallel > 1:
+        return f"--context-parallel {request.context_parallel}", "leave --context-parallel out"
+    return f"--strategy {strategy}", "use --strategy ddp"
+
+
+def _check_optims_shard(request: SearchRequest, strategy: Strategy, *, chosen_by: str | None = None) -> None:
     """Raise ``InvalidRequestError`` where an optimizer cannot update the weights that a strategy shards.
 
     ``chosen_by`` names the user's code that chose the optimizers; ``None`` where ``--optim`` named them.
     """
-    unfit = next((optim for optim in optims if not shards_with(optim)), None)
+    unfit = next((optim for optim in request.optims if not shards_with(optim)), None)
     if unfit is None:
         return
     if chosen_by is None:
-        what, instead = f"--optim {unfit}", f"--optim {DEFAULT_OPTIM}"
+        what, instead = f"--optim {unfit}", f"use --optim {DEFAULT_OPTIM}"
     elif unfit == OWN_OPTIM:
         what, instead = f"the optimizer that {chosen_by} makes itself", "name one in its TrainingArguments (optim)"
     else:
-        what, instead = f"the optimizer {unfit} of {chosen_by}", f"--optim {DEFAULT_OPTIM}"
-    raise InvalidRequestError(
-        f"--strategy {strategy}: {what} cannot update sharded weights", f"use --strategy ddp, or {instead}"
-    )
+        what, instead = f"the optimizer {unfit} of {chosen_by}", f"use --optim {DEFAULT_OPTIM}"
+    asked, without = _sharding_of(request, strategy)
+    raise InvalidRequestError(f"{asked}: {what} cannot update sharded weights", f"{without}, or {instead}")

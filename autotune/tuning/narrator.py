@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autotune.core.candidate import Candidate, Document
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, OutOfMemory
-from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
+from autotune.core.units import format_bytes, format_count, format_groups, format_rate, format_seconds
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell, verdict_cell
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     data = describe_data(workload.document(), padding_free=request.padding_free == "on")
     batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
     if request.world_size > 1:
-        batch += f" on {request.world_size} devices"
+        batch += f" on {format_groups(request.world_size, request.context_parallel)}"
         batch += ", one of them measured" if request.ranks == 1 else ""
     together = ", a trial on each at the same time" if request.beside else ""
     lines = [

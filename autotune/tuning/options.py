@@ -62,8 +62,7 @@ def build_request(
     if options.get("parallel"):
         beside, others = others, []
     if others and options["world_size"] == 1:
-        shared_by = max(1, options.get("context_parallel") or 1)
-        options = {**options, "world_size": (1 + len(others)) // shared_by or 1}
+        options = {**options, "world_size": (1 + len(others)) // options.get("context_parallel", 1)}
     defaults = {
         "optims": () if own else (DEFAULT_OPTIM,),
         # As the environment sets them for training.

@@ -32,6 +32,7 @@ from autotune.core.options import (
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
+from autotune.core.units import format_groups
 from autotune.core.workload import Workload
 from autotune.devices.cores import can_pin
 from autotune.devices.listing import find_device
@@ -138,13 +139,16 @@ class SearchRequest:
             check_study_name(self.study)
         if self.context_parallel != 1 and (self.context_parallel < 1 or self.ranks % self.context_parallel):
             raise InvalidRequestError(
-                f"--context-parallel {self.context_parallel} is not a number of GPUs that share each sample among the "
-                f"{self.ranks} that are trained on",
+                f"--context-parallel {self.context_parallel} does not divide the number of GPUs that are trained on, "
+                f"{self.ranks}",
                 "use a divisor of --gpus" if self.ranks > 1 else "add --gpus 2, or leave it out",
             )
-        if self.others and self.world_size != self.ranks // self.context_parallel:
+        groups = self.ranks // self.context_parallel
+        if self.others and self.world_size != groups:
             raise InvalidRequestError(
-                f"--world-size {self.world_size} is not the {self.ranks} GPUs that are trained on", "leave it out"
+                f"--world-size {self.world_size} is not the {format_groups(groups, self.context_parallel, 'GPUs')} "
+                "that are trained on",
+                "leave it out",
             )
         # Raises for devices that are not as many or not equal.
         _ = self.placement, Placement.of(self.device, *self.beside)
@@ -197,7 +201,10 @@ class SearchRequest:
         data = self.workload.data
         samples = data.facts.samples if data is not None and data.facts is not None else None
         tokens = self.workload.seq_len if self.effective_tokens is not None else None
-        return Batches(self.effective_batch, self.world_size, self.batch_multiple, samples, sample_tokens=tokens)
+        return Batches(
+            self.effective_batch, self.world_size, self.batch_multiple, samples, sample_tokens=tokens,
+            shared_by=self.context_parallel,
+        )  # fmt: skip
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:

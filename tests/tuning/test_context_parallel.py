@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 import yaml
+from recorded import ComputedRunner
 from reported import report_of
-from searching import H200, MODEL, facts
+from searching import H200, MODEL, facts, new_store, search
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError
+from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.results.export import beside_lines, make_export, render, render_launch
+from autotune.results.report import load_report
+from autotune.results.study_view import study_view
+from autotune.results.text import report_lines
 from autotune.space.training_arguments import launch_variables
 from autotune.tuning.allowed import check_inspected, check_request
+from autotune.tuning.narrator import Narrator
 from autotune.tuning.options import open_search
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest, request_from_document
@@ -70,6 +76,17 @@ class TestSearched:
         )
         assert baseline.samples_per_step == 4
 
+    def test_the_head_and_the_winner_name_the_groups(self, tmp_path: Path) -> None:
+        given, said = prepared(), list[str]()
+        with new_store(tmp_path) as store:
+            found = search(store, ComputedRunner(lambda _: GIB), given=given)
+            report = load_report(store, found.study.name)
+        Narrator(lambda line, _: said.append(line)).begins(given, found.study)
+        assert "effective batch 4 on 2 groups of 2 devices" in said[1]
+        assert "per-device batch 2 × accumulation 1 × 2 groups of 2 devices, " in "\n".join(
+            report_lines(study_view(report))
+        )
+
     def test_no_process_is_pinned(self) -> None:
         assert "2 processes" in str(request_of(gpus=2, world_size=1).why_not_pinned())
 
@@ -97,9 +114,19 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "message", "hint"),
         [
-            ({"context_parallel": 3}, "--context-parallel 3 is not a number of GPUs", "a divisor of --gpus"),
-            ({"context_parallel": 0}, "--context-parallel 0 is not a number of GPUs", "a divisor of --gpus"),
-            ({"gpus": 1, "world_size": 1}, "among the 1 that are trained on", "add --gpus 2"),
+            ({"context_parallel": 3}, "--context-parallel 3 does not divide the number of GPUs", "divisor of --gpus"),
+            ({"context_parallel": 0}, "--context-parallel 0 does not divide the number of GPUs", "divisor of --gpus"),
+            ({"gpus": 1, "world_size": 1}, "GPUs that are trained on, 1", "add --gpus 2"),
+            ({"world_size": 4}, "--world-size 4 is not the 2 groups of 2 GPUs", "leave it out"),
+            ({"effective_batch": 3}, "cannot be shared equally by 2 groups of 2 devices", "--effective-batch 2 or 4"),
+            ({"batch_multiple": 8}, "the 2 samples that a group of devices gets", "would work: 1, 2"),
+            (
+                {"optims": ("adafactor",)},
+                "--context-parallel 2: --optim adafactor cannot update sharded weights",
+                "leave --context-parallel out, or use --optim adamw_torch_fused",
+            ),
+            ({"liger": "auto"}, "does not go with --liger", "leave --liger out"),
+            ({"workload": with_data(packing=True)}, "does not go with --packing", "leave --packing out"),
             ({"workload": BERT}, "this is sequence-classification", "leave --context-parallel out"),
             ({"strategies": ("ddp", "fsdp")}, "with FSDP, not ddp", "use --strategy fsdp-keep,fsdp"),
             ({"attn_implementations": ("eager",)}, "with sdpa, not eager", "leave --attn out"),
@@ -110,11 +137,15 @@ class TestRefused:
             ),
             ({"workload": with_data()}, "those of --dataset differ", "add --pad-to-multiple-of 4"),
             ({"workload": with_data(pad_to_multiple_of=6)}, "those of --dataset differ", "--pad-to-max-length"),
-            ({"padding_free": "on"}, "no sample is padded", "leave --padding-free out"),
+            (
+                {"padding_free": "on", "workload": dataclasses.replace(LLAMA, padding=0.5)},
+                "does not go with --padding-free",
+                "leave --padding-free out",
+            ),
             (
                 {"workload": dataclasses.replace(LLAMA, quantize="4bit", peft="lora", lora_rank=4)},
-                "weights in 4 bits are not sharded",
-                "leave --quantize out",
+                "--context-parallel 2: weights in 4 bits are not sharded",
+                "leave --context-parallel out, or leave --quantize out",
             ),
         ],
     )
@@ -133,13 +164,17 @@ class TestRefused:
         with pytest.raises(AutotuneError, match="has no sdpa attention") as caught:
             check_inspected(request, facts(), model)
         assert caught.value.hint == "leave --context-parallel out"
+        whole = dataclasses.replace(model, attn_implementations=("sdpa",), layer_classes=())
+        with pytest.raises(AutotuneError, match=r"--context-parallel 2: .* has no class of layers") as caught:
+            check_inspected(request, facts(), whole)
+        assert caught.value.hint == "leave --context-parallel out"
 
     def test_a_cpu_cannot(self) -> None:
         with pytest.raises(AutotuneError, match="cpu has no attention over several ranks"):
             check_request(SearchRequest(LLAMA, CPU, others=(CPU,), world_size=1, context_parallel=2))
 
     def test_one_device_cannot(self) -> None:
-        with pytest.raises(AutotuneError, match="among the 1 that are trained on"):
+        with pytest.raises(AutotuneError, match="GPUs that are trained on, 1"):
             open_search({"model": "llama-tiny", "device": "cpu", "context_parallel": 2})
 
 
