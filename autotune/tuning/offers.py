@@ -46,12 +46,18 @@ def models_of(
     kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
     stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
     wanted = options["precision"]
+    # Those that can do nothing wanted are told so later.
+    able = [chip for chip in chips if set(wanted or PRECISIONS) & set(precisions_of(chip.capability))]
+    if not able:
+        names = ", ".join(chip.name for chip in chips)
+        raise InvalidRequestError(
+            f"--precision {','.join(wanted)}: {names} {'has' if len(chips) == 1 else 'have'} no such precision",
+            "name others, or other GPUs",
+        )
     if wanted is not None:
-        # GPUs of a kind that has none of these precisions are told so later.
-        kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)] or kinds
+        kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)]
     only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
-    # GPUs are compared in the same training, which all of them have to do, but for those that can do nothing wanted.
-    able = [chip for chip in chips if set(wanted or PRECISIONS) & set(precisions_of(chip.capability))] or chips
+    # GPUs are compared in the same training, which all that are able have to do.
     common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in able)}
     options = {**options, "memory_limit": None, "world_size": 1}
     workload = in_usual_dtype(build_workload(options), options["dtype"], common)
@@ -110,6 +116,9 @@ def best_offer(chip: Chip, count: int, job: Job, price: float | None) -> Offer:
 
 def _why_nothing(chip: Chip, job: Job) -> str:
     """Return why nothing is predicted of the first configuration of a GPU, where that is known."""
+    precisions = dict.fromkeys(arm.precision for arm in job.prepared.space.arms)
+    if not set(precisions) & set(chip.precisions):
+        return f": it has no {' or '.join(precisions)}"
     for arm in job.prepared.space.arms:
         model = model_of(arm, chip, job.models)
         why = why_unpredictable(arm, job.prepared.request.workload) or (model.why_missing(arm) if model else None)

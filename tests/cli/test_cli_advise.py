@@ -133,10 +133,13 @@ def test_a_precision_that_not_all_gpus_have_is_asked_of_adapters(tmp_path: Path)
     document = json.loads(done.stdout)
     assert document["workload"]["dtype"] == "bfloat16"
     assert {row["gpu"]: "candidate" in row for row in document["gpus"]} == {"l4": True, "t4": False}
+    assert document["gpus"][1]["why_not"] == "nothing is predicted for it: it has no bf16"
     refused = run_process(*asked, "--precision", "bf16,fp16", folder=tmp_path)
     check_error(
         refused, 2, "--precision bf16", "float16 weights", "since t4 has no bf16", "leave bf16 out", "--dtype float32"
     )
+    none = run_process("advise", *small, "--gpu", "t4,v100-16gb", "--precision", "bf16,tf32", folder=tmp_path)
+    check_error(none, 2, "--precision bf16,tf32: t4, v100-16gb have no such precision", "name others, or other GPUs")
 
 
 def test_a_step_may_be_said_in_tokens(tmp_path: Path) -> None:
