@@ -16,8 +16,10 @@ _DEFAULTS: dict[str, Any] = {
     "llm_int8_has_fp16_weight": False,
     "llm_int8_threshold": 6.0,
 }
-# Output layers stay as they are in any case.
-_OUTPUT_LAYERS = frozenset({"lm_head"})
+# Output layers stay as they are in any case, and embeddings are no linear layers.
+_KEPT = frozenset({"lm_head", "embed_tokens", "embedding"})
+# Configs that unsloth writes name these of every model: text models have none of them.
+_OF_IMAGES = frozenset({"multi_modal_projector", "merger", "modality_projection", "visual", "vision_tower"})
 
 
 def with_quantize_alone(workload: Workload) -> Workload:
@@ -49,8 +51,11 @@ def with_quantize_alone(workload: Workload) -> Workload:
             raise InvalidRequestError(
                 f"{said} with {name} {value!r}, and --quantize {bits} measures {measured!r}", f"change it, or {copy}"
             )
-    kept = {*(stated.get("llm_int8_skip_modules") or ())}
-    if others := kept - _OUTPUT_LAYERS - {*arguments.get("llm_int8_skip_modules", ())}:
+    kept = {name.removeprefix("model.") for name in stated.get("llm_int8_skip_modules") or ()}
+    absent = set() if workload.task == "image-text-to-text" else {*_OF_IMAGES}
+    if not any("expert" in name for name in workload.config):
+        absent.add("router")
+    if others := kept - _KEPT - absent - {*arguments.get("llm_int8_skip_modules", ())}:
         raise InvalidRequestError(
             f"{said} that leaves {', '.join(sorted(others))} as they are, and --quantize {bits} does not", copy
         )

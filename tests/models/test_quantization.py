@@ -16,6 +16,7 @@ from autotune.tuning.options import build_workload
 QLORA = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["lm_head"]
 ).to_dict()
+NAMED_OF_EVERY_MODEL = ["lm_head", "model.embed_tokens", "multi_modal_projector", "merger", "model.visual", "router"]
 COPY = "give a folder with a copy of its config.json without quantization_config"
 
 
@@ -27,7 +28,13 @@ def workload(folder: Path, stated: Any, **options: Any) -> Workload:
 
 @pytest.mark.parametrize(
     ("stated", "quantize"),
-    [(QLORA, "4bit"), (BitsAndBytesConfig(load_in_8bit=True).to_dict(), "8bit"), (None, "4bit"), (None, None)],
+    [
+        (QLORA, "4bit"),
+        ({**QLORA, "llm_int8_skip_modules": NAMED_OF_EVERY_MODEL}, "4bit"),
+        (BitsAndBytesConfig(load_in_8bit=True).to_dict(), "8bit"),
+        (None, "4bit"),
+        (None, None),
+    ],
 )
 def test_what_quantize_does_is_what_it_says(tmp_path: Path, stated: Any, quantize: str | None) -> None:
     made = workload(tmp_path, stated, quantize=quantize, peft="lora")
@@ -43,7 +50,7 @@ def test_what_quantize_does_is_what_it_says(tmp_path: Path, stated: Any, quantiz
         (BitsAndBytesConfig(load_in_4bit=True).to_dict(), {"quantize": "4bit", "peft": "lora"},
          "with bnb_4bit_quant_type 'fp4', and --quantize 4bit measures 'nf4'", f"change it, or {COPY}"),
         ({**QLORA, "llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp"]}, {"quantize": "4bit", "peft": "lora"},
-         "that leaves model.layers.1.mlp as they are, and --quantize 4bit does not", COPY),
+         "that leaves layers.1.mlp as they are, and --quantize 4bit does not", COPY),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, {},
          "with quant_method 'mxfp4', which is not measured",
          f"{COPY}; its weights are then in --dtype, or with --quantize and --peft lora in few bits"),
