@@ -41,12 +41,13 @@ def test_torchrun_starts_the_ranks(silent: list[int], tmp_path: Path, monkeypatc
     monkeypatch.setattr(torchrun, "_RANK_MODULE", "answering_rank")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     told = {"answer": encode(answer_of_rank(1.0, 300)), "silent": silent}
-    work = StockWork(tiny_workload("bert-tiny"), RankDevices("cpu", ("cpu", "cpu")), told, "eager", 42, 20)
+    devices = RankDevices("cpu", ("cpu", "cpu"))
+    work = StockWork(tiny_workload("bert-tiny"), devices, told, "eager", 42, 20, context_parallel=2)
     merged = run_with_torchrun(work, str(tmp_path / "job"))
     if silent:
         assert merged.message == "rank 1 gave no answer, and torchrun ended with exit code 1"
     else:
-        assert merged == merge([answer_of_rank(1.0, 300)] * 2, 0)
+        assert merged == merge([answer_of_rank(1.0, 300)] * 2, 0, shared_by=2)
 
 
 def test_samples_of_all_time_of_the_slowest_peak_of_the_largest() -> None:
@@ -56,6 +57,13 @@ def test_samples_of_all_time_of_the_slowest_peak_of_the_largest() -> None:
     assert merged.joules_per_sample is None
     thrifty, wasteful = (answer_of_rank(1.0, 1, joules_per_sample=joules) for joules in (2.0, 4.0))
     assert merge([thrifty, wasteful], 0).joules_per_sample == 3
+
+
+def test_a_sample_that_ranks_share_counts_once() -> None:
+    """Each of four ranks had 40 samples, in two pairs, and each GPU drew 3 joules for each of its samples."""
+    merged = merge([answer_of_rank(1.0, 300, joules_per_sample=3.0)] * 4, 0, shared_by=2)
+    assert merged.stretches[0].samples == 80
+    assert merged.joules_per_sample == 6
 
 
 def test_skipped_updates_that_are_not_known_are_not_none_at_all() -> None:

@@ -208,7 +208,7 @@ class TrainingWatch:
         self._casts.clear()
 
     def take(self) -> Seen:
-        """Return what was seen since the last time; waits for the device where a gradient scaler is at work."""
+        """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
         seen = Seen(
             tuple(self._calls),

@@ -55,7 +55,7 @@ def read_answer(folder: Path, rank: int) -> StockResult | None:
 def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
     """Return the answers of all ranks as one: samples of all, time of the slowest, peaks of the largest.
 
-    So many ranks share each sample, and each has counted it.
+    ``shared_by`` ranks share each sample, and each of them has counted it.
 
     The answer of a rank that failed is that of all; out of memory comes first, since the others then lose it.
     """
