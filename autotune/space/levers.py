@@ -419,10 +419,7 @@ LEVERS: tuple[Lever, ...] = (
         obstacle=_no_float8, option="float8",
     ),
     # Ring attention exists for CUDA's kernels alone, so that no fake tensor shows what it allocates.
-    Lever(
-        "context_parallel", (), part_of="strategy", is_traced=lambda count: count == 1,
-        excludes=("padding_free", "use_liger_kernel"),
-    ),
+    Lever("context_parallel", (), part_of="strategy", is_traced=lambda count: count == 1),
 )  # fmt: skip
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}

@@ -120,6 +120,12 @@ BAMBA = {
 }  # fmt: skip
 
 
+FALCON = {
+    "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "alibi": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("workload", "other"),
     [
@@ -127,6 +133,7 @@ BAMBA = {
         (tiny_workload("qwen3-0.6b"), None),
         (tiny_workload("gemma-3-270m"), "sliding_attention"),
         (dataclasses.replace(tiny_workload("llama-tiny"), config=BAMBA), "linear_attention"),
+        (dataclasses.replace(tiny_workload("llama-tiny"), config=FALCON), "alibi"),
     ],
     ids=lambda value: value.model_type if isinstance(value, Workload) else "",
 )
@@ -140,6 +147,14 @@ def test_ranks_share_samples_of_models_that_attend_to_all_tokens_alone(workload:
 
 
 def test_an_accelerate_that_gives_each_rank_samples_of_its_own_is_refused() -> None:
-    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2), 2)
+    tokenizer = SimpleNamespace(padding_side="right")
+    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=None), 2)
+    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=tokenizer), 2)
     with pytest.raises(SettingUnavailableError, match=r"does not let ranks share samples: upgrade it to 1\.10"):
-        check_shared_by(SimpleNamespace(get_cp_size=lambda: 1), 2)
+        check_shared_by(SimpleNamespace(get_cp_size=lambda: 1, processing_class=None), 2)
+
+
+def test_padding_that_no_mask_would_hide_is_refused() -> None:
+    tokenizer = SimpleNamespace(padding_side="left")
+    with pytest.raises(SettingUnavailableError, match="pads on the left"):
+        check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=tokenizer), 2)

@@ -73,6 +73,9 @@ def check_attends_to_all(model: Any) -> None:
     if kinds is None:
         # Models from before there were such lists have their window in every layer.
         kinds = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    if getattr(config, "alibi", False):
+        # Its biases of positions are in the mask.
+        kinds = [*kinds, "alibi"]
     other = sorted({*kinds} - {"full_attention", "attention"})
     if other:
         raise SettingUnavailableError(
@@ -82,11 +85,15 @@ def check_attends_to_all(model: Any) -> None:
 
 
 def check_shared_by(trainer: Any, count: int) -> None:
-    """Raise ``SettingUnavailableError`` where not so many ranks share each sample.
+    """Raise ``SettingUnavailableError`` where not so many ranks share each sample, or attention would see padding.
 
     accelerate before 1.10 has FSDP2, and passes over the variables that ask for it: each rank would train on samples
-    of its own.
+    of its own. With it no layer has a mask, which hides what is padded on the left.
     """
+    if getattr(trainer.processing_class, "padding_side", None) == "left":
+        raise SettingUnavailableError(
+            "the tokenizer pads on the left, which ranks that share samples cannot hide: set its padding_side to right"
+        )
     if trainer.get_cp_size() != count:
         raise SettingUnavailableError(
             f"accelerate {accelerate.__version__} does not let ranks share samples: upgrade it to 1.10 or later, or "
