@@ -267,7 +267,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     """``from_pretrained`` would try for most of a minute."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    from autotune.worker.dataset import reading
+    from autotune.worker.dataset import tokenizer
 
     asked = []
 
@@ -279,9 +279,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(reading, "get_hf_file_metadata", ask)
-    assert reading._is_at_hand("someone/model") is answers
-    assert reading._is_at_hand(str(tmp_path))
+    monkeypatch.setattr(tokenizer, "get_hf_file_metadata", ask)
+    assert tokenizer._is_at_hand("someone/model") is answers
+    assert tokenizer._is_at_hand(str(tmp_path))
     assert asked == [1]
 
 

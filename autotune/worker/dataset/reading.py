@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 from importlib.util import find_spec
@@ -14,12 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as arrow
 import transformers
-from datasets import ClassLabel, DatasetDict, Image, load_dataset, load_from_disk
+from datasets import DatasetDict, Image, load_dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError
-from pyarrow import types
-from transformers import AutoTokenizer
+from huggingface_hub import constants
 
 from autotune.core.dataset_folder import publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in
@@ -31,6 +27,13 @@ from autotune.core.workload import Workload
 from autotune.models.dataset_files import data_files, under_plain_names
 from autotune.models.hub_revision import commit_of
 from autotune.training.rows import best_fit
+from autotune.worker.dataset.columns import (
+    check_holds_tokens,
+    find_column,
+    find_text_columns,
+    is_string,
+    read_labels,
+)
 from autotune.worker.dataset.prepared import (
     IMAGE,
     LENGTHS_FILE,
@@ -39,11 +42,11 @@ from autotune.worker.dataset.prepared import (
     TARGET_LENGTHS_FILE,
     TOKENIZER_FOLDER,
 )
+from autotune.worker.dataset.tokenizer import load_tokenizer
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table, in_stored_order
 from autotune.worker.private.transformers import length_grouped_order
 
-_HUB_TIMEOUT_SECONDS = 10.0
 _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
@@ -79,23 +82,6 @@ def read_data(workload: Workload, into: str) -> DataAnswer:
             folder.parent.rmdir()
 
 
-def _is_at_hand(name: str | None) -> bool:
-    """Return whether a tokenizer's folder exists, or the hub answers.
-
-    The hub is asked once and briefly, since ``from_pretrained`` retries for a minute.
-    """
-    if name is None or os.path.isdir(name):
-        return True
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "tokenizer_config.json"), timeout=_HUB_TIMEOUT_SECONDS)
-    except HfHubHTTPError:
-        # The hub answered, if only that there is no such file.
-        return True
-    except Exception:
-        return False
-    return True
-
-
 class _Reading:
     """Prepares the dataset of one workload in a folder."""
 
@@ -115,7 +101,10 @@ class _Reading:
     # Text
 
     def _read_text(self, dataset: Any) -> DataFacts:
-        tokenizer = self._tokenizer()
+        name = self._spec.tokenizer
+        tokenizer = load_tokenizer(name)
+        if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
+            raise InvalidRequestError(f"the tokenizer in {name} has no mask token", "use --task causal-lm, or another")
         is_seq2seq = self._workload.task == "seq2seq-lm"
         num_labels: int | None = None
         target: str | None = None
@@ -151,27 +140,6 @@ class _Reading:
         np.save(self._folder / ROWS_FILE, of_sample)
         np.save(self._folder / LENGTHS_FILE, rows)
         return DataFacts(len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described))
-
-    def _tokenizer(self) -> Any:
-        name = self._spec.tokenizer
-        option = "give --tokenizer a folder that save_pretrained wrote, or a name on the hub"
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
-        except Exception as error:
-            raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", option) from error
-        if len(tokenizer) == 0:
-            raise InvalidRequestError(f"the tokenizer in {name} has no tokens", option)
-        if tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                raise InvalidRequestError(
-                    f"the tokenizer in {name} has neither a padding token nor an end-of-text token",
-                    "set its pad_token and save it again",
-                )
-            # As transformers' examples do for GPT-2 and similar models.
-            tokenizer.pad_token = tokenizer.eos_token
-        if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
-            raise InvalidRequestError(f"the tokenizer in {name} has no mask token", "use --task causal-lm, or another")
-        return tokenizer
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
         """Return the tokenized dataset, and the length of each sample before truncation."""
@@ -306,118 +274,6 @@ class _Reading:
 def _token_counts(dataset: Any, column: str) -> Any:
     """Return an array (samples,) of the lengths of a column of lists."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
-
-
-# The columns that hold text, labels or tokens
-
-
-_TEXT_NAMES = ("text", "sentence", "content", "document")
-# With fewer samples, each may well have a class of its own.
-_FEW_SAMPLES = 20
-_LABEL_NAMES = ("label", "labels", "target")
-
-
-def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
-    """Return the column that the user named, or the first of the usual names that exists.
-
-    Raises ``InvalidRequestError`` where there is none.
-    """
-    names = dataset.column_names
-    if asked is not None:
-        if asked not in names:
-            raise InvalidRequestError(
-                f"--dataset {spec.label} has no column {asked!r}",
-                f"it has {', '.join(names)}; name one with {option}",
-            )
-        return asked
-    found: str | None = next((name for name in usual if name in names), None)
-    if found is None:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
-            f"it has {', '.join(names)}; name one with {option}",
-        )
-    return found
-
-
-def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
-    """Return the columns that are tokenized together; never ``not_text``, unless the user named it."""
-    asked = spec.text_columns
-    if asked is not None:
-        return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
-    strings = [name for name in dataset.column_names if is_string(dataset.features[name]) and name != not_text]
-    usual = (*_TEXT_NAMES, *strings) if len(strings) == 1 else _TEXT_NAMES
-    return (find_column(dataset, spec, None, "--text-column", usual, "text"),)
-
-
-def is_string(feature: Any) -> bool:
-    """Return whether a column holds text."""
-    return getattr(feature, "dtype", None) in ("string", "large_string")
-
-
-def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> None:
-    """Raise ``InvalidRequestError`` where a column of tokens holds anything but lists of integers."""
-    column = dataset.data.column(name)
-    kind = column.type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_list or not types.is_integer(kind.value_type):
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}",
-            hint,
-        )
-    if column.null_count or arrow.list_flatten(column).null_count:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
-        )
-
-
-def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
-    """Return the labels, as classes from 0 or as numbers to regress on, and the number of classes (1 for numbers)."""
-    name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
-    feature = dataset.features[name]
-    values = dataset[name][:]
-    if any(value is None for value in values):
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
-        )
-    if isinstance(feature, ClassLabel):
-        if min(values) < 0:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split with labels"
-            )
-        return values, max(feature.num_classes, 2)
-    if all(isinstance(value, float) for value in values):
-        # Every loss would be NaN.
-        if wrong := [value for value in values if not math.isfinite(value)]:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
-                f"infinite ({wrong[0]})",
-                "remove these samples, or name another column with --label-column",
-            )
-        return values, 1
-    return _classes(values, spec, name)
-
-
-def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
-    """Return the class of each sample, counted from 0, and the number of classes."""
-    where = f"--dataset {spec.label}: the column {name!r}"
-    if not all(isinstance(value, int | str) for value in values):
-        raise InvalidRequestError(
-            f"{where} holds neither classes nor numbers", "name another column with --label-column"
-        )
-    if len({isinstance(value, str) for value in values}) > 1:
-        text, number = (next(v for v in values if isinstance(v, str) is is_text) for is_text in (True, False))
-        raise InvalidRequestError(
-            f"{where} holds both text and numbers ({text[:40]!r} and {number})",
-            "make them all one or the other, or name another with --label-column",
-        )
-    classes = set(values)
-    if len(classes) == len(values) > _FEW_SAMPLES:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: each of the {len(values):,} samples has a different class in the column {name!r}",
-            "name the column of the classes with --label-column",
-        )
-    number_of = {value: index for index, value in enumerate(sorted(classes))}
-    return [number_of[value] for value in values], max(len(number_of), 2)
 
 
 # The dataset itself: from a file, a folder or the hub

@@ -1,0 +1,121 @@
+"""Find the columns of a dataset that hold text, labels or tokens, and check what is in them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow.compute as arrow
+from datasets import ClassLabel
+from pyarrow import types
+
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import InvalidRequestError
+
+_TEXT_NAMES = ("text", "sentence", "content", "document")
+# With fewer samples, each may well have a class of its own.
+_FEW_SAMPLES = 20
+_LABEL_NAMES = ("label", "labels", "target")
+
+
+def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
+    """Return the column that the user named, or the first of the usual names that exists.
+
+    Raises ``InvalidRequestError`` where there is none.
+    """
+    names = dataset.column_names
+    if asked is not None:
+        if asked not in names:
+            raise InvalidRequestError(
+                f"--dataset {spec.label} has no column {asked!r}",
+                f"it has {', '.join(names)}; name one with {option}",
+            )
+        return asked
+    found: str | None = next((name for name in usual if name in names), None)
+    if found is None:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
+            f"it has {', '.join(names)}; name one with {option}",
+        )
+    return found
+
+
+def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
+    """Return the columns that are tokenized together; never ``not_text``, unless the user named it."""
+    asked = spec.text_columns
+    if asked is not None:
+        return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
+    strings = [name for name in dataset.column_names if is_string(dataset.features[name]) and name != not_text]
+    usual = (*_TEXT_NAMES, *strings) if len(strings) == 1 else _TEXT_NAMES
+    return (find_column(dataset, spec, None, "--text-column", usual, "text"),)
+
+
+def is_string(feature: Any) -> bool:
+    """Return whether a column holds text."""
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> None:
+    """Raise ``InvalidRequestError`` where a column of tokens holds anything but lists of integers."""
+    column = dataset.data.column(name)
+    kind = column.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}",
+            hint,
+        )
+    if column.null_count or arrow.list_flatten(column).null_count:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
+        )
+
+
+def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
+    """Return the labels, as classes from 0 or as numbers to regress on, and the number of classes (1 for numbers)."""
+    name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
+    feature = dataset.features[name]
+    values = dataset[name][:]
+    if any(value is None for value in values):
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
+        )
+    if isinstance(feature, ClassLabel):
+        if min(values) < 0:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split with labels"
+            )
+        return values, max(feature.num_classes, 2)
+    if all(isinstance(value, float) for value in values):
+        # Every loss would be NaN.
+        if wrong := [value for value in values if not math.isfinite(value)]:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
+                f"infinite ({wrong[0]})",
+                "remove these samples, or name another column with --label-column",
+            )
+        return values, 1
+    return _classes(values, spec, name)
+
+
+def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
+    """Return the class of each sample, counted from 0, and the number of classes."""
+    where = f"--dataset {spec.label}: the column {name!r}"
+    if not all(isinstance(value, int | str) for value in values):
+        raise InvalidRequestError(
+            f"{where} holds neither classes nor numbers", "name another column with --label-column"
+        )
+    if len({isinstance(value, str) for value in values}) > 1:
+        text, number = (next(v for v in values if isinstance(v, str) is is_text) for is_text in (True, False))
+        raise InvalidRequestError(
+            f"{where} holds both text and numbers ({text[:40]!r} and {number})",
+            "make them all one or the other, or name another with --label-column",
+        )
+    classes = set(values)
+    if len(classes) == len(values) > _FEW_SAMPLES:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: each of the {len(values):,} samples has a different class in the column {name!r}",
+            "name the column of the classes with --label-column",
+        )
+    number_of = {value: index for index, value in enumerate(sorted(classes))}
+    return [number_of[value] for value in values], max(len(number_of), 2)

@@ -1,0 +1,58 @@
+"""Load the tokenizer that texts are read with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoTokenizer
+
+from autotune.core.errors import InvalidRequestError
+from autotune.worker.failures import first_line
+
+_HUB_TIMEOUT_SECONDS = 10.0
+_NEXT_STEP = "give --tokenizer a folder that save_pretrained wrote, or a name on the hub"
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """Return a tokenizer that can pad; raises ``InvalidRequestError`` where there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
+    except Exception as error:
+        raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", _NEXT_STEP) from error
+    _make_pad(tokenizer, name)
+    return tokenizer
+
+
+def _make_pad(tokenizer: Any, name: str | None) -> None:
+    """Let a tokenizer pad; raises ``InvalidRequestError`` where it cannot."""
+    if len(tokenizer) == 0:
+        raise InvalidRequestError(f"the tokenizer in {name} has no tokens", _NEXT_STEP)
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise InvalidRequestError(
+            f"the tokenizer in {name} has neither a padding token nor an end-of-text token",
+            "set its pad_token and save it again",
+        )
+    # As transformers' examples do for GPT-2 and similar models.
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def _is_at_hand(name: str | None) -> bool:
+    """Return whether a tokenizer's folder exists, or the hub answers.
+
+    The hub is asked once and briefly, since ``from_pretrained`` retries for a minute.
+    """
+    if name is None or os.path.isdir(name):
+        return True
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "tokenizer_config.json"), timeout=_HUB_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        # The hub answered, if only that there is no such file.
+        return True
+    except Exception:
+        return False
+    return True
