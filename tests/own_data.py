@@ -90,3 +90,51 @@ def write_tokenizer(path: Path, *, special: Sequence[str] = SPECIAL, eos: str | 
         names["eos_token"] = eos
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(path))
     return path
+
+
+PLACE = {"qwen2.5-vl-tiny": "<|vision_start|><|image_pad|><|vision_end|>", "smolvlm-tiny": "<image>"}
+"""What stands for an image in a text for these models' processors."""
+_CHAT = (
+    "{% for message in messages %}{{ message['role'] }} {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image' in part %}PLACE {% else %}{{ part['text'] }} {% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def write_pictures(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[str]:
+    """A picture of each size in a folder of its own; their paths from ``folder``."""
+    from PIL import Image
+
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    names = [f"pictures/{number}.png" for number in range(len(sizes))]
+    for name, size in zip(names, sizes, strict=True):
+        Image.effect_noise(size, 50).convert("RGB").save(folder / name)
+    return names
+
+
+def write_processor(path: Path, model: str, *, chats: bool = True) -> Path:
+    """A processor of a tiny model of images and text, which neither takes films nor needs torchvision."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    placeholder = {"qwen2.5-vl-tiny": "<|image_pad|>", "smolvlm-tiny": "<image>"}[model]
+    # In the order of their numbers in the models' configs.
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<fake_token_around_image>", placeholder, "<global-img>",
+               "<|vision_start|>", "<|vision_end|>"]  # fmt: skip
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate((*special, *WORDS))}, special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=special[0], bos_token=special[1], eos_token=special[2],
+        pad_token=special[3], extra_special_tokens={"image_token": placeholder, "start": special[7], "end": special[8]},
+    )  # fmt: skip
+    template = _CHAT.replace("PLACE", PLACE[model]) if chats else None
+    if model == "smolvlm-tiny":
+        # Tiles of the model's size, of as many tokens as it makes of one.
+        tiles = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 64})
+        made = transformers.Idefics3Processor(tiles, fast, image_seq_len=4, chat_template=template)
+    else:
+        # Replaces a placeholder by as many tokens as there are merged patches, as that of Qwen2.5-VL does.
+        patches = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
+        made = transformers.PaddleOCRVLProcessor(patches, fast, chat_template=template)
+    made.save_pretrained(str(path))
+    return path

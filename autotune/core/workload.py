@@ -102,6 +102,11 @@ class Workload:
         return self.task not in ("image-classification", "speech-seq2seq", "own")
 
     @property
+    def has_images_and_text(self) -> bool:
+        """Whether a processor makes the inputs of the model, from images and a text with places for them."""
+        return self.task == "image-text-to-text"
+
+    @property
     def trained_dtype(self) -> DTypeName:
         """Dtype of the weights that are trained: peft stores adapters in float32, but new heads as the frozen ones."""
         return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype
@@ -109,7 +114,9 @@ class Workload:
     def data_folder(self, logs: Path) -> Path:
         """Return the folder that its dataset is prepared in, beside the logs; workloads with the same data share it."""
         assert self.data is not None
-        parts = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
+        # Of models of images and text, that of the text.
+        vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
+        parts = [self.data.identity(), self.seq_len, self.task, vocabulary]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.
         return logs / ".data" / key

@@ -82,8 +82,11 @@ def locate(name: str, split: str | None) -> LocatedData:
     return LocatedData(str(path), kind, _content(path, files))
 
 
-def check_unchanged(spec: DataSpec) -> None:
-    """Raise ``InvalidRequestError`` if the dataset or the tokenizer is gone or has changed since the search."""
+def check_unchanged(spec: DataSpec, *, of_processor: bool = False) -> None:
+    """Raise ``InvalidRequestError`` if the dataset or the tokenizer is gone or has changed since the search.
+
+    With ``of_processor`` the tokenizer is a processor of images and text.
+    """
     today = locate(spec.source, None if spec.split == DEFAULT_SPLIT else spec.split).content
     if spec.kind == "hub" and not (commit_of(today) and commit_of(spec.content)):
         # The commit was not known then or is not known now, so no change can be shown.
@@ -92,18 +95,20 @@ def check_unchanged(spec: DataSpec) -> None:
         raise InvalidRequestError(
             f"{in_one_line(spec.source)} has changed since the search", "search again with the present data"
         )
-    if spec.tokenizer is None or tokenizer_content(spec.tokenizer) == spec.tokenizer_content:
+    if spec.tokenizer is None or tokenizer_content(spec.tokenizer, of_processor=of_processor) == spec.tokenizer_content:
         return
     what = "has changed since the search" if os.path.isdir(os.path.expanduser(spec.tokenizer)) else "is gone"
     raise InvalidRequestError(f"the tokenizer in {in_one_line(spec.tokenizer)} {what}", "search again with --tokenizer")
 
 
-def tokenizer_content(name: str) -> str:
-    """Return a hash of a tokenizer's files in a folder; a hub name stands for itself."""
+def tokenizer_content(name: str, *, of_processor: bool = False) -> str:
+    """Return a hash of a tokenizer's or processor's files in a folder; a hub name stands for itself."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         return name
-    named = ("tokenizer", "vocab", "merges", "special_tokens", "spiece", "added_tokens")
+    named: tuple[str, ...] = ("tokenizer", "vocab", "merges", "special_tokens", "spiece", "added_tokens")
+    if of_processor:
+        named += ("processor_config", "preprocessor_config", "chat_template")
     return _content(folder, sorted(file for file in folder.iterdir() if file.is_file() and file.name.startswith(named)))
 
 

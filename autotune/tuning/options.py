@@ -131,6 +131,8 @@ def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: i
                 raise InvalidRequestError(f"{BY_NAME[name].parameter} does not apply to {task}", "leave it out")
         return 0, None
     images, side = asked or 1, choose_image_side(source.config, side)
+    if options.get("dataset") is not None:
+        return 0, None
     check_images_fit(source.config, images, side, seq_len)
     return images, side
 
@@ -248,7 +250,9 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
         source=path,
         kind=kind,
         content=content,
-        tokenizer_content=tokenizer_content(tokenizer) if tokenizer else None,
+        tokenizer_content=tokenizer_content(tokenizer, of_processor=task == "image-text-to-text")
+        if tokenizer
+        else None,
         split=options["split"] or DEFAULT_SPLIT,
         text_columns=options["text_column"],
         label_column=options["label_column"],
@@ -264,17 +268,24 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     """Raise ``InvalidRequestError`` for options that do not suit the dataset, or a dataset unsuited to the task."""
     name = options["dataset"]
-    only = {"speech-seq2seq": "speech is", "image-text-to-text": "images with text are"}.get(task)
-    if only is not None:
-        raise InvalidRequestError(f"--dataset {name}: {only} measured with synthetic samples only", "leave it out")
+    if task == "speech-seq2seq":
+        raise InvalidRequestError(f"--dataset {name}: speech is measured with synthetic samples only", "leave it out")
     if options.get("padding"):
         raise InvalidRequestError(
             f"--padding {options['padding']:g} is for synthetic samples; those of --dataset have their own lengths",
             "leave --padding out",
         )
+    for option in ("images", "image_size"):
+        if task == "image-text-to-text" and options.get(option):
+            said = BY_NAME[option].parameter
+            raise InvalidRequestError(
+                f"{said} {options[option]} is for synthetic samples; those of --dataset have their own images",
+                f"leave {said} out",
+            )
     image_only, text_only = ("image_column",), ("text_column", "tokenizer", "pad_to_max_length", "pad_to_multiple_of",
                                                 "group_by_length", "packing")  # fmt: skip
-    foreign = text_only if task == "image-classification" else image_only
+    of_both = ("label_column", "group_by_length")
+    foreign = {"image-classification": text_only, "image-text-to-text": of_both}.get(task, image_only)
     for option in foreign:
         if options.get(option):
             raise InvalidRequestError(f"{BY_NAME[option].parameter} does not apply to {task}", "leave it out")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    AutoProcessor,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -18,17 +19,21 @@ from transformers import (
 
 from autotune.core.workload import Workload
 from autotune.training.rows import PackedRows
+from autotune.worker.dataset.image_text import ImageTextCollator
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
 from autotune.worker.private.transformers import OrderedTrainer
 
-# Files of a prepared dataset in its folder: the samples (tokens and labels, or undecoded images and labels), the number
-# of tokens of each sample and of each target of a seq2seq task, and the tokenizer.
+# Files of a prepared dataset in its folder: the samples (tokens and labels, or undecoded images with labels or texts),
+# the number of tokens of each sample, of each target of a seq2seq task and of each sample's images, and the tokenizer
+# or processor.
 SAMPLES_FOLDER = "samples"
 LENGTHS_FILE = "lengths.npy"
 TARGET_LENGTHS_FILE = "target_lengths.npy"
+IMAGE_TOKENS_FILE = "image_tokens.npy"
 ROWS_FILE = "rows.npy"
 """The row of each sample, where they are packed; lengths are then those of the rows."""
 TOKENIZER_FOLDER = "tokenizer"
+PROCESSOR_FOLDER = "processor"
 IMAGE = "image"
 """The column of undecoded images: a struct of ``bytes`` and ``path``."""
 
@@ -52,8 +57,9 @@ class PreparedDataset:
             self.dataset = PackedRows(self.dataset, [row.tolist() for row in np.split(by_row, ends)])
         self._lengths = self._array(LENGTHS_FILE)
         self._targets = self._array(TARGET_LENGTHS_FILE)
-        self.is_text = self._lengths is not None
-        self.varies = bool(self.is_text and self._lengths.min() < self._lengths.max())
+        self._image_tokens = self._array(IMAGE_TOKENS_FILE)
+        self.is_text = self._lengths is not None and self._image_tokens is None
+        self.varies = bool(self._lengths is not None and self._lengths.min() < self._lengths.max())
 
     @property
     def makes_new_shapes(self) -> bool:
@@ -64,7 +70,7 @@ class PreparedDataset:
     @property
     def arguments(self) -> dict[str, Any]:
         """Fields of ``TrainingArguments`` that the dataset needs."""
-        # The model takes no column of undecoded images; its inputs are made as samples are loaded.
+        # The model takes no column of undecoded images, nor of text; its inputs are made as samples are loaded.
         return {} if self.is_text else {"remove_unused_columns": False}
 
     def _array(self, name: str) -> Any:
@@ -74,8 +80,9 @@ class PreparedDataset:
     def schedule(self, shape: BatchShape, seed: int) -> Schedule:
         """Return the order of the samples for a trial of this shape."""
         return make_schedule(
-            len(self.dataset), self._lengths, self._targets, self._spec, self._workload.seq_len, shape, seed
-        )
+            len(self.dataset), self._lengths, self._targets, self._spec, self._workload.seq_len, shape, seed,
+            self._image_tokens,
+        )  # fmt: skip
 
     def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> OrderedTrainer:
         """Return a real ``Trainer`` on this dataset in the order of the schedule."""
@@ -97,15 +104,27 @@ class PreparedDataset:
         if self.is_text:
             tokenizer = AutoTokenizer.from_pretrained(str(self._folder / TOKENIZER_FOLDER))
             return {**datasets, "processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}
+        if self._image_tokens is not None:
+            processor = AutoProcessor.from_pretrained(str(self._folder / PROCESSOR_FOLDER))
+            return {**datasets, "data_collator": self._image_text_collator(processor, model)}
         transform = _ImageTransform(model.config)
         pictures = {name: dataset.with_transform(transform) for name, dataset in datasets.items()}
         return {**pictures, "data_collator": default_data_collator}
 
-    def _collator(self, tokenizer: Any, model: Any) -> Any:
+    def _padding(self) -> tuple[str, int | None, int | None]:
+        """Return to what batches are padded, and the length and the multiple, as tokenizers call them."""
         spec = self._spec
-        multiple = spec.pad_to_multiple_of
-        padding = "max_length" if spec.padding == "max_length" else "longest"
-        max_length = self._workload.seq_len if padding == "max_length" else None
+        max_length = self._workload.seq_len if spec.padding == "max_length" else None
+        return spec.padding, max_length, spec.pad_to_multiple_of
+
+    def _image_text_collator(self, processor: Any, model: Any) -> ImageTextCollator:
+        padding, max_length, multiple = self._padding()
+        named = {"padding": padding, "max_length": max_length, "pad_to_multiple_of": multiple}
+        given = {name: value for name, value in named.items() if value is not None}
+        return ImageTextCollator(processor, model.config.image_token_id, given)
+
+    def _collator(self, tokenizer: Any, model: Any) -> Any:
+        padding, max_length, multiple = self._padding()
         if self._workload.task == "sequence-classification":
             return DataCollatorWithPadding(tokenizer, padding, max_length, multiple)
         if self._workload.task == "seq2seq-lm":

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from autotune.worker.dataset.prepared import (
     TARGET_LENGTHS_FILE,
     TOKENIZER_FOLDER,
 )
+from autotune.worker.dataset.reading_image_text import check_has_pillow, read_images_with_text
 from autotune.worker.dataset.tokenizer import load_tokenizer
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table, in_stored_order
@@ -96,6 +96,9 @@ class _Reading:
         dataset = load(self._spec, self._folder)
         if self._workload.task == "image-classification":
             return self._read_images(dataset)
+        if self._workload.task == "image-text-to-text":
+            lengths = read_images_with_text(dataset, self._workload, self._folder)
+            return DataFacts(len(lengths), None, self._describe(lengths, lengths, None))
         return self._read_text(dataset)
 
     # Text
@@ -253,8 +256,7 @@ class _Reading:
     # Images
 
     def _read_images(self, dataset: Any) -> DataFacts:
-        if find_spec("PIL") is None:
-            raise InvalidRequestError("reading images needs Pillow, which is not installed", "pip install pillow")
+        check_has_pillow()
         name = find_column(dataset, self._spec, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         if not isinstance(dataset.features[name], Image):
             raise InvalidRequestError(

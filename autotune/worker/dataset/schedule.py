@@ -105,14 +105,16 @@ class BatchShape:
 
 
 def make_schedule(
-    samples: int, lengths: Any, targets: Any, spec: DataSpec, seq_len: int, shape: BatchShape, seed: int
-) -> Schedule:
+    samples: int, lengths: Any, targets: Any, spec: DataSpec, seq_len: int, shape: BatchShape, seed: int,
+    image_tokens: Any = None,
+) -> Schedule:  # fmt: skip
     """Schedule the largest batches, then steps that are spread evenly over those of a shuffled or grouped epoch.
 
-    ``lengths`` and ``targets`` are arrays (samples,) of token counts, or ``None``.
+    ``lengths``, ``targets`` and ``image_tokens`` are arrays (samples,) of token counts, or ``None``; lengths include
+    the tokens of images.
     """
     sizes = np.ones(samples, dtype=np.int64) if lengths is None else np.asarray(lengths)
-    worst = _worst_steps(sizes, targets, spec, shape)
+    worst = _worst_steps(sizes, targets, image_tokens, shape)
     random = np.random.default_rng(seed)
     epoch = random.permutation(samples)[:_MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
@@ -163,7 +165,7 @@ def make_schedule(
     )
 
 
-def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) -> list[int]:
+def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape) -> list[int]:
     """Return the samples of the warm-up: every micro-step has the longest ones, the last step a mixture.
 
     The mixture has one longest sample among the shortest: as many padded tokens, but with an attention mask, which may
@@ -175,6 +177,10 @@ def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) ->
         # Alternate the longest inputs and the longest targets, so that a batch is as large in both.
         by_target = np.argsort(-np.asarray(targets), kind="stable")
         longest = np.column_stack((descending, by_target)).reshape(-1)
+    if image_tokens is not None:
+        # One longest sample has the others padded to its length. Of images, which are not padded, as many as there can
+        # be.
+        longest = np.concatenate((descending[:1], np.argsort(-np.asarray(image_tokens), kind="stable")))
     full = np.resize(longest, shape.batch)
     heads = longest[: 1 if targets is None else 2]
     mixed = np.concatenate((heads, descending[::-1]))

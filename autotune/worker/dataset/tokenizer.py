@@ -1,18 +1,21 @@
-"""Load the tokenizer that texts are read with."""
+"""Load the tokenizer that texts are read with, or the processor that images and texts are read with."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from autotune.core.errors import InvalidRequestError
 from autotune.worker.failures import first_line
 
 _HUB_TIMEOUT_SECONDS = 10.0
+# Processors of images and text that take films as well cannot be made without: Qwen-VL's, and SmolVLM2's.
+_FOR_FILMS = ("torchvision", "num2words")
 _NEXT_STEP = "give --tokenizer a folder that save_pretrained wrote, or a name on the hub"
 
 
@@ -24,6 +27,29 @@ def load_tokenizer(name: str | None) -> Any:
         raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", _NEXT_STEP) from error
     _make_pad(tokenizer, name)
     return tokenizer
+
+
+def load_processor(name: str | None) -> Any:
+    """Return a processor of images and text that can pad; raises ``InvalidRequestError`` where there is none."""
+    try:
+        processor = AutoProcessor.from_pretrained(name, local_files_only=not _is_at_hand(name))
+    except ImportError as error:
+        missing = [package for package in _FOR_FILMS if find_spec(package) is None]
+        raise InvalidRequestError(
+            f"the processor in {name} needs a package: {first_line(error)}",
+            f"pip install {' '.join(missing) or 'it'}, and search again",
+        ) from error
+    except Exception as error:
+        raise InvalidRequestError(f"there is no processor in {name}: {first_line(error)}", _NEXT_STEP) from error
+    # Where a folder has only one of the two, that one is what comes.
+    if not all(hasattr(processor, part) for part in ("image_processor", "tokenizer", "image_token")):
+        raise InvalidRequestError(
+            f"there is no processor of images and text in {name}, but a {type(processor).__name__}", _NEXT_STEP
+        )
+    _make_pad(processor.tokenizer, name)
+    # As in trainings; what generates pads on the left.
+    processor.tokenizer.padding_side = "right"
+    return processor
 
 
 def _make_pad(tokenizer: Any, name: str | None) -> None:

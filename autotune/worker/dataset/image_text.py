@@ -1,0 +1,57 @@
+"""Make batches of images and text with the model's own processor, as the collator of a training does."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+TEXT = "text"
+"""The column of texts, with a placeholder for each image."""
+IMAGES = "images"
+"""The column of undecoded images: a struct of ``bytes`` and ``path``, or a list of them."""
+# What torch.nn.CrossEntropyLoss leaves out by default.
+_IGNORED = -100
+
+
+def opened(stored: dict[str, Any]) -> Any:
+    """Return an image of which no more than the header was read, unless it has to be turned."""
+    from PIL import Image, ImageOps
+
+    image = Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"])
+    # As datasets does when it decodes.
+    ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def images_in(value: Any) -> list[Any]:
+    """Return the images in a value of a column that holds one a sample, or a list of them."""
+    return [image for image in (value if isinstance(value, list) else [value]) if image]
+
+
+def _pixels(stored: dict[str, Any]) -> Any:
+    with opened(stored) as image:
+        return image.convert("RGB")
+
+
+class ImageTextCollator:
+    """Decodes the images of a batch, and has the processor make them and the texts the inputs of the model."""
+
+    def __init__(self, processor: Any, image_token: int, padding: dict[str, Any]) -> None:
+        self._processor = processor
+        self._image_token = image_token
+        self._padding = padding
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        # Special tokens are in the text, or the chat template's, as in TRL's collator.
+        batch = self._processor(
+            text=[sample[TEXT] for sample in samples],
+            images=[[_pixels(stored) for stored in images_in(sample[IMAGES])] for sample in samples],
+            add_special_tokens=False,
+            return_tensors="pt",
+            **self._padding,
+        )
+        tokens = batch["input_ids"]
+        is_learned = (batch["attention_mask"] == 1) & (tokens != self._image_token)
+        return {**batch, "labels": tokens.masked_fill(~is_learned, _IGNORED)}

@@ -1,0 +1,265 @@
+"""Prepare a dataset of images and text: find its columns, count the tokens of each sample, and save it undecoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Image, Sequence, Value
+
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import InvalidRequestError
+from autotune.core.workload import Workload
+from autotune.worker.dataset.columns import find_column, find_text_columns, is_string
+from autotune.worker.dataset.image_text import IMAGES, TEXT, images_in, opened
+from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
+from autotune.worker.dataset.tokenizer import load_processor
+from autotune.worker.failures import first_line
+from autotune.worker.private.datasets import dataset_of_table
+
+_IMAGE_NAMES = ("images", "image", "img")
+_MESSAGES = "messages"
+
+
+def check_has_pillow() -> None:
+    """Raise ``InvalidRequestError`` where images cannot be read."""
+    if find_spec("PIL") is None:
+        raise InvalidRequestError("reading images needs Pillow, which is not installed", "pip install pillow")
+
+
+def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any:
+    """Save the samples and the processor in a folder; return an array (samples,) of token counts.
+
+    The images are neither decoded nor scaled, which trials do as they load them. Raises ``InvalidRequestError`` for
+    samples that the model cannot be trained on.
+    """
+    assert workload.data is not None
+    check_has_pillow()
+    reading = _Reading(dataset, workload, workload.data)
+    reading.count()
+    reading.check()
+    reading.samples().save_to_disk(str(folder / SAMPLES_FOLDER))
+    reading.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    lengths = np.array(reading.lengths, dtype=np.int64)
+    np.save(folder / LENGTHS_FILE, lengths)
+    np.save(folder / IMAGE_TOKENS_FILE, np.array(reading.image_tokens, dtype=np.int64))
+    return lengths
+
+
+class _Reading:
+    """Goes over the samples once."""
+
+    def __init__(self, dataset: Any, workload: Workload, spec: DataSpec) -> None:
+        self._workload = workload
+        self._spec = spec
+        self.processor = load_processor(spec.tokenizer)
+        self._placeholder: str = self.processor.image_token
+        self._check_placeholder()
+        # Where a token says that an image begins, the model finds images by it.
+        self._start: int | None = workload.config.get("vision_start_token_id")
+        images = find_column(dataset, spec, spec.image_column, "--image-column", _IMAGE_NAMES, "image")
+        self._text = self._text_column(dataset, images)
+        self._is_chat = not is_string(dataset.features[self._text])
+        self._images = images
+        self._dataset = self._undecoded(dataset.select_columns([self._text, images]), images)
+        self._texts: list[str] = []
+        self._paths: list[list[dict[str, Any]]] = []
+        self.lengths: list[int] = []
+        self.image_tokens: list[int] = []
+        self._without_image: list[int] = []
+        self._miscounted: list[int] = []
+        self._largest_token = 0
+        self._tokens_of_size: dict[tuple[int, int], int] = {}
+
+    # The columns
+
+    def _check_placeholder(self) -> None:
+        """Raise ``InvalidRequestError`` where the model takes another token for an image than the processor."""
+        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
+        if self._workload.config.get("image_token_id", mine) != mine:
+            raise InvalidRequestError(
+                f"the processor in {self._spec.tokenizer} writes images as token {mine}, and {self._workload.model} "
+                f"reads token {self._workload.config['image_token_id']} as images",
+                "give the processor that belongs to the model with --tokenizer",
+            )
+
+    def _text_column(self, dataset: Any, images: str) -> str:
+        names = self._spec.text_columns
+        if names is None and _MESSAGES in dataset.column_names:
+            return _MESSAGES
+        (name,) = find_text_columns(dataset, self._spec, images)
+        kind = dataset.features[name]
+        if not is_string(kind) and isinstance(kind, Value | Image):
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: the column {name!r} holds neither text nor messages",
+                "name another with --text-column",
+            )
+        return name
+
+    def _undecoded(self, dataset: Any, name: str) -> Any:
+        """Return the dataset with images as they are stored: structs of ``bytes`` and ``path``, or paths."""
+        kind = dataset.features[name]
+        item = _item(kind)
+        is_stored = isinstance(item, dict) and item.keys() == {"bytes", "path"}
+        if is_string(item) or is_stored:
+            return dataset
+        if not isinstance(item, Image):
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
+            )
+        plain = Image(decode=False)
+        return dataset.cast_column(name, plain if item is kind else Sequence(plain))
+
+    # The samples
+
+    def count(self) -> None:
+        """Count the tokens of each sample: of the text, and of the images, whose sizes decide how many they are."""
+        tokenizer = self.processor.tokenizer
+        token = tokenizer.convert_tokens_to_ids(self._placeholder)
+        for number, (text, images) in enumerate(self._samples()):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            places = ids.count(token)
+            begun = places if self._start is None else list(pairwise(ids)).count((self._start, token))
+            if not images:
+                self._without_image.append(number)
+            elif not places == begun == len(images):
+                self._miscounted.append(number)
+            of_images = sum(self._tokens_of(stored, number) for stored in images)
+            self._texts.append(text)
+            self.lengths.append(len(ids) - places + of_images)
+            self.image_tokens.append(of_images)
+            self._largest_token = max(self._largest_token, *ids, 0)
+
+    def _samples(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yield the text and the undecoded images of each sample."""
+        root = Path(self._spec.source)
+        root = root if root.is_dir() else root.parent
+        is_paths = is_string(_item(self._dataset.features[self._images]))
+        for row in self._dataset:
+            images = images_in(row[self._images])
+            if is_paths:
+                # Beside the file that names them, wherever the process runs.
+                images = [{"bytes": None, "path": os.path.join(root, os.path.expanduser(path))} for path in images]
+                self._paths.append(images)
+            yield self._rendered(row[self._text], len(images)), images
+
+    def _rendered(self, given: Any, images: int) -> str:
+        if not self._is_chat:
+            return given or ""
+        try:
+            text: str = self.processor.apply_chat_template(_in_parts(given or [], images), tokenize=False)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
+                f"{self._spec.tokenizer}: {first_line(error)}",
+                "name a column of text with --text-column, or give a processor with a chat template with --tokenizer",
+            ) from error
+        return text
+
+    def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
+        """Return the tokens of an image, which depend on its size alone."""
+        where = f"--dataset {self._spec.label}: an image of sample {number + 1:,}"
+        try:
+            with opened(stored) as image:
+                size: tuple[int, int] = image.size
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{where} cannot be read: {first_line(error)}",
+                "remove the sample, or correct the path, which begins at the folder of the dataset",
+            ) from error
+        if size not in self._tokens_of_size:
+            from PIL import Image as Picture
+
+            try:
+                made = self.processor(
+                    text=[self._placeholder], images=[[Picture.new("RGB", size)]], add_special_tokens=False,
+                    return_tensors="pt",
+                )["input_ids"]  # fmt: skip
+            except Exception as error:
+                raise InvalidRequestError(
+                    f"{where}, of {size[0]} × {size[1]} pixels, cannot be processed: {first_line(error)}",
+                    "remove the sample, or give another processor with --tokenizer",
+                ) from error
+            self._tokens_of_size[size] = made.shape[1]
+            self._largest_token = max(self._largest_token, int(made.max()))
+        return self._tokens_of_size[size]
+
+    def check(self) -> None:
+        """Raise ``InvalidRequestError`` where samples do not go with the model, or with their length."""
+        spec, limit = self._spec, self._workload.seq_len
+        whole = len(self.lengths)
+        if self._without_image:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {len(self._without_image):,} of {whole:,} samples have no image in "
+                f"{self._images!r}",
+                "remove these samples, or name another column with --image-column",
+            )
+        if self._miscounted:
+            first, written = self._miscounted[0], self._written()
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {len(self._miscounted):,} of {whole:,} samples have not one {written} in "
+                f"{self._text!r} for each image; the first is sample {first + 1:,}",
+                f"write {written} where an image belongs, or give messages, whose images come first"
+                if not self._is_chat
+                else "give each image its part of the messages, or none any, for the first message to have them all",
+            )
+        if long := [length for length in self.lengths if length > limit]:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {len(long):,} of {whole:,} samples have more than --seq-len {limit} tokens, "
+                "and images are not cut",
+                f"give --seq-len {max(long)}, remove the samples, or give a processor that makes images smaller",
+            )
+        vocabulary = (self._workload.config.get("text_config") or {}).get("vocab_size")
+        if isinstance(vocabulary, int) and self._largest_token >= vocabulary:
+            raise InvalidRequestError(
+                f"the processor in {spec.tokenizer} produces token {self._largest_token}, but {self._workload.model} "
+                f"has only {vocabulary} tokens",
+                "give the processor that belongs to the model with --tokenizer",
+            )
+
+    def _written(self) -> str:
+        """Return what stands in a text for an image."""
+        around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
+        start, end = ("" if id is None else str(self.processor.tokenizer.convert_ids_to_tokens(id)) for id in around)
+        return f"{start}{self._placeholder}{end}"
+
+    def samples(self) -> Any:
+        """Return the texts and the undecoded images."""
+        if self._paths:
+            return Dataset.from_dict({IMAGES: self._paths, TEXT: self._texts})
+        images = self._dataset.select_columns([self._images])
+        # As plain bytes or paths, so that nothing decodes them but the collator.
+        plain = dataset_of_table(images.data.table.replace_schema_metadata(None))
+        if self._images != IMAGES:
+            plain = plain.rename_column(self._images, IMAGES)
+        return plain.add_column(TEXT, self._texts)
+
+
+def _item(kind: Any) -> Any:
+    """Return the type of an image of a column of images or of lists of them."""
+    if isinstance(kind, list):
+        return kind[0]
+    return getattr(kind, "feature", kind)
+
+
+def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts, without the empty fields that a table adds to them.
+
+    Where no part is an image, those of the sample are put before the first message of a user, as TRL does.
+    """
+    parts = [
+        [{"type": "text", "text": message["content"]}]
+        if isinstance(message["content"], str)
+        else [{name: value for name, value in part.items() if value is not None} for part in message["content"] or []]
+        for message in messages
+    ]
+    if not any(part.get("type") == "image" for each in parts for part in each):
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is not None:
+            parts[first] = [{"type": "image"}] * images + parts[first]
+    return [{"role": message["role"], "content": each} for message, each in zip(messages, parts, strict=True)]
