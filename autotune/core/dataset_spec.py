@@ -54,7 +54,7 @@ class DataFacts:
     num_labels: int | None = None
     """Number of classes; 1 where the labels are numbers to regress on."""
     lengths: Lengths | None = None
-    """``None`` for images, which all have one size."""
+    """``None`` for images alone, which all have one size."""
     packed: Packed | None = None
 
 
@@ -69,7 +69,7 @@ class DataSpec:
     """Hash or revision that is equal for two sources exactly when their content is, as far as that can be told
     quickly."""
     tokenizer_content: str | None = None
-    """The same for the tokenizer."""
+    """The same for the tokenizer or processor."""
     split: str = DEFAULT_SPLIT
     text_columns: tuple[str, ...] | None = None
     """``None`` means the only text column."""
@@ -77,7 +77,7 @@ class DataSpec:
     """Column of classes, numbers, or the target text of a seq2seq task; ``None`` means the usual names."""
     image_column: str | None = None
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; ``None`` for images."""
+    """Folder or hub name of the tokenizer, or the processor of images and text; ``None`` for images alone."""
     padding: PaddingRule = "longest"
     """Pad to the longest sample of a batch, as ``DataCollatorWithPadding`` does, or to the sequence length."""
     pad_to_multiple_of: int | None = None

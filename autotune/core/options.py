@@ -216,15 +216,16 @@ class _Data(TypedDict, total=False):
     )]
     split: Annotated[str | None, Option("Split of the dataset [default: train].", metavar="NAME")]
     text_column: Annotated[str | Sequence[str] | None, Option(
-        "Column of the text, two for pairs [default: text, sentence or the only one].",
+        "Column of the text, two for pairs [default: text, sentence or the only one; with images also messages].",
     )]
     label_column: Annotated[str | None, Option(
         "Column of classes or numbers, or of target texts for seq2seq [default: label, labels or target].",
         metavar="NAME",
     )]
-    image_column: Annotated[str | None, Option("Column of the images [default: image or img].", metavar="NAME")]
+    image_column: Annotated[str | None, Option("Column of the images [default: image, images or img].", metavar="NAME")]
     tokenizer: Annotated[str | os.PathLike[str] | None, Option(
-        "Tokenizer: a folder or a hub name [default: the model's own].", kind=TOKENIZER, metavar="FOLDER|NAME",
+        "Tokenizer, or processor of images and text: a folder or a hub name [default: the model's own].",
+        kind=TOKENIZER, metavar="FOLDER|NAME",
     )]
     pad_to_max_length: Annotated[bool, Option(
         "Pad to --seq-len [default: to the longest of a batch, as DataCollatorWithPadding does].",

@@ -119,7 +119,7 @@ def messages_of(row: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     if not whole:
         chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "beta"}]
         return {"images": row["images"], "messages": chat}
-    parts = [{"type": "image"}] * len(row["images"]) + [{"type": "text", "text": text}]
+    parts = [{"type": "image"}] * len(row["images"]) + [{"type": "text", "text": text, "image": None}]
     answer = [{"type": "text", "text": "beta"}]
     return {
         "images": row["images"],
