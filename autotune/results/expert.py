@@ -172,7 +172,13 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     """
     chip, weights = chip_of_device(report.environment["device_name"]), measured.linear_weights
     tokens = report.tokens_per_second(measured)
-    if chip is None or chip.rates is None or weights is None or tokens is None or report.workload.get("images"):
+    if (
+        chip is None
+        or chip.rates is None
+        or weights is None
+        or tokens is None
+        or report.workload["task"] == "image-text-to-text"
+    ):
         # Patches of images pass other layers than tokens.
         return None
     every, trained = weights
