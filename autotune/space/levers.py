@@ -579,9 +579,8 @@ def why_unpredictable(arm: Arm, workload: Workload) -> str | None:
     Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
     where models put images among tokens.
     """
-    if (arm.zero_stage is not None and arm.fused_loss) or (
-        arm.ranks > 1 and arm.strategy != "ddp" and arm.sparse_prediction
-    ):
+    is_zero = arm.zero_stage is not None
+    if (is_zero and arm.fused_loss) or ((is_zero or arm.is_sharded) and arm.sparse_prediction):
         return "sharded steps are traced with the model's own loss"
     if workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False):
         return "how DoRA dequantizes weights is not traced"

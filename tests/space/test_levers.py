@@ -22,6 +22,7 @@ from autotune.space.levers import (
     needs_at_least,
     never_slower,
     prediction_class,
+    why_unpredictable,
     without,
 )
 
@@ -158,3 +159,14 @@ def with_lengths(shortest: int, longest: int, padding: str = "longest") -> Workl
     lengths = Lengths(shortest, longest, longest, longest, float(longest), 0.0, 0.0, (1,))
     data = DataSpec("/data", "json", "0", padding=padding, facts=DataFacts(8, lengths=lengths))
     return dataclasses.replace(BERT_LARGE, task="causal-lm", data=data)
+
+
+def test_losses_are_predicted_where_a_step_is_traced_with_them() -> None:
+    masked = dataclasses.replace(BERT_LARGE, task="masked-lm")
+    zero, fsdp = Arm(strategy="zero2-offload"), Arm(strategy="fsdp", ranks=2)
+    for arm in (zero, fsdp, dataclasses.replace(zero, ranks=2)):
+        assert why_unpredictable(arm, masked) is None
+        assert why_unpredictable(changed(arm, sparse_prediction=True), masked) is not None
+    # FSDP2 keeps the weights of the output layer whole meanwhile.
+    assert why_unpredictable(changed(fsdp, fused_loss=True), BERT_LARGE) is None
+    assert why_unpredictable(changed(zero, fused_loss=True), BERT_LARGE) is not None
