@@ -102,11 +102,6 @@ class Workload:
         return self.task not in ("image-classification", "speech-seq2seq", "own")
 
     @property
-    def has_images_and_text(self) -> bool:
-        """Whether a processor makes the inputs of the model, from images and a text with places for them."""
-        return self.task == "image-text-to-text"
-
-    @property
     def trained_dtype(self) -> DTypeName:
         """Dtype of the weights that are trained: peft stores adapters in float32, but new heads as the frozen ones."""
         return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype

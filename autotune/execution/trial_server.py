@@ -327,7 +327,7 @@ class TrialServer:
     def _read_anew(self, folder: Path) -> None:
         assert self.workload.data is not None
         # Its folder is named after what the data held when it was looked at.
-        check_unchanged(self.workload.data, of_processor=self.workload.has_images_and_text)
+        check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
         log_path = self._log_folder / "read_data.log"
         work = DataWork(str(folder))
         answer = self._run_to_end(Job("read_data", self.workload, work, _READ_DATA_SECONDS, str(log_path)))

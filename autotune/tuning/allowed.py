@@ -228,9 +228,7 @@ def _check_context_parallel(request: SearchRequest) -> None:
 
 def _check_strategies(request: SearchRequest) -> None:
     """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
-    strategies = request.strategies
-    if strategies is None and request.context_parallel > 1:
-        strategies = ("fsdp",)
+    strategies = request.asked_strategies
     if strategies is None:
         return
     if request.beside and strategies != ("zero2-offload",):
@@ -330,15 +328,13 @@ def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts
 
 
 def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
-    sharded = [strategy for strategy in request.strategies or () if strategy in FSDP]
-    if request.context_parallel > 1:
-        sharded = ["fsdp"]
-        if "sdpa" not in model.attn_implementations:
-            raise InvalidRequestError(
-                f"--context-parallel {request.context_parallel}: {model.class_name} has no sdpa attention, "
-                "by which ranks share samples",
-                "leave --context-parallel out",
-            )
+    sharded = [strategy for strategy in request.asked_strategies or () if strategy in FSDP]
+    if request.context_parallel > 1 and "sdpa" not in model.attn_implementations:
+        raise InvalidRequestError(
+            f"--context-parallel {request.context_parallel}: {model.class_name} has no sdpa attention, "
+            "by which ranks share samples",
+            "leave --context-parallel out",
+        )
     if not sharded:
         return
     asked, instead = _sharding_of(request, sharded[0])

@@ -52,13 +52,10 @@ def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: 
 
     It takes all that it is given, and does not start where that is not free.
     """
-    taken_bytes, reachable_bytes, source = (
-        _engine_bytes(request, model),
-        request.reachable_bytes,
-        request.workload.source,
-    )
+    taken_bytes, reachable_bytes = _engine_bytes(request, model), request.reachable_bytes
     if taken_bytes is None or taken_bytes + context_bytes < reachable_bytes:
         return
+    source = request.workload.source
     assert source is not None
     is_limited = reachable_bytes == request.memory_limit_bytes
     where = "a memory limit of" if is_limited else f"what is free on {request.device.label},"

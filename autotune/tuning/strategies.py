@@ -80,9 +80,7 @@ def _may_offload(request: SearchRequest, model: ModelFacts) -> bool:
 
 def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
-    asked = request.strategies
-    if asked is None and request.context_parallel > 1:
-        asked = tuple(FSDP)
+    asked = request.asked_strategies
     if asked is not None:
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_split = (

@@ -238,7 +238,7 @@ def recorded_request(
         today = replace(workload, source=workload.source.as_it_is_now())
         request = replace(request, workload=today)
     if workload.data is not None:
-        check_unchanged(workload.data, of_processor=workload.has_images_and_text)
+        check_unchanged(workload.data, of_processor=workload.task == "image-text-to-text")
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
     request = replace(request, **spent, beside=beside)
     check_request(request)

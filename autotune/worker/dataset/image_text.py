@@ -15,11 +15,18 @@ IMAGES = "images"
 _IGNORED = -100
 
 
+def open_stored(stored: dict[str, Any]) -> Any:
+    """Return an image, as it is stored, of which no more than the header was read."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"])
+
+
 def opened(stored: dict[str, Any]) -> Any:
     """Return an image of which no more than the header was read, unless it has to be turned."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    image = Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"])
+    image = open_stored(stored)
     # As datasets does when it decodes.
     ImageOps.exif_transpose(image, in_place=True)
     return image

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import (
 
 from autotune.core.workload import Workload
 from autotune.training.rows import PackedRows
-from autotune.worker.dataset.image_text import ImageTextCollator
+from autotune.worker.dataset.image_text import ImageTextCollator, open_stored
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
 from autotune.worker.private.transformers import OrderedTrainer
 
@@ -160,7 +159,7 @@ class _ImageTransform:
     def _pixels(self, stored: dict[str, Any]) -> torch.Tensor:
         from PIL import Image
 
-        with Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"]) as image:
+        with open_stored(stored) as image:
             scaled = image.convert(self._mode).resize((self._width, self._height), Image.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.asarray(scaled).copy()).reshape(self._height, self._width, -1)
         # From bytes to -1 … 1, as most image processors do.
