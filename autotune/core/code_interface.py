@@ -112,9 +112,7 @@ class CodeInterface:
     batch_matters: str | None = None
     """Why n batches of one sample train otherwise than one batch of n; ``None`` where nothing shows that they do."""
     memory_unknown: str | None = None
-    """Why its memory is not predicted; ``None`` where it is, or was not asked for."""
-    untraceable: str | None = None
-    """Why its steps cannot be traced without a GPU."""
+    """Why the memory of a ``Trainer`` is not predicted; ``None`` where it is, or was not asked for."""
     samples_a_prompt: int = 1
     """Completions of a prompt that a step is made of, as TRL's GRPO generates them: a step has a multiple of them."""
     engine_share: float | None = None

@@ -347,7 +347,7 @@ class TrialServer:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
 
         The memory of the user's own code is traced for some ``arms`` where the chip is known, see
-        ``autotune.worker.user.fake_steps``.
+        ``autotune.worker.user.trainer_memory``.
 
         Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """

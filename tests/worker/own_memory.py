@@ -21,11 +21,6 @@ from autotune.tuning.forecasting import arms_to_trace
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 CHIP = CHIPS["h200"].decisive()
-TINY_BERT = {
-    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 32, "vocab_size": 64,
-}  # fmt: skip
-"""What the loops of ``train_loop.py`` and ``lightning_loop.py`` train."""
 BATCHES = ((8, 1), (16, 4), (64, 1))
 
 
@@ -58,15 +53,10 @@ class Predicted:
         return sum(row.count * row.bytes[1] for row in self.operations.rows if row.part == "update")
 
 
-def answered(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> PredictionAnswer:
-    """The answer of a process that predicts."""
-    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
-    return decode(server.run(workload, work).result, PredictionAnswer)
-
-
 def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> Predicted:
     """What is predicted of an arm of a built-in workload, or from the traced step of one's own code."""
-    answer = answered(server, workload, arm, step)
+    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
+    answer = decode(server.run(workload, work).result, PredictionAnswer)
     assert answer.operations is not None
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
     return Predicted(peaks, answer.operations)

@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from own_memory import inspected
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -49,13 +48,10 @@ def test_a_script_with_fabric_is_measured_unmodified(trial_server: ServerClient,
     ]
 
 
-def test_an_accumulation_in_the_code_is_left_and_memory_is_not_predicted(
-    trial_server: ServerClient, tmp_path: Path
-) -> None:
+def test_an_accumulation_in_the_code_is_left(trial_server: ServerClient, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = SCRIPT.read_text().replace("args.gradient_accumulation_steps", "3")
     script.write_text(text.replace('parser.add_argument("--gradient-accumulation-steps", type=int, default=2)', ""))
-    model = inspected(trial_server, Workload.of_source(find_script(["python", str(script)])), precisions=("bf16",))
+    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
     assert model.interface.searched == ("batch", "precision", "checkpointing")
     assert model.own.gradient_accumulation_steps == 3
-    assert (model.interface.memory_unknown, model.memory) == ("a loop with Fabric is not traced", ())

@@ -1,12 +1,10 @@
 """Trials of unmodified scripts that train with Lightning, each in a process of its own, on the CPU."""
 
-import dataclasses
 import importlib
 import importlib.util
 from pathlib import Path
 
 import pytest
-from own_memory import TINY_BERT, inspected, predicted
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -44,22 +42,6 @@ def test_a_lightning_script_is_measured_unmodified(trial_server: ServerClient, f
     assert "trains with 32-true, 2" in answer.log
     assert answer.completed.measurement.micro_steps_run == 2
     assert list(folder.iterdir()) == []
-
-
-def test_a_lightning_module_is_traced(trial_server: ServerClient) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed: make test-clients")
-    workload = Workload.of_source(find_script(["python", str(SCRIPT)]))
-    model = inspected(trial_server, workload, precisions=("bf16",))
-    assert model.interface.memory_unknown is None
-    assert [trace.arm.gradient_checkpointing for trace in model.memory] == [False, True]
-    built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
-    for trace in model.memory:
-        own = predicted(trial_server, built_in, trace.arm, trace.step)
-        like = predicted(trial_server, built_in, dataclasses.replace(trace.arm, optim="adamw_torch"))
-        # Lightning frees the gradients of a step after the next forward pass: they are 56 KB here.
-        assert like.peaks[2][0] <= own.peaks[2][0] <= like.peaks[2][0] + 64 * 1024
-        assert own.flops == like.flops
 
 
 def test_what_writes_in_place_of_a_logger_is_left_out() -> None:

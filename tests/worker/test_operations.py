@@ -109,7 +109,7 @@ scan.register_autograd(lambda ctx, gradient: scan(gradient), setup_context=lambd
 
 
 class Scanning:
-    max_grad_norm, keeps_gradients = 1.0, False
+    max_grad_norm = 1.0
     with torch.device("meta"):
         model = torch.nn.Linear(16, 24)
 

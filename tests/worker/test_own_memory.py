@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_memory import CHIP, OWN_CODE, TINY_BERT, answered, inspected, predicted
+from own_memory import CHIP, OWN_CODE, inspected, predicted
 from recorded import ComputedRunner
 from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
 from server_client import ServerClient
@@ -15,14 +15,14 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.inspection import ModelFacts
 from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionWork
-from autotune.core.training_source import find_loop, find_script, find_trainer
+from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import prepare
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.fake_steps import BatchShapes, NotTraceableError, of_loader, why_not
+from autotune.worker.user.trainer_memory import BatchShapes, NotTraceableError, of_loader, why_not
 
 
 @pytest.fixture(scope="module")
@@ -156,33 +156,11 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     assert not tried.intersection(too_large)
 
 
-def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient, tmp_path: Path) -> None:
-    workload = Workload.of_source(
-        find_script([str(OWN_CODE / "accelerate_loop.py"), "--output_dir", str(tmp_path / "out")])
-    )
-    model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
-    assert model.interface.memory_unknown is None
-    (trace,) = model.memory
-    assert trace.arm == Arm("fp32", optim="own")
-    built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
-    own = predicted(trial_server, built_in, trace.arm, trace.step)
-    like = predicted(trial_server, built_in, Arm("fp32", optim="adamw_torch"))
-    # The loop holds the outputs of a pass until the next one, and no inputs but those of one pass.
-    assert own.peaks[0][0] >= like.peaks[0][0]
-    assert own.peaks[1][0] == pytest.approx(like.peaks[1][0], rel=1e-3)
-    assert own.flops == like.flops
-    assert own.updated_bytes >= like.updated_bytes > 0
-
-
-LOOP = """
+TRAINS = """
 import os, time
 import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainingArguments
 is_traced = os.environ["CUDA_VISIBLE_DEVICES"] == ""
-class Data(Dataset):
-    def __len__(self): return 96
-    def __getitem__(self, index): return {"inputs": torch.ones(1024)}
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -190,20 +168,14 @@ class Model(torch.nn.Module):
     def forward(self, inputs):
         assert not is_traced or type(self.layer.weight.data).__name__ == "FakeTensor", "this is computed"
         return {"loss": self.layer(inputs).square().mean()}
-def train(calls=1):
-    accelerator = Accelerator()
-    model = Model()
+def train():
     weights = torch.nn.init.normal_(torch.nn.Parameter(torch.full((1024, 1024), 7.0)))
     assert is_traced == bool((weights == 7).all()), "large weights of a traced model are left as they are"
-    loader, optimizer = DataLoader(Data(), batch_size=8), torch.optim.SGD(model.parameters(), 0.1)
-    model, loader, optimizer = accelerator.prepare(model, loader, optimizer)
-    for batch in loader:
-        accelerator.backward(sum(model(**batch)["loss"] for _ in range(calls)))
-        optimizer.step()
-        optimizer.zero_grad()
+    data = [{"inputs": torch.ones(1024)} for _ in range(96)]
+    Trainer(Model(), TrainingArguments("out", report_to="none"), train_dataset=data).train()
 """
 WAITS = (
-    LOOP
+    TRAINS
     + """
 # Neither sees what the other writes to the user's files.
 made = f"/dev/shm/autotune-test-{os.getppid()}"
@@ -219,7 +191,7 @@ train()
 """
 )
 COLLIDES = (
-    LOOP
+    TRAINS
     + """
 until = time.monotonic() + 0.5
 while not is_traced and not os.path.isdir("made") and time.monotonic() < until: time.sleep(0.01)
@@ -228,7 +200,7 @@ train()
 """
 )
 HALF_WRITTEN = (
-    LOOP
+    TRAINS
     + """
 import json
 until = time.monotonic() + 0.5
@@ -260,60 +232,14 @@ def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
     assert model.own.per_device_train_batch_size == 8
     if text is WAITS:
         assert model.interface.memory_unknown is None
-        assert [trace.arm for trace in model.memory] == [Arm("fp32", optim="own")]
+        assert [(trace.arm.precision, trace.arm.optim) for trace in model.memory] == [("fp32", model.own.optim)]
 
 
-def test_a_loop_that_calls_its_model_twice_for_a_step_is_not_traced(trial_server: ServerClient, tmp_path: Path) -> None:
-    model = of_script(trial_server, tmp_path, LOOP + "train(calls=2)\n")
-    assert model.memory == ()
-    assert model.interface.memory_unknown == "its loop calls the model 2 times for a backward pass"
-
-
-# In the manner of transformers' examples, and of a loop that frees its gradients before the forward pass.
-@pytest.mark.parametrize(("function", "checkpointing"), [("classify_texts", "on"), ("classify_batches", "off")])
-def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, function: str, checkpointing: str) -> None:
-    workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:{function}"))
-    model = inspected(trial_server, workload, precisions=("bf16",), gradient_checkpointing=checkpointing)
-    assert model.interface.memory_unknown is None
-    (trace,) = model.memory
-    assert trace.arm == Arm("bf16", gradient_checkpointing=checkpointing == "on", optim="own")
-    built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
-    own = predicted(trial_server, built_in, trace.arm, trace.step)
-    like = predicted(trial_server, built_in, dataclasses.replace(trace.arm, optim="adamw_torch"))
-    # The loop holds its loss until the next one, and no inputs but those of one pass.
-    for (own_bytes, _), (like_bytes, _) in zip(own.peaks[::2], like.peaks[::2], strict=True):
-        assert like_bytes <= own_bytes <= like_bytes + 1024
-    if "accumulation" in model.interface.searched:
-        assert own.peaks[1][0] == pytest.approx(like.peaks[1][0], abs=8192)
-    assert own.flops == like.flops
-    assert own.updated_bytes >= like.updated_bytes > 0
-
-
-PASSES = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import autotune
-def train(config):
-    model = torch.nn.Linear(32, 32)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for (inputs,) in autotune.steps(DataLoader(TensorDataset(torch.ones(96, 32)), config.per_device_batch_size)):
-        for _ in range({passes}):
-            model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_operations_of_a_loop_are_known_where_a_step_has_one_backward_pass(
-    trial_server: ServerClient, tmp_path: Path, passes: int
-) -> None:
-    (tmp_path / "loop.py").write_text(PASSES.format(passes=passes))
-    workload = Workload.of_source(find_loop(f"{tmp_path / 'loop.py'}:train"))
-    (trace,) = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off").memory
-    answer = answered(trial_server, workload, trace.arm, trace.step)
-    assert answer.batches[0].peak_allocated_bytes > 0
-    assert (answer.operations is not None) is (passes == 1)
+def test_a_loop_is_not_traced(trial_server: ServerClient, tmp_path: Path) -> None:
+    script = find_script([str(OWN_CODE / "accelerate_loop.py"), "--output_dir", str(tmp_path / "out")])
+    model = inspected(trial_server, Workload.of_source(script))
+    assert model.interface.kind == "accelerate"
+    assert (model.memory, model.interface.memory_unknown) == ((), None)
 
 
 def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
@@ -321,14 +247,6 @@ def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
     assert model.memory == ()
     assert "numpy" in model.interface.memory_unknown
-
-
-def test_a_loop_without_a_loader_is_not_traced(trial_server: ServerClient) -> None:
-    workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:take_the_batch_alone"))
-    model = inspected(trial_server, workload, gradient_checkpointing="off")
-    assert model.memory == ()
-    assert model.interface.memory_unknown == "it goes over no loader with autotune.steps"
-    assert model.interface.searched == ("batch",)
 
 
 class TestBatchShapes:

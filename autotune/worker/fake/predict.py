@@ -13,7 +13,7 @@ import torch
 
 from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
 from autotune.core.chip import Chip
-from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep, unpacked
@@ -35,6 +35,7 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
+    operations: Operations | None
     if work.step is not None:
         step, operations = unpacked(work.step)
     else:

@@ -76,18 +76,14 @@ release ``None`` instead. Plain tuples, as there are tens of thousands for each 
 class ScalableStep:
     """The allocations of an optimizer step at any per-device batch and accumulation."""
 
-    def __init__(
-        self, trace: Trace, batch: int, alone: ScalableStep | None = None, *, most_inputs: int | None = None
-    ) -> None:
+    def __init__(self, trace: Trace, batch: int, alone: ScalableStep | None = None) -> None:
         """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch.
 
         ``alone`` is a step of one micro-step, where that is not the same without the second: under FSDP the only
-        micro-step reduces its gradients, and the first of two does not. ``most_inputs`` is the number of micro-steps
-        whose inputs are on the device at once; ``None`` stands for all.
+        micro-step reduces its gradients, and the first of two does not.
         """
         self._trace = trace
         self._alone = alone
-        self._most_inputs = most_inputs
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
         self._begins = trace.parts["first inputs"]
@@ -152,8 +148,7 @@ class ScalableStep:
         """Return the inputs of all micro-steps, and the other events of a step, which end before the inputs do."""
         inputs: list[_Event] = [(number, number) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
-        held = accumulation if self._most_inputs is None else min(accumulation, self._most_inputs)
-        loads = [event for number in range(held) for event in self._later(inputs, 2 * number)]
+        loads = [event for number in range(accumulation) for event in self._later(inputs, 2 * number)]
         traced, parts = self._trace.events, self._trace.parts
         part = traced[parts["first micro-step"] :]
         if accumulation == 1:
@@ -233,12 +228,11 @@ def _last_power_of_two(number: int) -> int:
 # A trace as text, so that one process can trace and others predict from it
 
 
-def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operations | None) -> str:
-    """Return the trace of a step at a telling batch, and its operations if they are known, as text."""
+def packed(trace: Trace, batch: int, operations: Operations) -> str:
+    """Return the trace of a step at a telling batch, and its operations, as text."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,
-        "most_inputs": most_inputs,
         "events": trace.events,
         "kinds": kinds,
         "labels": [[number, kinds.index(label)] for number, label in trace.labels.items()],
@@ -246,12 +240,12 @@ def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operat
         "embeddings": [[number, *sizes] for number, sizes in trace.embeddings.items()],
         "pieces": list(trace.pieces.items()),
         "parts": trace.parts,
-        "operations": None if operations is None else encode(operations),
+        "operations": encode(operations),
     }
     return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
 
 
-def unpacked(text: str) -> tuple[ScalableStep, Operations | None]:
+def unpacked(text: str) -> tuple[ScalableStep, Operations]:
     """Return the step whose trace was packed, and its operations."""
     document = json.loads(zlib.decompress(base64.b64decode(text)))
     kinds = document["kinds"]
@@ -263,6 +257,4 @@ def unpacked(text: str) -> tuple[ScalableStep, Operations | None]:
         pieces=dict(document["pieces"]),
         parts=document["parts"],
     )
-    step = ScalableStep(trace, document["batch"], most_inputs=document["most_inputs"])
-    counted = document["operations"]
-    return step, None if counted is None else decode(counted, Operations)
+    return ScalableStep(trace, document["batch"]), decode(document["operations"], Operations)

@@ -144,8 +144,6 @@ class Training(Protocol):
     model: Any
     max_grad_norm: float
     """Gradients are clipped to this norm; 0 leaves that out."""
-    keeps_gradients: bool
-    """Whether the gradients of a step are freed in the next step only, after its forward pass."""
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Make the training ready, now that the model's parameters are fake tensors; return the optimizer."""
@@ -206,8 +204,7 @@ def _optimizer_step(
     operations.counts_as = "update"
     optimizer.step()
     operations.counts_as = None
-    if not training.keeps_gradients:
-        optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _micro_step(loss_of: Callable[[Any], Any], batch: Any) -> None:
@@ -227,7 +224,6 @@ class _BuiltIn:
     """The built-in training of a workload in one arm."""
 
     max_grad_norm = 1.0
-    keeps_gradients = False
 
     def __init__(self, workload: Workload, arm: Arm, model: Any) -> None:
         self._workload = workload

@@ -77,8 +77,3 @@ def compute_on_cpu() -> None:
     for state in (PartialState, AcceleratorState):
         if "device" in state._shared_state:
             state._shared_state["device"] = torch.device("cpu")
-
-
-def as_it_was_made(accelerator: Any, model: Any) -> Any:
-    """Return a model that an ``Accelerator`` prepared, without the autocast around its ``forward``."""
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False)

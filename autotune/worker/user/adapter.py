@@ -180,8 +180,13 @@ class LoopInspection(Listener):
 
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Give the batches of a loader."""
+        from autotune.worker.user.inspection import facts_of
+
         for batch in batches():
             self._given = loader
+            if self.inspecting.work.arms is not None:
+                # This process is there to trace a Trainer, and this is none.
+                self.inspecting.finish(facts_of(None, loader))
             yield batch
 
     def backward_begins(self, tensors: Any) -> None:

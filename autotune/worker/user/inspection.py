@@ -40,11 +40,6 @@ class Code:
     work: InspectionWork
     scratch: Scratch
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether the memory of its steps is asked for."""
-        return self.work.arms is not None and self.work.arms.chip is not None
-
 
 def facts_of(model: Any, loader: Any) -> ModelFacts:
     """Return what a search needs to know of a model and its training data; either may be ``None``."""

@@ -7,7 +7,6 @@ those of the framework, its batch over that of the training ``DataLoader``, whic
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -19,7 +18,6 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.worker.facts import inspect_environment
-from autotune.worker.process import in_fork
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run, most_steps
@@ -28,8 +26,6 @@ from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
-from autotune.worker.user.fake_loop import trace_loop
-from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
@@ -215,28 +211,7 @@ class Announced:
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:
-    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read.
-
-    Where its memory is asked for, it runs in a fork, and is then run again for each arm, without a GPU.
-    """
-    arms = code.work.arms
-    if arms is None or arms.chip is None:
-        _run_one_step(code, finish)
-    began = time.monotonic()
-    answer = in_fork(InspectionAnswer, lambda send: _run_one_step(code, send))
-    if (found := answer.inspection) is not None and found.model is not None:
-        seconds = time.monotonic() - began
-        left_seconds = arms.within_seconds - seconds
-        memory = (
-            Memory(unknown="its code takes too long to be run once more for that")
-            if left_seconds < 2 * seconds
-            else trace_loop(code, found.model, arms, left_seconds)
-        )
-        answer = InspectionAnswer(dataclasses.replace(found, model=with_memory(found.model, memory)))
-    finish(answer)
-
-
-def _run_one_step(code: Code, finish: Finish) -> NoReturn:
+    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []

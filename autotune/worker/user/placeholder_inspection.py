@@ -78,7 +78,6 @@ class _Inspecting:
     def __init__(self, code: Code, *, beside: bool) -> None:
         self._source, self._scratch = code.source, code.scratch
         self._beside = beside
-        self._predicts = code.is_traced
         """Whether memory is to be predicted, as far as that is possible."""
         self._template: Template = code.source.template
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
@@ -338,7 +337,6 @@ class _Inspecting:
                 tunes_loader=False,
                 has_own_settings=own is not None,
                 batch_matters=self._why_batch_matters(site, one, two, accumulates=tells_total),
-                memory_unknown="its batches are made by its own command line" if self._predicts else None,
             ),
             own=self._own_settings(own, how) if own is not None else None,
         )

@@ -27,7 +27,6 @@ from autotune.worker.process import Beside, in_fork
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user.adapter import Inspecting
 from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
-from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
@@ -44,6 +43,7 @@ from autotune.worker.user.trainer_code import (
     probe,
     run_source,
 )
+from autotune.worker.user.trainer_memory import Memory, leave_large_weights_unset, traced, with_memory
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
 # predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
@@ -81,10 +81,11 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
         again = describe(is_probing=False)
         inspected = inspected if again.answer.problem is not None else again
     inspection = inspected.answer.inspection
-    if tracing is not None and inspection is not None and inspection.model is not None:
+    model = None if inspection is None else inspection.model
+    if tracing is not None and inspection is not None and model is not None and model.interface.kind == "trainer":
         seconds = time.monotonic() - began
-        memory = _memory_of(tracing, inspection.model, code.work, seconds)
-        inspection = dataclasses.replace(inspection, model=with_memory(inspection.model, memory))
+        memory = _memory_of(tracing, model, code.work, seconds)
+        inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
         inspected = dataclasses.replace(inspected, answer=InspectionAnswer(inspection))
     _finish(plain, inspected, finish)
 
@@ -130,7 +131,7 @@ def _begin_tracing(code: Code) -> Beside[_Seen] | None:
     A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
     on the GPU cannot trace. ``None`` where nothing is to be traced.
     """
-    if not code.is_traced:
+    if code.work.arms is None or code.work.arms.chip is None:
         return None
     output_dir = os.path.join(code.scratch.path, "traced")
     os.makedirs(output_dir, exist_ok=True)
@@ -153,17 +154,17 @@ def _begin_tracing(code: Code) -> Beside[_Seen] | None:
 def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
     """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
     assert work.arms is not None
-    if (unknown := model.interface.untraceable) is not None:
+    if model.interface.engine_share is not None:
         tracing.end()
-        return Memory(unknown=unknown)
+        return Memory(unknown="vLLM generates in its process")
     seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
     if seen is None:
         return Memory(unknown="its process ended, or took too long")
     if seen.answer.inspection is None or seen.answer.inspection.model is None:
         problem = seen.answer.problem
         return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
-    traced = seen.answer.inspection.model
-    return Memory(traced.memory, traced.interface.memory_unknown)
+    found = seen.answer.inspection.model
+    return Memory(found.memory, found.interface.memory_unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +209,19 @@ class _Inspection:
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
                 overlay = self._overlay
-                engine_share = _engine_share(trainer.args)
                 interface = CodeInterface(
                     "trainer",
                     made_from=overlay.made_from,
                     place=overlay.place,
-                    untraceable="vLLM generates in its process" if engine_share is not None else None,
-                    engine_share=engine_share,
+                    engine_share=_engine_share(trainer.args),
                     samples_a_prompt=_samples_a_prompt(trainer.args),
                     batch_matters=overlay.why_batch_matters,
                     packs=bool(getattr(trainer.args, "packing", False)),
                 )
                 model = _model_facts(trainer, interface)
                 self._check(trainer, self._overlay.tuned)
-                model = add_memory(self._work, model, lambda: TrainerStep(trainer))
+                if self._work.arms is not None and interface.engine_share is None:
+                    model = with_memory(model, traced(self._work, model, trainer))
             except BaseException as error:
                 self._fail(error)
             self._finish_with_model(model)

@@ -6,15 +6,13 @@ training ``DataLoader``: the one whose batch came last before the first backward
 
 from __future__ import annotations
 
-import functools
 import inspect as python_inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
@@ -30,9 +28,6 @@ from autotune.worker.user.adapter import (
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import after, around, before, on_import
-
-if TYPE_CHECKING:
-    from autotune.worker.user.fake_steps import Memory, OwnStep
 
 # The options of transformers' and accelerate's examples, by what they decide.
 _OPTIONS = {
@@ -70,12 +65,10 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
 class AccelerateOverlay:
     """What is put over every ``Accelerator`` that is made in this process, and seen of it."""
 
-    def __init__(self, changes: Changes, *, is_quiet: bool = False, on_call: Callable[[], None] | None = None) -> None:
+    def __init__(self, changes: Changes, *, is_quiet: bool = False) -> None:
         self._changes = changes
         self._is_quiet = is_quiet
         """Whether nothing is tracked."""
-        self._on_training_call = on_call
-        """Called before a forward pass that is trained with."""
         self.accelerator: Any = None
         """The one that was made last."""
         self.made_at = ""
@@ -83,9 +76,6 @@ class AccelerateOverlay:
         self.passed: set[str] = set()
         """Which of its settings the script passed itself, so that ``accelerate launch`` does not decide them."""
         self.models: list[Any] = []
-        self.optimizers: list[Any] = []
-        self.arguments: set[str] | None = None
-        """Names under which the model was given what it was called with last; ``None`` where some had none."""
         self.accumulates = False
         """Whether the script's steps are divided by ``Accelerator.accumulate``."""
 
@@ -133,20 +123,11 @@ class AccelerateOverlay:
             if isinstance(thing, torch.nn.Module):
                 self.models.append(thing)
                 self._changes.apply_to(thing)
-                if self._on_training_call is not None:
-                    thing.register_forward_pre_hook(self._on_call, with_kwargs=True)
-            elif isinstance(thing, torch.optim.Optimizer):
-                self.optimizers.append(thing)
 
     def _on_prepared_loader(self, prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
         from autotune.worker.user.loader_overlay import keep_key
 
         keep_key(prepared, data_loader)
-
-    def _on_call(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.arguments = None if given else set(named)
-        if self._on_training_call is not None and model.training and sys.modules["torch"].is_grad_enabled():
-            self._on_training_call()
 
 
 def _keep_quiet() -> None:
@@ -178,47 +159,17 @@ class AccelerateInspection(LoopInspection):
 
     def __init__(self, inspecting: Inspecting) -> None:
         super().__init__(inspecting)
-        self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True, on_call=self._on_call)
-        self._traces = inspecting.work.arms is not None and inspecting.work.arms.chip is not None
-        self._calls = 0
-        """Forward passes of prepared models before the first backward pass."""
-        self._memory: Memory | None = None
+        self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True)
         give_batches(_loaders(), self.batches)
 
     def accumulates_itself(self) -> bool:
         """Return whether the script divides its steps by ``Accelerator.accumulate``."""
         return self.overlay.accumulates
 
-    def _on_call(self) -> None:
-        if not self.is_at_work() or self.loader is not None:
-            return
-        self._calls += 1
-        if self._traces:
-            # Nothing else is asked for, so that not even the first forward pass has to be computed.
-            self.take_loader()
-            self.finish()
-
-    def take_loader(self) -> None:
-        """Record the loader, and trace the memory of a step.
-
-        That is before the first backward pass: no fork could compute gradients after it.
-        """
-        super().take_loader()
-        if not self._traces:
-            return
-        from autotune.worker.private.transformers import attention_of
-        from autotune.worker.user.fake_steps import traced
-
-        config = getattr(self.overlay.models[0], "config", None) if len(self.overlay.models) == 1 else None
-        attention = attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"
-        make = functools.partial(_traced_step, self.overlay, self.loader)
-        self._memory = traced(self.inspecting.work, attention, OWN_OPTIM, make)
-
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""
         import torch
 
-        from autotune.worker.user.fake_steps import with_memory
         from autotune.worker.user.inspection import facts_of_script
 
         source = self.inspecting.source
@@ -230,8 +181,7 @@ class AccelerateInspection(LoopInspection):
         by = self.accumulates_by()
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
-        many_calls = f"its loop calls the model {self._calls} times for a backward pass"
-        facts = facts_of_script(
+        return facts_of_script(
             source,
             CodeInterface(
                 "accelerate",
@@ -239,7 +189,6 @@ class AccelerateInspection(LoopInspection):
                 flags=self.options.flags(_OPTIONS),
                 accelerator=os.path.basename(self.overlay.made_at),
                 passed=tuple(sorted(self.overlay.passed)),
-                untraceable=many_calls if self._calls > 1 else None,
             ),
             models[0] if models else None,
             self.loader,
@@ -248,46 +197,3 @@ class AccelerateInspection(LoopInspection):
             takes_accumulation=by != "script",
             takes_precision=True,
         )
-        return facts if self._memory is None else with_memory(facts, self._memory)
-
-
-def _traced_step(overlay: AccelerateOverlay, loader: Any) -> OwnStep:
-    """Return a step of a loop that calls its model with a batch, and takes the loss of its outputs."""
-    import torch
-
-    from autotune.worker.private.accelerate import as_it_was_made
-    from autotune.worker.user.fake_steps import NotTraceableError, OwnStep, of_loader
-
-    model = overlay.models[0] if len(overlay.models) == 1 else None
-    if model is None or len(overlay.optimizers) != 1:
-        raise NotTraceableError("it prepares another number of models and optimizers than one each")
-
-    class AccelerateStep(OwnStep):
-        """Holds the outputs of one pass until it has those of the next, as the loop does."""
-
-        def __init__(self) -> None:
-            super().__init__(as_it_was_made(overlay.accelerator, model), of_loader(loader))
-            batch = self.shapes.at(1)
-            if overlay.arguments is None or not isinstance(batch, Mapping) or overlay.arguments != set(batch):
-                raise NotTraceableError("its loop calls the model with something else than a batch")
-
-        def optimizer(self) -> torch.optim.Optimizer:
-            """Return the script's own."""
-            return self.over_fake_parameters(overlay.optimizers[0])  # type: ignore[no-any-return]
-
-        def begin(self, batch_size: int) -> torch.optim.Optimizer:
-            """Make it ready, and keep the outputs of a pass from here on."""
-            optimizer = super().begin(batch_size)
-            with torch.no_grad():
-                self._held = self.model(**self.batch(batch_size))
-            return optimizer
-
-        def loss(self, batch: Any) -> Any:
-            """Return the loss of the model's outputs."""
-            outputs = self.model(**batch)
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-            if loss is None:
-                raise NotTraceableError("its loop computes the loss itself")
-            return loss
-
-    return AccelerateStep()

@@ -114,12 +114,7 @@ class FabricInspection(LoopInspection):
         is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
         return facts_of_script(
             self.inspecting.source,
-            CodeInterface(
-                "fabric",
-                accumulates_by=by,
-                flags=self.options.flags(_OPTIONS),
-                untraceable="a loop with Fabric is not traced",
-            ),
+            CodeInterface("fabric", accumulates_by=by, flags=self.options.flags(_OPTIONS)),
             self.overlay.models[0] if self.overlay.models else None,
             self.loader,
             accumulation=self.passes,

@@ -6,12 +6,11 @@ training, its batches and its steps begin and end.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +21,6 @@ from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import around, on_import
 
 if TYPE_CHECKING:
-    from autotune.worker.user.fake_steps import OwnStep
     from autotune.worker.user.loop_steps import LoopSteps
 
 _TRAINERS = {
@@ -64,7 +62,6 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
     options = watch_options()
 
     def on_start(trainer: Any, module: Any) -> None:
-        from autotune.worker.user.fake_steps import add_memory
         from autotune.worker.user.inspection import facts_of_script
 
         precision = precision_names.OF_LIGHTNING.get(str(trainer.precision))
@@ -80,7 +77,7 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
             takes_accumulation=is_automatic,
             takes_precision=precision is not None,
         )
-        inspecting.finish(add_memory(inspecting.work, facts, lambda: _traced_step(trainer, module)))
+        inspecting.finish(facts)
 
     quiet = _quiet(inspecting.output_dir, on_cpu=inspecting.work.devices.kind == "cpu")
     LightningOverlay(Changes(), quiet, on_start).install()
@@ -216,51 +213,3 @@ def kept(package: str, callbacks: list[Any]) -> list[Any]:
     saves_config = getattr(sys.modules.get(f"{package}.cli"), "SaveConfigCallback", None)
     left_out += () if saves_config is None else (saves_config,)
     return [callback for callback in callbacks if not isinstance(callback, left_out)]
-
-
-def _traced_step(trainer: Any, module: Any) -> OwnStep:
-    """Return a step of a module that is optimized automatically."""
-    import torch
-
-    from autotune.worker.user.fake_steps import NotTraceableError, OwnStep, of_loader
-
-    class LightningStep(OwnStep):
-        """A step of a Lightning module that is optimized automatically.
-
-        Lightning frees the gradients of a step after the forward pass of the next.
-        """
-
-        keeps_gradients = True
-
-        def __init__(self) -> None:
-            super().__init__(module, of_loader(trainer.train_dataloader))
-            if not module.automatic_optimization or len(trainer.optimizers) != 1:
-                raise NotTraceableError("it steps its optimizers itself")
-            self._optimizer = trainer.optimizers[0]
-            self._precision = "fp32"
-            self.max_grad_norm = float(trainer.gradient_clip_val or 0.0)
-
-        def set_precision(self, precision: str) -> None:
-            """Lightning puts the autocast around ``training_step``, and leaves its outputs as they are."""
-            self._precision = precision
-            vars(self.model)["_device"] = torch.device("cpu")
-            silence(self.model, "log", "log_dict")
-
-        def optimizer(self) -> torch.optim.Optimizer:
-            """Return the module's own."""
-            return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
-
-        def loss(self, batch: Any) -> Any:
-            """Return the loss of ``training_step``."""
-            half = precision_names.HALF.get(self._precision)
-            with torch.autocast("cpu", getattr(torch, half)) if half is not None else contextlib.nullcontext():
-                # Called by position, with the batch alone where that is all it takes.
-                step = self.model.training_step
-                more = () if step.__code__.co_argcount <= 2 else (0,)
-                returned = step(batch, *more)
-            loss = returned["loss"] if isinstance(returned, Mapping) else returned
-            if not isinstance(loss, torch.Tensor):
-                raise NotTraceableError("its training_step returns no loss")
-            return loss
-
-    return LightningStep()

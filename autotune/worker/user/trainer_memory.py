@@ -1,4 +1,4 @@
-"""Trace the memory of a step of the user's own training on fake tensors, in forks of the process that found it.
+"""Trace the memory of a step of the user's own ``Trainer`` on fake tensors, in forks of the process that built it.
 
 A fork has everything that the user's code made: its model, data, collator and optimizer. There, parameters are
 replaced by fake tensors of the same shapes, so that nothing is computed and no GPU is used. A fork must come before
@@ -14,7 +14,7 @@ import functools
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -67,81 +67,82 @@ def leave_large_weights_unset() -> None:
         around(torch.Tensor, name, fill_small)
 
 
-class OwnStep(Training):
-    """A step of the user's own training, as far as kinds of trainings have it in common."""
+class TrainerStep(Training):
+    """A step of a ``transformers.Trainer``."""
 
-    max_grad_norm = 0.0
-    keeps_gradients = False
-    most_inputs: int | None = 1
-    """Micro-steps whose inputs are on the device at once; ``None`` stands for all of a step."""
-
-    def __init__(self, model: Any, shapes: BatchShapes) -> None:
-        self.model = model
-        self.shapes = shapes
+    def __init__(self, trainer: Any) -> None:
+        if prepares_inputs_itself(trainer):
+            raise NotTraceableError(f"{type(trainer).__name__} makes the inputs of its steps in a way of its own")
+        self._trainer = trainer
+        self.model = trainer.model
+        self.shapes = of_loader(trainer.get_train_dataloader())
+        self.max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
         self.arm = Arm()
         """What is traced; set before ``begin``."""
         # Kept: a fork has no CUDA to free them with.
-        self._real = dict(model.named_parameters(remove_duplicate=False))
+        self._real = dict(self.model.named_parameters(remove_duplicate=False))
         odd = next((type(p).__name__ for p in self._real.values() if type(p) is not torch.nn.Parameter), None)
         if odd is not None:
             raise NotTraceableError(f"its model has weights of type {odd}")
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Set the arm's precision and checkpointing; return the optimizer over the fake parameters."""
-        self.exchange_plain_tensors()
+        for module in self.model.modules():
+            # Tensors that are neither parameters nor buffers may be on a GPU.
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    vars(module)[name] = torch.empty(value.shape, dtype=value.dtype)
         self.model.train()
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             self.model.config.use_cache = False
         change = enable_checkpointing if self.arm.gradient_checkpointing else disable_checkpointing
         change(self.model)
-        self.set_precision(self.arm.precision)
-        return self.optimizer()
+        self.model.forward = with_autocast(self.model.forward, self.arm.precision)
+        return self._optimizer()
 
     def batch(self, size: int) -> Any:
         """Return one batch of so many samples."""
         return self.shapes.at(size)
 
-    def set_precision(self, precision: str) -> None:
-        """Put the autocast of a precision around the model."""
-        self.model.forward = with_autocast(self.model.forward, precision)
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer, over the fake parameters."""
-        raise NotImplementedError
-
     def loss(self, batch: Any) -> Any:
-        """Return the loss of a batch."""
-        raise NotImplementedError
+        """Return the loss as the Trainer computes it."""
+        return self._trainer.compute_loss(self.model, dict(batch))
 
-    def exchange_plain_tensors(self) -> None:
-        """Replace tensors that are neither parameters nor buffers, and may be on a GPU."""
-        for module in self.model.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor):
-                    vars(module)[name] = torch.empty(value.shape, dtype=value.dtype)
+    def telling_batch(self) -> int:
+        """Return a batch that divides no size of the model, of its configs or of its data; see ``telling_batch``."""
+        numbers = [size for tensor in (*self.model.parameters(), *self.model.buffers()) for size in tensor.shape]
+        for part in self.model.modules():
+            config: Any = getattr(part, "config", None)
+            if hasattr(config, "to_dict"):
+                numbers += numbers_of(config.to_dict())
+        return telling_batch([*numbers, *self.shapes.dimensions()])
 
-    def over_fake_parameters(self, optimizer: Any) -> Any:
-        """Exchange the parameters of an optimizer for the fake ones; it has no state then."""
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Return the one that the Trainer makes, or was given."""
+        trainer, arguments = self._trainer, self._trainer.args
+        compute_arguments_on_cpu(arguments)
+        if trainer.optimizer is not None:
+            return self._over_fake_parameters(trainer.optimizer)
+        kind = type(arguments.optim)
+        arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
+        return trainer.create_optimizer()  # type: ignore[no-any-return]
+
+    def _over_fake_parameters(self, optimizer: Any) -> torch.optim.Optimizer:
+        """Exchange the parameters of an optimizer for the fake ones; it has no state then.
+
+        Where it would update all parameters at once by default on a GPU, it does so here: its temporary results are
+        then as large as the parameters together (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py).
+        """
         fakes = dict(self.model.named_parameters(remove_duplicate=False))
         exchanged = {id(real): fakes[name] for name, real in self._real.items()}
         for group in optimizer.param_groups:
             group["params"] = [
                 exchanged[id(each)] if id(each) in exchanged else _fake(each) for each in group["params"]
             ]
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
         optimizer.state.clear()
-        update_as_on_gpu(optimizer)
-        return optimizer
-
-
-def update_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer of torch's update all parameters at once where it would do so by default on a GPU.
-
-    Its temporary results are then as large as the parameters together (``_default_to_fused_or_foreach`` in
-    torch/optim/optimizer.py).
-    """
-    for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True
+        return optimizer  # type: ignore[no-any-return]
 
 
 def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
@@ -149,47 +150,9 @@ def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
 
 
-class TrainerStep(OwnStep):
-    """A step of a ``transformers.Trainer``."""
-
-    # The Trainer moves the inputs of all micro-steps of a step to the device at once.
-    most_inputs = None
-
-    def __init__(self, trainer: Any) -> None:
-        if prepares_inputs_itself(trainer):
-            raise NotTraceableError(f"{type(trainer).__name__} makes the inputs of its steps in a way of its own")
-        super().__init__(trainer.model, of_loader(trainer.get_train_dataloader()))
-        self._trainer = trainer
-        self.max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the one that the Trainer makes, or was given."""
-        trainer, arguments = self._trainer, self._trainer.args
-        compute_arguments_on_cpu(arguments)
-        if trainer.optimizer is not None:
-            return self.over_fake_parameters(trainer.optimizer)  # type: ignore[no-any-return]
-        kind = type(arguments.optim)
-        arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
-        return trainer.create_optimizer()  # type: ignore[no-any-return]
-
-    def loss(self, batch: Any) -> Any:
-        """Return the loss as the Trainer computes it."""
-        return self._trainer.compute_loss(self.model, dict(batch))
-
-
-def add_memory(work: InspectionWork, model: ModelFacts, make: Callable[[], OwnStep]) -> ModelFacts:
-    """Return the facts of a model with its traced steps, where the inspection asks for them; see ``traced``."""
-    assert model.own is not None
-    untraceable = model.interface.untraceable
-    if untraceable is not None and work.arms is not None and work.arms.chip is not None:
-        return with_memory(model, Memory(unknown=untraceable))
-    memory = traced(work, model.own.attn_implementation, model.own.optim, make)
-    return model if memory is None else with_memory(model, memory)
-
-
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What became of tracing the steps of the user's own code."""
+    """What became of tracing the steps of the user's ``Trainer``."""
 
     steps: tuple[TracedStep, ...] = ()
     unknown: str | None = None
@@ -202,65 +165,48 @@ def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
     return dataclasses.replace(model, memory=memory.steps, interface=interface)
 
 
-def traced(work: InspectionWork, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory | None:
-    """Return the packed trace of a step for each arm that may be searched. Raises nothing.
+def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
+    """Return the packed trace of a step for each arm that may be searched; those of another memory only.
 
-    ``attention`` and ``optim`` are those of the user's code. Returns ``None`` where the inspection asks for no trace.
+    fp16 takes as much as bf16, tf32 as much as fp32. Raises nothing.
     """
-    wanted = work.arms
-    if wanted is None or (chip := wanted.chip) is None:
-        return None
-    optims = wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,)
-    arms = arms_of(wanted.precisions, wanted.checkpointing, attention, optims)
+    own, wanted = model.own, work.arms
+    assert own is not None
+    assert wanted is not None
+    assert wanted.chip is not None
+    optims = wanted.optims if wanted.optims and own.optim != OWN_OPTIM else (own.optim,)
+    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
+    arms = [
+        Arm(precision, checkpoints, own.attn_implementation, name)  # type: ignore[arg-type]
+        for name in optims
+        for precision in halves
+        for checkpoints in wanted.checkpointing
+    ]
     to_trace = [arm for arm in arms if is_traced(arm)]
     if not to_trace:
         return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
     try:
-        step = make()
+        step = TrainerStep(trainer)
     except Exception as error:
         return Memory(unknown=why_not(error))
-    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in to_trace}, _MOST_SECONDS)
-
-
-def arms_of(
-    precisions: Iterable[str], checkpointing: Iterable[bool], attention: str, optims: Iterable[str]
-) -> list[Arm]:
-    """Return the arms whose steps take different memory: fp16 takes as much as bf16, tf32 as fp32."""
-    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in precisions)
-    checkpointing = tuple(checkpointing)
-    return [
-        Arm(precision, checkpoints, attention, name)  # type: ignore[arg-type]
-        for name in optims
-        for precision in halves
-        for checkpoints in checkpointing
-    ]
-
-
-def trace_in_forks(
-    traces: Mapping[Arm, Callable[[Callable[[Traced], NoReturn]], NoReturn]], limit_seconds: float
-) -> Memory:
-    """Call the function of each arm in a fork of this process; it sends the packed trace, or why there is none."""
+    traces = [functools.partial(_trace, step, arm, wanted.chip) for arm in to_trace]
     at_once = max(1, min(usable_cores(), _MOST_AT_ONCE))
-    answers = in_forks(Traced, list(traces.values()), at_once=at_once, limit_seconds=limit_seconds)
-    ended = "its process ended"
-    whys = [ended if answer is None else answer.why for answer in answers if answer is None or answer.why is not None]
-    steps = tuple(
-        TracedStep(arm, answer.step)
-        for arm, answer in zip(traces, answers, strict=True)
-        if answer is not None and answer.step is not None
-    )
-    return Memory(steps, whys[0] if whys else None)
+    answers = in_forks(_Traced, traces, at_once=at_once, limit_seconds=_MOST_SECONDS)
+    ended = _Traced(why="its process ended")
+    found = [(arm, answer or ended) for arm, answer in zip(to_trace, answers, strict=True)]
+    steps = tuple(TracedStep(arm, answer.step) for arm, answer in found if answer.step is not None)
+    return Memory(steps, next((answer.why for _, answer in found if answer.why is not None), None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traced:
+class _Traced:
     """What a fork answers: the packed step, or why there is none."""
 
     step: str | None = None
     why: str | None = None
 
 
-def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoReturn]) -> NoReturn:
+def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[_Traced], NoReturn]) -> NoReturn:
     """Trace the step in this process, a fork, and end it."""
     try:
         torch.set_num_threads(1)
@@ -269,12 +215,12 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         fold_logits_as_on_gpu()
         install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
-        batch = batch_to_trace(step.model, step.shapes)
+        batch = step.telling_batch()
         around(torch.Tensor, "__iter__", functools.partial(_refuse_samples, batch))
         trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
-        answer = Traced(packed(trace, batch, step.most_inputs, operations))
+        answer = _Traced(packed(trace, batch, operations))
     except BaseException as error:
-        answer = Traced(why=why_not(error))
+        answer = _Traced(why=why_not(error))
     send(answer)
 
 
@@ -286,16 +232,6 @@ def _refuse_samples(batch: int, iterate: Callable[[torch.Tensor], Any], values: 
     if values.numel() and values.ndim and len(values) % batch == 0:
         raise NotTraceableError("its step goes over the samples of a batch one by one")
     return iterate(values)
-
-
-def batch_to_trace(model: torch.nn.Module, shapes: BatchShapes) -> int:
-    """Return a batch that divides no size of a model, of its configs or of its data; see ``telling_batch``."""
-    numbers = [dimension for tensor in (*model.parameters(), *model.buffers()) for dimension in tensor.shape]
-    for part in model.modules():
-        config: Any = getattr(part, "config", None)
-        if hasattr(config, "to_dict"):
-            numbers += numbers_of(config.to_dict())
-    return telling_batch([*numbers, *shapes.dimensions()])
 
 
 def why_not(error: BaseException) -> str:
