@@ -217,10 +217,6 @@ class Template:
         """Whether it has to be found out how many tokens a sample has."""
         return any(each.name == "effective_tokens" and not each.said for each in self.placeholders)
 
-    def config_files(self, cwd: str) -> tuple[str, ...]:
-        """Return the configuration files that it names, with placeholders or without."""
-        return tuple(dict.fromkeys(path for word in self.words for path in _paths_in(word, cwd)))
-
     def own_words(self) -> tuple[str, ...] | None:
         """Return the words with which the script uses its own defaults; ``None`` where that cannot be known."""
         return None if self.files else without_placeholders(self.words)

@@ -89,7 +89,7 @@ for batch in loader:
     assert (
         problem.message == "the DataLoader of run.py takes one item of its data at a time, whatever its batch_size is"
     )
-    assert "-- python run.py --train_batch_size '{batch}' (see" in problem.hint
+    assert "-- python run.py --train_batch_size '{batch}' (its options are --train_batch_size; see" in problem.hint
     pasted = find_script(["run.py", "--train_batch_size", "{batch}"])
     assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
 

@@ -21,6 +21,20 @@ for _ in range(3):
     print("has trained", flush=True)
     optimizer.step()
 """
+RANKED = """
+import argparse, os, torch
+p = argparse.ArgumentParser()
+p.add_argument("--eval-batch-size", type=int, default=3)
+p.add_argument("-b", "--batch-size", type=int, default=3)
+p.add_argument("--grad-accum-steps", type=int, default=1)
+args = p.parse_args()
+rank = int(os.environ["RANK"])
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(60):
+    net(torch.ones(args.batch_size, 2)).mean().backward()
+    optimizer.step()
+"""
 SPAWNS = """
 import torch.multiprocessing
 def train(_):
@@ -55,7 +69,7 @@ def folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        (LOOP, "run.py trains in a loop of its own at run.py:7", ""),
+        (LOOP, "run.py trains in a loop of its own at run.py:7", "-- python run.py OPTION '{batch}' (see docs/how-to/"),
         (STEPS_ALONE, "run.py trains in a loop of its own at run.py:4", ""),
         (OWN_TRAIN, "Rollouts of run.py trains by a method of its own, which never calls Trainer.train", ""),
         (SPAWNS, "run.py starts processes of its own to train in (torch.multiprocessing)", ""),
@@ -79,6 +93,16 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     if text == LOOP:
         outcome = trial_server.trial(workload, Candidate(Arm(), 8)).failed
         assert outcome.message.startswith(message)
+
+
+def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(RANKED)
+    problem = trial_server.inspection(Workload.of_source(find_script(["torchrun", "run.py"]))).problem
+    assert problem.message.startswith("run.py asks what torchrun tells a process")
+    options = "its options are --batch-size, --grad-accum-steps"
+    assert f"-- torchrun run.py --batch-size '{{batch}}' ({options}; see" in problem.hint
+    pasted = find_script(["torchrun", "run.py", "--batch-size", "{batch}"])
+    assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
 
 
 def test_what_starts_python_again_is_refused_with_the_whole_command(trial_server: ServerClient, folder: Path) -> None:

@@ -258,14 +258,13 @@ from torch.utils.data import DataLoader
 p = argparse.ArgumentParser()
 p.add_argument("-b", "--batch-size", type=int, default=3)
 p.add_argument("--epochs", type=int, default=3)
-p.add_argument("--fixed", type=int)
 p.add_argument("--ends", type=int)
 args = p.parse_args()
 if args.ends:
     raise SystemExit
 net = torch.nn.Linear(8, 1)
 opt = torch.optim.SGD(net.parameters(), 0.01)
-for x in DataLoader(torch.randn(64, 8), batch_size=5 if args.fixed else args.batch_size):
+for x in DataLoader(torch.randn(64, 8), batch_size=args.batch_size):
     net(x).square().mean().backward()
     opt.step()
 """
@@ -274,9 +273,7 @@ for x in DataLoader(torch.randn(64, 8), batch_size=5 if args.fixed else args.bat
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ("-b 4 --epochs {batch}", "put {batch} where it takes its batch: -b '{batch}'"),
-        ("--epochs {batch}", "put {batch} where it takes its batch: --batch-size '{batch}'"),
-        ("-b {batch} --fixed 1", "the batch at loop.py:14 is always 5: have that line take what the command line says"),
+        ("--epochs {batch}", "put {batch} where the script takes the samples of one forward pass"),
         ("-b {batch} --ends 1", "name the script that trains with torch"),
         ("-b {batch} --epochs none", "it was started with: -b 4 --epochs none"),
     ],

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
 from autotune.worker.stack import lines_above, module_of, users_line
-from autotune.worker.user.advice import framework_of, next_step
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
+from autotune.worker.user.script_options import next_step
 from autotune.worker.wrapping import around, before, on_import
 
 Stop = Callable[[str, str], None]
@@ -195,14 +195,14 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
     from transformers import Trainer
 
     lines = list(lines_above())
-    place, frames = users_line(lines), [frame for frame, _ in lines]
+    place = users_line(lines)
     at = f" at {place}" if place else ""
     if source.kind == "loop":
         return (
             f"{source.name} trains without autotune.steps{at}",
             "go over autotune.steps(loader) in the training loop, or put with autotune.step(): around each pass",
         )
-    for frame in frames:
+    for frame, _ in lines:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Trainer):
             kind = type(owner).__name__
@@ -210,10 +210,7 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
                 f"{kind} of {source.name} trains by a method of its own, which never calls Trainer.train",
                 "only the steps within Trainer.train of a Trainer can be measured",
             )
-    return (
-        f"{source.name} trains in a loop of its own{framework_of(frames)}{at}",
-        next_step(source, frames),
-    )
+    return f"{source.name} trains in a loop of its own{at}", next_step(source)
 
 
 def _prepares_weights() -> bool:

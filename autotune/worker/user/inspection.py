@@ -21,12 +21,12 @@ from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.stack import lines_above, module_of
+from autotune.worker.stack import module_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
-from autotune.worker.user.advice import next_step
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, is_made_by_data, key_of, with_loader
+from autotune.worker.user.script_options import next_step
 
 Finish = Callable[[InspectionAnswer], NoReturn]
 """Sends the answer, and ends the process."""
@@ -77,7 +77,7 @@ def facts_of_script(
     if is_made_by_data(loader):
         raise UserCodeError(
             f"the DataLoader of {source.name} takes one item of its data at a time, whatever its batch_size is",
-            next_step(source, [frame for frame, _ in lines_above()]),
+            next_step(source),
         )
     facts, batch = facts_of(model, loader), batch_of(loader)
     can_checkpoint = model is not None and bool(checkpointing_parts(model))
@@ -108,9 +108,8 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     """Return what kept the user's code from being inspected; the log gets the traceback of an error of theirs."""
     if source.is_ranked and _asks_for_rank(error):
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         asked = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
-        return Problem(asked, next_step(source, frames[::-1]))
+        return Problem(asked, next_step(source))
     trim(error, source)
     error = foreseen(error, source)
     if isinstance(error, UserCodeError):

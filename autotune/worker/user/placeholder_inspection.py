@@ -8,7 +8,6 @@ that changed with the batch is the one of samples.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import shlex
@@ -25,14 +24,12 @@ from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.scratch import Scratch
 from autotune.worker.facts import inspect_environment
 from autotune.worker.trial.listener import ShapesByPlace
-from autotune.worker.user.advice import why_no_budget
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
 from autotune.worker.user.placeholder_trial import set_variables
 from autotune.worker.user.placeholder_watch import Seen, Watching
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.script_options import watch_options
 from autotune.worker.user.script_runs import Run, ScriptRuns, have_room, may_be_crowded_out, met_full_gpu
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
@@ -53,6 +50,10 @@ _LARGER_BATCHES = (16, 8)
 _TOTALS = ("accumulation", "effective_batch", "effective_tokens")
 
 _AS_PASSES = "it makes as many backward passes as {batch} says: put {accumulation} there"
+_AS_SAMPLES = (
+    "put {batch} where the script takes the samples of one forward pass; a limit of tokens makes batches of different "
+    "numbers of samples, and a search compares steps of equally many (see docs/how-to/own-script.md)"
+)
 
 
 class _RejectedError(UserCodeError):
@@ -221,7 +222,6 @@ class _Inspecting:
                 keep_run(scratch.kept_file)
                 send(dataclasses.replace(seen, is_doubtful=met_full_gpu()))
 
-            watch_options()
             watching = Watching(source, finish, fail, to_first_call=to_first_call)
             try:
                 run_script(dataclasses.replace(source, argv=words), scratch.output_dir)
@@ -247,30 +247,18 @@ class _Inspecting:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
                 f"{_describe(one)} and {_describe(two)}",
-                self._why_no_budget()
-                or (_AS_PASSES if one.passes * others.batch == two.passes * values.batch else "")
-                or self._where_batch_is(one, two),
+                _AS_PASSES if one.passes * others.batch == two.passes * values.batch else _AS_SAMPLES,
             )
         if self._tells_total and _passes(values, one, others, two) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
                 f"for a step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
-                self._why_no_budget()
-                or "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
+                "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
             )
         self._check_numerics(first, second)
         return site
-
-    def _where_batch_is(self, one: Seen, two: Seen) -> str:
-        told = self._options_with("{batch")
-        if one.batch_words and one.batch_words[0].partition("=")[0] not in told:
-            return f"put {{batch}} where it takes its batch: {shlex.join(one.batch_words)}"
-        maker = next((each for each in one.loaders if each in two.loaders), None)
-        if maker is not None:
-            return f"the batch at {maker[0]} is always {maker[1]}: have that line take what the command line says"
-        return "put {batch} where the script takes the samples of one forward pass"
 
     @property
     def _tells_total(self) -> bool:
@@ -355,15 +343,6 @@ class _Inspecting:
         if accumulates and one.loss.is_summed and two.loss.is_summed and share > _LEAST_OF_SUM:
             return f"the loss of {self._source.name} adds up the samples of a batch, and is divided by the accumulation"
         return None
-
-    def _why_no_budget(self) -> str | None:
-        return why_no_budget(self._options_with("{"))
-
-    def _options_with(self, mark: str) -> list[str]:
-        """Return the options whose values have that in them."""
-        pairs = itertools.pairwise(("", *self._template.words))
-        filled = (f"{before}={word}" if word.startswith("{") else word for before, word in pairs if mark in word)
-        return [word.partition("=")[0] for word in filled]
 
     def _check_numerics(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> None:
         names, name = self._template.names, self._source.name

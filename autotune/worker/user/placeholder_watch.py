@@ -16,15 +16,12 @@ from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES
 from autotune.space.precision_names import HALF
-from autotune.worker.stack import lines_above
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.objective import LossOfSamples, loss_of_samples
 from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
-from autotune.worker.user.advice import batch_words
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrapped
-from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import after
 
 # Of a model that is called for each sample. A choice.
@@ -62,10 +59,6 @@ class Seen:
     """``None`` where it is not known."""
     compiles: bool = False
     """Whether it calls ``torch.compile``, which does nothing in these runs."""
-    batch_words: tuple[str, ...] = ()
-    """The option by which the script takes its batch, with a placeholder, where it is called as in other scripts."""
-    loaders: tuple[tuple[str, int], ...] = ()
-    """Where the script makes data loaders, ``FILE:LINE``, and their batches."""
     normalizes: bool = False
     """Whether a batch norm was at work."""
     trains: bool = True
@@ -244,8 +237,6 @@ class Watching(Listener):
             length(getattr(self._loading.batches, "sampler", None)),
             self._loss,
             self._watch.compiles,
-            batch_words([frame for frame, _ in lines_above()], self._source.argv),
-            tuple(watch_options().loaders.items()),
             self._normalizes,
             self._watch.update is None or self._watch.update.is_honest,
         )

@@ -1,14 +1,23 @@
-"""Watch and set the options of the argparse parsers that the user's script makes; watch where it makes batches."""
+"""Watch and set the options of the argparse parsers that the user's script makes; say how to put placeholders there."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.worker.stack import lines_above, users_line
+from autotune.core.training_source import TrainingSource
 from autotune.worker.wrapping import after
+
+_LOOP_PAGE = "docs/how-to/own-loop.md"
+_PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
+# Parts of the names of options that a hint names. A choice.
+_BATCH = re.compile(r"batch|accum", re.IGNORECASE)
+_EVALUATION = re.compile(r"eval|valid|test", re.IGNORECASE)
 
 
 def set_options(values: dict[str, int]) -> None:
@@ -23,29 +32,17 @@ def set_options(values: dict[str, int]) -> None:
 
 
 class SeenOptions:
-    """The options that the script's own parsers have, what was given for them, and where data loaders are made."""
+    """The long options that the script's own parsers have, and what was given for them."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.actions: list[argparse.Action] = []
+        self.names: list[str] = []
         self.values: dict[str, Any] = {}
-        self.loaders: dict[str, int] = {}
-        """``FILE:LINE`` of the script where it made a data loader, and its batch."""
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
         after(kind, "add_argument", self._on_added)
         after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
-        from torch.utils.data import DataLoader
 
-        after(DataLoader, "__init__", self._on_loader)
-
-    def _on_loader(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
-        place = users_line(lines_above())
-        if place and loader.batch_size is not None:
-            self.loaders[place] = loader.batch_size
-
-    def _on_added(self, made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
-        self.names |= {name for name in names if isinstance(name, str) and name.startswith("--")}
-        self.actions.append(made)
+    def _on_added(self, _: argparse.Action, __: Any, /, *names: Any, **___: Any) -> None:
+        self.names += [name for name in names if isinstance(name, str) and name.startswith("--")]
 
     def _on_parsed(self, parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
         self.values |= vars(parsed[0])
@@ -59,5 +56,20 @@ class SeenOptions:
 
 @functools.cache
 def watch_options() -> SeenOptions:
-    """Take down, from now on, which options the parsers of this process have, and where it makes data loaders."""
+    """Take down, from now on, which options the parsers of this process have."""
     return SeenOptions()
+
+
+def next_step(source: TrainingSource) -> str:
+    """Return what to do for a script with a loop of its own: placeholders or a function, and the pages of the docs."""
+    within = os.path.relpath(source.file, source.cwd)
+    file = source.file if within.startswith(os.pardir) else within
+    flags = [name for name in watch_options().names if _BATCH.search(name) and not _EVALUATION.search(name)]
+    start = ["torchrun" if source.is_ranked else "python", *(("-m", source.module) if source.module else (file,))]
+    command = shlex.join([*start, *source.argv, next((name for name in flags if "batch" in name), "OPTION"), "{batch}"])
+    named = f"its options are {', '.join(flags)}; " if flags else ""
+    return (
+        "put {batch} where its command line, a variable or a configuration file says the samples of a forward pass, "
+        f"such as -- {command} ({named}see {_PLACEHOLDERS_PAGE}); or make a function of the loop that goes over "
+        f"autotune.steps(loader), and give --loop {file}:train (see {_LOOP_PAGE})"
+    )
