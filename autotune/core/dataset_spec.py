@@ -35,6 +35,13 @@ class Lengths:
     """Number of samples in each of equally wide bins from 0 to ``longest``."""
     longest_target: int | None = None
     """Tokens of the longest target of a seq2seq task."""
+    stored: tuple[int, int] | None = None
+    """Fewest and most tokens of a sample with the padding that the dataset holds; ``None`` where it holds none."""
+
+    @property
+    def in_batches(self) -> tuple[int, int]:
+        """Return the fewest and the most tokens of a sample before a batch is padded."""
+        return self.stored or (self.shortest, self.longest)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class DataFacts:
     lengths: Lengths | None = None
     """``None`` for images alone, which all have one size."""
     packed: Packed | None = None
+    without_text: int = 0
+    """Samples whose text is missing or empty."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class Workload:
         assert self.data is not None
         # Of models of images and text, that of the text.
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
-        parts = [self.data.identity(), self.seq_len, self.task, vocabulary]
+        # The number is that of the folder's layout.
+        parts = [2, self.data.identity(), self.seq_len, self.task, vocabulary]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.
         return logs / ".data" / key
@@ -192,7 +193,7 @@ class Workload:
         lengths = self.data.facts.lengths if self.data and self.data.facts else None
         if self.data is None or lengths is None:
             return self
-        seq_len = self.data.padded(lengths.longest, self.seq_len)
+        seq_len = self.data.padded(lengths.in_batches[1], self.seq_len)
         # Any padding needs an attention mask; how much padding there is does not change memory.
         is_padded = lengths.shortest < seq_len
         return dataclasses.replace(self, seq_len=seq_len, padding=_SOME_PADDING if is_padded else 0.0)

@@ -54,6 +54,11 @@ def notes(report: Report) -> list[str]:
         lines += _host_notes(report, best, measured)
     lines += sharding_notes(best.candidate) if best is not None else []
     lines += _own_batch_notes(report)
+    if (facts := data_facts(report.workload)) is not None and facts.without_text:
+        lines.append(
+            f"{facts.without_text:,} of the data's samples have no text (missing or empty) and are trained on as empty "
+            "texts: remove them"
+        )
     if measured and report.workload["task"] == "own" and measured.step_seconds < _SHORT_STEP_SECONDS:
         lines.append(
             f"watching a step of your own code takes 0.2 to 0.6 ms of the host, and the winner's takes "

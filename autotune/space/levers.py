@@ -57,7 +57,8 @@ class Training:
         data = workload.data
         lengths = data.facts.lengths if data is not None and data.facts is not None else None
         ends = (lengths.shortest, lengths.longest) if lengths is not None else ()
-        padded = [data.padded(tokens, workload.seq_len) for tokens in ends] if data is not None else []
+        sizes = lengths.in_batches if lengths is not None else ()
+        padded = [data.padded(tokens, workload.seq_len) for tokens in sizes] if data is not None else []
         return cls(
             device_kind,
             ranks,

@@ -65,7 +65,7 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
     limit = max_seq_len(workload.config)
     if facts.lengths is None or limit is None:
         return
-    longest = max(facts.lengths.longest, facts.lengths.longest_target or 0)
+    longest = max(facts.lengths.in_batches[1], facts.lengths.longest_target or 0)
     padded = data.padded(longest, workload.seq_len)
     if padded > limit:
         raise InvalidRequestError(

@@ -30,6 +30,8 @@ from autotune.core.schema import decode
 from autotune.core.units import MIB
 from autotune.core.workload import Task, Workload
 from autotune.devices.gpus import CHIPS
+from autotune.space.levers import LEVERS, Training
+from autotune.worker.dataset.prepared import PreparedDataset
 
 needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
 
@@ -296,3 +298,47 @@ def test_packed_samples_are_read_and_trained_on_in_rows(
     assert rows.samples == -(-tokens // 64)
     assert rows.lengths.mean * rows.samples == pytest.approx(tokens)
     check_fed(found.trial(Candidate(Arm(padding_free=True), 4)).completed, 64)
+
+
+def padded_rows(left: bool = False) -> list[dict[str, Any]]:
+    """Tokens that are padded to 16, of which 4 to 15 are real; nothing is predicted for the first two of those."""
+    rows = []
+    for index in range(48):
+        count = 4 + index % 12
+        real, rest = [6 + index % 3] * count, 16 - count
+        each = (real, [1] * count, [-100, -100, *real[2:]])
+        filled = [[0] * rest, [0] * rest, [-100] * rest]
+        columns = [f + e if left else e + f for e, f in zip(each, filled, strict=True)]
+        rows.append(dict(zip(("input_ids", "attention_mask", "labels"), columns, strict=True)))
+    return rows
+
+
+def test_padding_that_the_data_hold_is_no_token(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    found = read("llama-tiny", spec(write_saved(tmp_path / "saved", padded_rows()), tokenizer))
+    lengths = found.facts.lengths
+    assert (lengths.shortest, lengths.longest, lengths.stored) == (4, 15, (16, 16))
+    assert lengths.padding == pytest.approx(1 - 9.5 / 16)
+    held = PreparedDataset(found.workload, str(tmp_path / "read"))
+    given = held.ingredients(None)
+    batch = given["data_collator"]([held.dataset[0], held.dataset[1]])
+    assert (batch["attention_mask"].sum(1).tolist(), batch["labels"][0, :4].tolist()) == ([4, 5], [-100, -100, 6, 6])
+    unmasked = Training.of(found.workload, "cpu", 1)
+    assert next(row for row in LEVERS if row.name == "unpadded").obstacle(unmasked) is not None
+    check_fed(found.trial(Candidate(Arm(), 4)).completed, 16)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_rows_are_packed_of_real_tokens_alone(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path, left: bool
+) -> None:
+    data = spec(write_saved(tmp_path / "saved", padded_rows(left)), tokenizer, packing=True)
+    found = read("llama-tiny", data, seq_len=32)
+    assert found.facts.lengths.mean * found.facts.samples == 48 * 9.5
+    rows = PreparedDataset(found.workload, str(tmp_path / "read")).dataset
+    assert 0 not in {token for row in range(len(rows)) for token in rows[row]["input_ids"]}
+    assert sum(row["labels"].count(-100) for row in map(rows.__getitem__, range(len(rows)))) == 2 * 48
+
+
+def test_samples_without_text_are_counted(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    rows = [*samples(WORDS), {"text": None, "label": "no"}, {"text": " ", "label": "no"}]
+    assert read("bert-tiny", spec(write_jsonl(tmp_path / "data.jsonl", rows), tokenizer)).facts.without_text == 2

@@ -129,6 +129,9 @@ class PreparedDataset:
         if self._workload.task == "seq2seq-lm":
             return DataCollatorForSeq2Seq(tokenizer, model, padding, max_length, pad_to_multiple_of=multiple)
         is_masked = self._workload.task == "masked-lm"
+        if not is_masked and "labels" in self.dataset.column_names:
+            # Another collator would make labels of the tokens.
+            return DataCollatorForSeq2Seq(tokenizer, None, padding, max_length, pad_to_multiple_of=multiple)
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=is_masked, pad_to_multiple_of=multiple)
         return _PaddedToLength(collator, tokenizer, max_length) if max_length else collator
 

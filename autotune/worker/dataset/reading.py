@@ -50,6 +50,7 @@ from autotune.worker.private.transformers import length_grouped_order
 _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
+_MASK = "attention_mask"
 _BINS = 16
 # Batch size for which the share of padding is reported.
 _SHOWN_BATCH = 8
@@ -90,6 +91,7 @@ class _Reading:
         self._workload = workload
         self._spec: DataSpec = workload.data
         self._folder = folder
+        self._without_text = 0
 
     def run(self) -> DataFacts:
         """Load, check, tokenize and save the dataset; return its facts."""
@@ -125,15 +127,16 @@ class _Reading:
             tokenized = tokenized.add_column("labels", labels)
         self._check_vocabulary(tokenized, made_before=made_before)
         lengths = _token_counts(tokenized, _TOKENS)
+        real = _real_counts(tokenized) if _MASK in tokenized.column_names else lengths
         targets = _token_counts(tokenized, "labels") if is_seq2seq else None
         tokenized.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
         if targets is not None:
             np.save(self._folder / TARGET_LENGTHS_FILE, targets)
-        described = self._describe(lengths, raw, targets)
+        described = self._describe(real, raw, targets, stored=lengths if real is not lengths else None)
         if not self._spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
-            return DataFacts(len(lengths), num_labels, described)
+            return DataFacts(len(lengths), num_labels, described, without_text=self._without_text)
         # Which row each sample is packed in, and the tokens of each row.
         of_sample = np.empty(len(lengths), dtype=np.int64)
         packed = best_fit(lengths.tolist(), self._workload.seq_len)
@@ -142,7 +145,9 @@ class _Reading:
         rows = np.array([int(lengths[row].sum()) for row in packed], dtype=np.int64)
         np.save(self._folder / ROWS_FILE, of_sample)
         np.save(self._folder / LENGTHS_FILE, rows)
-        return DataFacts(len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described))
+        return DataFacts(
+            len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described), self._without_text
+        )
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
         """Return the tokenized dataset, and the length of each sample before truncation."""
@@ -157,6 +162,8 @@ class _Reading:
 
         def tokens(batch: dict[str, list[str | None]]) -> dict[str, Any]:
             given = [[text or "" for text in batch[name]] for name in texts]
+            every = [*given, [text or "" for text in batch[target]]] if target else given
+            self._without_text += sum(not all(map(str.strip, sample)) for sample in zip(*every, strict=True))
             encoded = dict(tokenizer(*given))
             lengths = [len(ids) for ids in encoded[_TOKENS]]
             raw.extend(lengths)
@@ -167,10 +174,9 @@ class _Reading:
                 for name, values in cut.items():
                     for index, value in zip(long, values, strict=True):
                         encoded[name][index] = value
-            encoded.pop("attention_mask", None)
+            encoded.pop(_MASK, None)
             if target is not None:
-                outputs = [text or "" for text in batch[target]]
-                encoded["labels"] = tokenizer(text_target=outputs, truncation=True, max_length=limit)[_TOKENS]
+                encoded["labels"] = tokenizer(text_target=every[-1], truncation=True, max_length=limit)[_TOKENS]
             return encoded
 
         try:
@@ -186,26 +192,56 @@ class _Reading:
         return tokenized, np.array(raw, dtype=np.int64)
 
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
-        """Return a dataset that holds tokens already, truncated to the sequence length, and the lengths before that."""
-        limit = self._workload.seq_len
-        kept = [_TOKENS, *(name for name in ("token_type_ids",) if name in dataset.column_names)]
-        if target is not None:
-            kept.append(target)
+        """Return a dataset that holds tokens already, truncated to the sequence length, and the lengths before that.
+
+        Where it holds padding, its mask is kept, and the lengths are of real tokens; rows are packed of those alone.
+        """
+        limit, names, packs = self._workload.seq_len, dataset.column_names, self._spec.packing
+        # Labels of each token, with -100 where none is to be predicted.
+        own = "labels" if self._workload.task == "causal-lm" and _is_of_lists(dataset, "labels") else None
+        kept = [_TOKENS, *(name for name in ("token_type_ids", target, own) if name in names)]
         check_holds_tokens(dataset, self._spec, _TOKENS, "name a column of text with --text-column")
         if target is not None:
             check_holds_tokens(dataset, self._spec, target, "name another with --label-column")
         raw = _token_counts(dataset, _TOKENS)
+        each_token = [name for name in (_MASK, own) if name is not None and _is_of_lists(dataset, name)]
+        for name in each_token:
+            check_holds_tokens(dataset, self._spec, name, "remove the column")
+            if (_token_counts(dataset, name) != raw).any():
+                raise InvalidRequestError(
+                    f"--dataset {self._spec.label}: {name!r} has not one value for each token of {_TOKENS!r}",
+                    "make both with the same truncation and padding, or remove the column",
+                )
+        is_padded = _MASK in each_token and bool((_real_counts(dataset) < raw).any())
+        stripped = kept if is_padded and packs else []
+        if is_padded:
+            kept = [*kept, _MASK]
+            raw = _real_counts(dataset)
         if (raw == 0).any():
             raise InvalidRequestError(
                 f"--dataset {self._spec.label} holds samples without tokens", "remove them from the dataset"
             )
-        cut = dataset.select_columns(kept).map(
-            lambda batch: {name: [tokens[:limit] for tokens in values] for name, values in batch.items()},
-            batched=True, load_from_cache_file=False, cache_file_name=str(self._cache("cut.arrow")),
+
+        def cut(batch: dict[str, Any]) -> dict[str, Any]:
+            masks = [[1] * len(tokens) for tokens in batch[_TOKENS]] if not is_padded else batch[_MASK]
+            for name in stripped:
+                pairs = zip(batch[name], masks, strict=True)
+                batch[name] = [[each for each, real in zip(*pair, strict=True) if real] for pair in pairs]
+            # Padding comes off first, on whichever side it is.
+            starts = [max(0, len(mask) - limit) if not mask[0] and not stripped else 0 for mask in masks]
+            return {
+                name: [tokens[start : start + limit] for tokens, start in zip(values, starts, strict=True)]
+                for name, values in batch.items()
+                if name != _MASK or not stripped
+            }
+
+        made = dataset.select_columns(kept).map(
+            cut, batched=True, load_from_cache_file=False, cache_file_name=str(self._cache("cut.arrow")),
+            remove_columns=[_MASK] if stripped else None,
         )  # fmt: skip
         if target is not None and target != "labels":
-            cut = cut.rename_column(target, "labels")
-        return cut, raw
+            made = made.rename_column(target, "labels")
+        return made, raw
 
     def _cache(self, name: str) -> Path:
         (self._folder / "cache").mkdir(exist_ok=True)
@@ -232,13 +268,15 @@ class _Reading:
             "give the tokenizer that belongs to the model with --tokenizer",
         )
 
-    def _describe(self, lengths: Any, raw: Any, targets: Any) -> Lengths:
+    def _describe(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
+        """Return what is told of lengths without padding; ``stored`` are those with the padding of the dataset."""
         limit, spec = self._workload.seq_len, self._spec
+        sizes = lengths if stored is None else stored
         # The share of the tokens of batches of 8 that is padding.
-        some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
+        some = np.random.default_rng(0).permutation(len(lengths))[:_SHOWN_SAMPLES]
         if spec.group_by_length:
-            some = some[length_grouped_order(some.tolist(), _SHOWN_BATCH, 0)]
-        batches = [some[start : start + _SHOWN_BATCH] for start in range(0, len(some), _SHOWN_BATCH)]
+            some = some[length_grouped_order(sizes[some].tolist(), _SHOWN_BATCH, 0)]
+        batches = [sizes[some[start : start + _SHOWN_BATCH]] for start in range(0, len(some), _SHOWN_BATCH)]
         padded = sum(len(batch) * spec.padded(int(batch.max()), limit) for batch in batches)
         counts, _ = np.histogram(lengths, bins=_BINS, range=(0, int(lengths.max())))
         return Lengths(
@@ -248,9 +286,10 @@ class _Reading:
             longest=int(lengths.max()),
             mean=float(lengths.mean()),
             truncated=float((raw > limit).mean()),
-            padding=float(1 - some.sum() / padded),
+            padding=float(1 - lengths[some].sum() / padded),
             histogram=tuple(int(count) for count in counts),
             longest_target=int(targets.max()) if targets is not None else None,
+            stored=(int(stored.min()), int(stored.max())) if stored is not None else None,
         )
 
     # Images
@@ -276,6 +315,17 @@ class _Reading:
 def _token_counts(dataset: Any, column: str) -> Any:
     """Return an array (samples,) of the lengths of a column of lists."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
+
+
+def _real_counts(dataset: Any) -> Any:
+    """Return an array (samples,) of how many tokens of each sample its mask does not leave out."""
+    is_real = arrow.list_flatten(dataset.data.column(_MASK)).to_numpy() != 0
+    samples = np.repeat(np.arange(len(dataset)), _token_counts(dataset, _MASK))
+    return np.bincount(samples[is_real], minlength=len(dataset))
+
+
+def _is_of_lists(dataset: Any, column: str) -> bool:
+    return column in dataset.column_names and hasattr(dataset.data.column(column).type, "value_type")
 
 
 # The dataset itself: from a file, a folder or the hub
