@@ -19,6 +19,8 @@ from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excludi
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
 FALLBACK_MULTIPLES = (4, 2, 1)
+# Between multiples of 8 that are farther apart than this factor, even batches are tried with them. A choice.
+_FAR = 4
 # Largest batch to try where no effective batch limits it; far larger than is useful. A choice.
 LARGEST_FREE_BATCH = 65536
 
@@ -108,26 +110,43 @@ class Batches:
         return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
 
     def level(self, batch: int) -> int:
-        """Return the largest multiple in ``levels`` that divides a valid per-device batch."""
+        """Return the largest multiple in ``levels`` that divides a valid per-device batch.
+
+        Batches of ``_between`` count as multiples of 8.
+        """
+        if batch in self._between:
+            return DEFAULT_MULTIPLE
         return next(multiple for multiple in self.levels() if batch % multiple == 0)
 
+    @cached_property
+    def _between(self) -> tuple[int, ...]:
+        """Even batches between multiples of 8 that are far apart: 68 and 34 of an effective batch of 136."""
+        if self.multiple is not None or self.effective_batch is None:
+            return ()
+        found: list[int] = []
+        multiples = [batch for batch in self._shares if batch % DEFAULT_MULTIPLE == 0]
+        for small, large in itertools.pairwise(multiples):
+            while large > _FAR * small:
+                large = max((b for b in self._shares if small < b < large and b % 2 == 0), default=small)
+                found.append(large)
+        return tuple(batch for batch in found if batch not in multiples)
+
     def at_level(self, multiple: int) -> tuple[int, ...]:
-        """Return the batches whose largest multiple in ``levels`` is this one, ascending.
+        """Return the batches whose ``level`` is this one, ascending.
 
         With an effective batch they divide a device's share of it. A free batch has only the first batches to try here:
         powers of two times the largest multiple, or the multiple itself below that. A search may try any multiple
         between them.
         """
-        higher = [level for level in self.levels() if level > multiple]
         if self.only is not None:
             return (self.only,) if self.level(self.only) == multiple else ()
         if self.effective_batch is None:
-            if higher:
+            if multiple != self.levels()[0]:
                 return (multiple,)
             ladder = itertools.takewhile(lambda b: b <= self.most, (multiple * 2**i for i in range(32)))
             return tuple(ladder)
         return tuple(
-            batch for batch in self._shares if batch % multiple == 0 and not any(batch % level == 0 for level in higher)
+            b for b in self._shares if (not self.multiple or b % self.multiple == 0) and self.level(b) == multiple
         )
 
     def accumulation(self, batch: int) -> int:

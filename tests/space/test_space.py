@@ -43,6 +43,15 @@ class TestEffectiveBatch:
         assert set(on_levels) == divisors(share)
         assert all(batches.level(b) == level for level in batches.levels() for b in batches.at_level(level))
 
+    @pytest.mark.parametrize(
+        ("effective", "first"),
+        [(136, (8, 34, 68, 136)), (40, (8, 20, 40)), (96, (8, 16, 24, 32, 48, 96)), (32, (8, 16, 32)), (12, ())],
+    )
+    def test_even_batches_are_tried_between_multiples_of_8_that_are_far_apart(
+        self, effective: int, first: tuple[int, ...]
+    ) -> None:
+        assert Batches(effective).at_level(8) == first
+
     @given(SHARES, st.integers(1, 64))
     def test_a_strict_multiple_holds_or_names_those_that_would(self, share: int, multiple: int) -> None:
         if share % multiple == 0:
