@@ -87,11 +87,37 @@ for batch in loader:
 """)
     problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
     assert (
-        problem.message == "the DataLoader of run.py takes one item of its data at a time, whatever its batch_size is"
+        problem.message == "the DataLoader of run.py takes one item of its data at a time, whatever its batch_size is: "
+        "its data make the batches"
     )
     assert "-- python run.py --train_batch_size '{batch}' (its options are --train_batch_size; see" in problem.hint
     pasted = find_script(["run.py", "--train_batch_size", "{batch}"])
     assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
+
+
+def test_a_loader_without_a_batch_size_names_the_option_that_may_make_it(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    (folder / "run.py").write_text("""
+import argparse, torch
+from accelerate import Accelerator
+p = argparse.ArgumentParser()
+p.add_argument("--rows", type=int, default=4)
+args = p.parse_args()
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(args.rows, 4)
+net = torch.nn.Linear(4, 1)
+loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+net, optimizer, loader = Accelerator().prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+for batch in loader:
+    net(batch).mean().backward()
+    optimizer.step()
+""")
+    problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
+    assert problem.message == "the DataLoader of run.py has no batch size: its data make the batches"
+    assert "its options are --rows; see" in problem.hint
 
 
 def test_a_training_of_few_steps_is_measured_for_as_many_as_it_takes(trial_server: ServerClient, folder: Path) -> None:

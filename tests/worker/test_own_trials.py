@@ -408,15 +408,16 @@ def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_serv
 
 
 def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folder: Path) -> None:
-    """Two processes have two batches each ready: four more steps pass unmeasured, whoever asked for them."""
+    """Two processes have two batches each ready: four more steps pass unmeasured. Of a lookahead of 256, eight do."""
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=60.0)
     own = SAYS_STEPS.replace("size=8", "size=8, dataloader_num_workers=2")
-    for text, arm in ((own, Arm()), (SAYS_STEPS, Arm(dataloader_num_workers=2))):
+    far = own.replace("workers=2", "workers=2, dataloader_prefetch_factor=256")
+    for text, arm, ready in ((own, Arm(), 4), (far, Arm(), 8), (SAYS_STEPS, Arm(dataloader_num_workers=2), 4)):
         workload = inline(folder, text)
         asked = trial_server.model(workload).dataloader_num_workers
         answer = trial_server.trial(workload, Candidate(arm, 8), effort)
         assert len(answer.completed.measurement.step_seconds_each) == 2
-        assert (asked, answer.log.count("ends step")) == (0 if arm.dataloader_num_workers else 2, 1 + 4 + 2)
+        assert (asked, answer.log.count("ends step")) == (0 if arm.dataloader_num_workers else 2, 1 + ready + 2)
 
 
 @pytest.mark.whole

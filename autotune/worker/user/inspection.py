@@ -74,12 +74,15 @@ def facts_of_script(
     ``accumulation`` and ``precision`` are the script's own. ``interface`` is what else is known of how it takes them.
     Raises ``UserCodeError`` where the loader does not decide the batch.
     """
-    if is_made_by_data(loader):
+    facts, batch = facts_of(model, loader), batch_of(loader)
+    is_made = is_made_by_data(loader)
+    is_unknown = loader is not None and batch is None and interface.fixed.batch is None
+    if is_made or is_unknown:
+        takes = "takes one item of its data at a time, whatever its batch_size is" if is_made else "has no batch size"
         raise UserCodeError(
-            f"the DataLoader of {source.name} takes one item of its data at a time, whatever its batch_size is",
+            f"the DataLoader of {source.name} {takes}: its data make the batches",
             next_step(source),
         )
-    facts, batch = facts_of(model, loader), batch_of(loader)
     can_checkpoint = model is not None and bool(checkpointing_parts(model))
     own_checkpointing = model is not None and is_checkpointing(model)
     can_replace = {

@@ -29,6 +29,9 @@ _LIBRARIES = (
     "autotune.",
 )
 _KEY = "autotune_key"
+MOST_PREFETCHED = 4
+"""Batches that each loading process prepares ahead in a trial, at most. All of them are warm-up: with 256, which a
+library sets, 196 steps came before the four that were timed. A choice."""
 
 
 class LoaderOverlay:
@@ -84,6 +87,17 @@ class LoaderOverlay:
             return own
         rounds = -(-self._least_batches // own)
         return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
+
+
+def cap_prefetching() -> None:
+    """Have no ``DataLoader`` of this process prepare more than ``MOST_PREFETCHED`` batches ahead with a worker."""
+
+    def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
+        make(loader, *words, **options)
+        if (loader.prefetch_factor or 0) > MOST_PREFETCHED:
+            loader.prefetch_factor = MOST_PREFETCHED
+
+    around(DataLoader, "__init__", made)
 
 
 def key_of(loader: Any) -> str | None:

@@ -19,6 +19,7 @@ from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
 from autotune.worker.user.guard import Guard
+from autotune.worker.user.loader_overlay import MOST_PREFETCHED, cap_prefetching
 
 
 class OwnTrial(Trial):
@@ -58,6 +59,7 @@ class OwnTrial(Trial):
             self._open_device()
             self._phases.enter(self._source.kind)
             enter(self._source)
+            cap_prefetching()
             self._guard.install(self._scratch.stop_file)
             note_cache_files(self._scratch.cache_list)
             self.run_code(self._scratch.output_dir)
@@ -83,9 +85,8 @@ class OwnTrial(Trial):
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
         """Have as many more steps of warm-up as the loading processes, the user's own too, have ready."""
-        arm = dataclasses.replace(
-            self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=prefetch
-        )
+        ahead = None if prefetch is None else min(prefetch, MOST_PREFETCHED)
+        arm = dataclasses.replace(self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=ahead)
         ready = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
         self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + ready)
 

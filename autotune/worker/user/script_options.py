@@ -17,6 +17,7 @@ _LOOP_PAGE = "docs/how-to/own-loop.md"
 _PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
 # Parts of the names of options that a hint names. A choice.
 _BATCH = re.compile(r"batch|accum", re.IGNORECASE)
+_MOST_NAMED = 12
 _EVALUATION = re.compile(r"eval|valid|test", re.IGNORECASE)
 
 
@@ -64,7 +65,10 @@ def next_step(source: TrainingSource) -> str:
     """Return what to do for a script with a loop of its own: placeholders or a function, and the pages of the docs."""
     within = os.path.relpath(source.file, source.cwd)
     file = source.file if within.startswith(os.pardir) else within
-    flags = [name for name in watch_options().names if _BATCH.search(name) and not _EVALUATION.search(name)]
+    names = [name for name in watch_options().names if name != "--help" and not _EVALUATION.search(name)]
+    # Of a script whose data make the batches, any of them may say their samples.
+    flags = [name for name in names if _BATCH.search(name)]
+    flags = flags if any("batch" in name for name in flags) else names[:_MOST_NAMED]
     start = ["torchrun" if source.is_ranked else "python", *(("-m", source.module) if source.module else (file,))]
     command = shlex.join([*start, *source.argv, next((name for name in flags if "batch" in name), "OPTION"), "{batch}"])
     named = f"its options are {', '.join(flags)}; " if flags else ""
