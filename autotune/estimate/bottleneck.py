@@ -7,7 +7,7 @@ from typing import Literal
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Measurement
-from autotune.space.dataloader import LOADER_BOUND, waits_for_data
+from autotune.space.dataloader import waits_for_data
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 
@@ -16,6 +16,11 @@ HOST_BOUND = 0.9
 
 Of nine steps on an H200 whose host has slow cores, two that filled the GPU had 0.92 (bert-large, bf16, 32 × 2) and 0.89
 (tf32, 8 × 8). Those with less work in each kernel had 0.84 down to 0.18."""
+
+
+DATA_BOUND = 0.5
+"""Where the GPU's share was not measured, a step that waits for data for more than this share is data-bound: most of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ def what_limits(measured: Measurement) -> Limit:
     """Return what limits a step, from the measured shares."""
     busy, data = measured.gpu_busy_share, waits_for_data(measured)
     if busy is None:
-        return Limit("data" if data > LOADER_BOUND else "unknown", None, data, None)
+        return Limit("data" if data > DATA_BOUND else "unknown", None, data, None)
     kind: LimitKind = "gpu"
     if busy < HOST_BOUND:
         # The longer of the two waits names the limit: shortening the other would gain less.

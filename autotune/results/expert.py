@@ -97,9 +97,16 @@ def _tried_by_experts(report: Report) -> list[Tried]:
         is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
         return is_alike and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
 
+    request = report.study.request
+    total, world_size = request["effective_batch"], request.get("world_size", 1)
+
+    def is_asked(candidate: Candidate) -> bool:
+        """Whether it trains the samples a step that are searched; the user's own settings may train others."""
+        return total is None or candidate.samples_per_step * world_size == total
+
     # The baseline itself has a batch that nobody chose for its size.
     ran = {t.candidate: t for t in (*report.history.tried, *report.history.believed()) if t.measurement is not None}
-    return [t for t in ran.values() if is_experts(t.candidate.arm)]
+    return [t for t in ran.values() if is_experts(t.candidate.arm) and is_asked(t.candidate)]
 
 
 def _larger(report: Report, candidate: Candidate) -> Candidate | None:
@@ -112,7 +119,7 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     except (InvalidRequestError, KeyError):
         return None
     batch = candidate.per_device_train_batch_size
-    if batches.effective_batch is None or not batches.valid(batch):
+    if batches.effective_batch is None:
         return replace(candidate, per_device_train_batch_size=2 * batch) if 2 * batch <= batches.most else None
     larger = min((b for level in batches.levels() for b in batches.at_level(level) if b > batch), default=None)
     return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None

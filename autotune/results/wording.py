@@ -10,7 +10,7 @@ from autotune.core.schema import decode
 from autotune.core.stop import StopReason
 from autotune.core.units import GIB, format_bytes, format_seconds, plural
 from autotune.core.workload import Workload
-from autotune.estimate.bottleneck import what_limits
+from autotune.estimate.bottleneck import DATA_BOUND, what_limits
 from autotune.results.report import Report, measurement
 from autotune.space.dataloader import waits_for_data
 from autotune.store.records import StudyRecord, TrialRecord
@@ -107,6 +107,8 @@ def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int, *, padding_fre
     words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median})"
     if padding_free:
         return f"{words}, a batch in one row without padding" + (", grouped by length" if data.group_by_length else "")
+    if facts.lengths.stored is not None:
+        words += f", {facts.lengths.padding:.0%} of the tokens are padding that the dataset holds"
     words += ", padded to "
     words += f"{seq_len}" if data.padding == "max_length" else "the longest of a batch"
     if data.pad_to_multiple_of:
@@ -177,7 +179,10 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
         )
     share = waits_for_data(measured)
     waiting = f"{share:.1%} of a step is spent waiting for data"
-    which = {"data": "the data loader", "gpu": "computing, not the data loader,"}.get(what_limits(measured).kind)
+    # Data may be the longer of two short waits.
+    which = "the data loader" if share > DATA_BOUND else None
+    if what_limits(measured).kind == "gpu":
+        which = "computing, not the data loader,"
     return [*lines, waiting if which is None else f"{which} is the bottleneck: {waiting}"]
 
 

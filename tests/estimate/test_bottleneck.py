@@ -35,7 +35,8 @@ def measurement_with(busy: float | None, data: float = 0.0) -> Measurement:
         (0.95, 0.0, "gpu"),
         (0.9, 0.05, "gpu"),
         (None, 0.0, "unknown"),
-        (None, 0.3, "data"),
+        (None, 0.3, "unknown"),
+        (None, 0.6, "data"),
     ],
 )
 def test_the_longest_wait_is_what_limits(busy: float | None, data: float, kind: str) -> None:

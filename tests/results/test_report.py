@@ -424,11 +424,14 @@ def test_the_peak_and_the_headroom_are_those_of_all_processes() -> None:
 
 def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
     """On a CPU only the waiting for data is known."""
-    for busy, told in (
-        (None, "3.0% of a step is spent"),
-        (0.95, "computing, not the data loader, is the bottleneck: 3.0%"),
+    for busy, share, told in (
+        (None, 0.03, "3.0% of a step is spent"),
+        (None, 0.3, "30.0% of a step is spent"),
+        (0.65, 0.3, "30.0% of a step is spent"),
+        (None, 0.6, "the data loader is the bottleneck: 60.0%"),
+        (0.95, 0.03, "computing, not the data loader, is the bottleneck: 3.0%"),
     ):
-        measured = dataclasses.replace(completed(312.0).measurement, data_seconds=0.03 * 64 / 312, gpu_busy_share=busy)
+        measured = dataclasses.replace(completed(312.0).measurement, data_seconds=share * 64 / 312, gpu_busy_share=busy)
         made = report(BASELINE, trial(1, BF16, 32, Completed(measured)))
         made = dataclasses.replace(made, workload={**WORKLOAD, "task": "own"})
         assert any(line.strip().startswith(told) for line in summary_lines(study_view(made))), summary_lines(

@@ -199,7 +199,7 @@ class _Reading:
         limit, names, packs = self._workload.seq_len, dataset.column_names, self._spec.packing
         # Labels of each token, with -100 where none is to be predicted.
         own = "labels" if self._workload.task == "causal-lm" and _is_of_lists(dataset, "labels") else None
-        kept = [_TOKENS, *(name for name in ("token_type_ids", target, own) if name in names)]
+        kept = [_TOKENS, *(name for name in ("token_type_ids", target, own) if name and name in names)]
         check_holds_tokens(dataset, self._spec, _TOKENS, "name a column of text with --text-column")
         if target is not None:
             check_holds_tokens(dataset, self._spec, target, "name another with --label-column")
