@@ -24,6 +24,7 @@ def run(study: str, script: tuple[str, ...], storage: str) -> None:
       autotune run STUDY -- python train.py --epochs 3 --output_dir out
       autotune run STUDY -- python train.py --batch-size {batch} --accum {accumulation}
     """
+    from autotune.execution.process_environment import without_secrets
     from autotune.results.report import load_report
     from autotune.results.training import make_start
     from autotune.store.opening import open_store
@@ -40,4 +41,4 @@ def run(study: str, script: tuple[str, ...], storage: str) -> None:
     os.chdir(start.cwd)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execvpe(start.words[0], start.words, {**os.environ, **start.variables, **start.handed})
+    os.execvpe(start.words[0], start.words, {**without_secrets(os.environ), **start.variables, **start.handed})

@@ -43,12 +43,23 @@ class OwnSettings:
     precision: Precision = "fp32"
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
+    torch_compile: bool = False
+    torch_compile_mode: str | None = None
+    use_liger_kernel: bool = False
 
     def candidate(self) -> Candidate | None:
         """Return them as a candidate; ``None`` where the batch is not known."""
         if self.per_device_train_batch_size is None:
             return None
-        arm = Arm(self.precision, self.gradient_checkpointing, self.attn_implementation, self.optim)
+        arm = Arm(
+            self.precision,
+            self.gradient_checkpointing,
+            self.attn_implementation,
+            self.optim,
+            torch_compile=self.torch_compile,
+            torch_compile_mode=self.torch_compile_mode,
+            use_liger_kernel=self.use_liger_kernel,
+        )
         return Candidate(arm, self.per_device_train_batch_size, self.gradient_accumulation_steps)
 
 

@@ -34,6 +34,15 @@ _OWN_PREFIX = "AUTOTUNE_"
 _RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without those that open autotune's service, database or cluster."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
+    }
+
+
 def server_environment(
     placement: Placement, current: Mapping[str, str], *, offline: bool, own_code: bool = False
 ) -> dict[str, str]:
@@ -44,8 +53,8 @@ def server_environment(
     """
     environment = {
         name: value
-        for name, value in current.items()
-        if name not in _DISTRIBUTED | _RAY_TOKENS and not name.startswith((*_DISTRIBUTED_PREFIXES, _OWN_PREFIX))
+        for name, value in without_secrets(current).items()
+        if name not in _DISTRIBUTED and not name.startswith(_DISTRIBUTED_PREFIXES)
     }
     # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"

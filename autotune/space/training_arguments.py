@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict
 
 from autotune.core.candidate import Arm, Candidate
@@ -39,6 +39,8 @@ class TunedArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: dict[str, bool]
     torch_compile: bool
+    torch_compile_backend: None
+    torch_compile_mode: str | None
     use_liger_kernel: bool
     use_cpu: bool
     dataloader_num_workers: int
@@ -88,6 +90,19 @@ def training_arguments(
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments
+
+
+# What turns a setting on again that another field turns off: TrainingArguments compile where a backend or a mode is
+# given, whatever torch_compile says.
+LINKED: dict[str, dict[str, None]] = {
+    "torch_compile": {"torch_compile_backend": None, "torch_compile_mode": None},
+}
+
+
+def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
+    """Return the fields without which what the ``arguments`` turn off would be on again."""
+    off = [linked for name, linked in LINKED.items() if name in arguments and not arguments[name]]
+    return {name: value for linked in off for name, value in linked.items()}
 
 
 def fsdp_settings(arm: Arm) -> dict[str, Any]:

@@ -98,6 +98,11 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         check_training_state_fits(request, model, facts.context_bytes)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
     late, is_cpu = request.late_settings(model.checkpointing_layers), request.device.kind == "cpu"
+    settings = {**request.settings(), "cpu_affinity": request.pins == "on"}
+    if model.own is not None and model.own.torch_compile and request.torch_compile == "auto":
+        # What the user's code compiles stays compiled, unless something else was asked for.
+        late -= {"torch_compile"}
+        settings |= {"torch_compile": True, "torch_compile_mode": model.own.torch_compile_mode}
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
@@ -107,7 +112,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         expandable_segments="off" if is_cpu or "expandable_segments" in late else request.expandable_segments,
         liger=request.liger,
         experts=request.experts_implementations or (None,),
-        settings={**request.settings(), "cpu_affinity": request.pins == "on"},
+        settings=settings,
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
     if not arms:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -69,15 +68,20 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        # The finders behind this one; others may be in front of it by now.
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         run: Any = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            self._change(module)
+            # Not before: some only ask whether there is such a module.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

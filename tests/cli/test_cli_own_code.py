@@ -120,9 +120,17 @@ def test_the_script_is_trained_with_the_winner_and_nothing_of_it_is_edited(searc
     write_texts(tmp_path / "train.csv")
     storage = ("--storage", str(searched.folder / "studies" / "autotune.db"))
     own = (*SCRIPT, *OWN_SETTINGS, "--gradient_accumulation_steps", "7", "--max_steps", "2", "--output_dir", "trained")
-    variables = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    secrets = {"AUTOTUNE_TOKEN": "t", "AUTOTUNE_STORAGE": "postgresql://u:p@h/d", "RAY_AUTH_TOKEN": "r"}
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), **secrets}
+    script = tmp_path / "classify_texts.py"
+    script.write_text(
+        f"import os, runpy\nprint('sees', sorted({set(secrets)} & set(os.environ)))\n"
+        f"runpy.run_path({SCRIPT[1]!r}, run_name='__main__')\n"
+    )
+    own = ("python", str(script), *own[2:])
     ran = run_process("run", "mine", *storage, "--", *own, folder=tmp_path, **variables)
     assert ran.code == 0, ran.stderr
+    assert "sees []" in ran.stdout
     batch, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
     assert f"set     per_device_train_batch_size={batch}" in ran.stderr
     assert f"the script says gradient_accumulation_steps=7; {accumulation} is set" in ran.stderr

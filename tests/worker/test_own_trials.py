@@ -268,6 +268,18 @@ def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> Non
     assert isinstance(trial_server.trial(catches, Candidate(Arm(), 8), cap_bytes=400 * MIB).outcome, OutOfMemory)
 
 
+def test_what_one_compiles_by_its_backend_alone_is_known_and_can_be_left_uncompiled(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    """``torch_compile_backend`` compiles whatever ``torch_compile`` says."""
+    workload = inline(folder, "trainer(torch_compile_backend='eager', use_liger_kernel=False).train()\n")
+    own = trial_server.model(workload).own
+    assert own is not None
+    assert own.candidate() == Candidate(Arm(torch_compile=True), 8, 1)
+    check_sane(trial_server.trial(workload, Candidate(Arm(), 4)), Candidate(Arm(), 4))
+    check_sane(trial_server.trial(workload, Candidate(Arm(torch_compile=True), 4)), Candidate(Arm(), 4))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

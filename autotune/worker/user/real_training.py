@@ -20,6 +20,7 @@ from autotune.core.loop import LoopConfig
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
 from autotune.space.levers import applied_settings
+from autotune.space.training_arguments import linked_fields
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main, tell_launched_precision
 from autotune.worker.user.frameworks import ADAPTERS
@@ -74,7 +75,7 @@ def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
     fields: set[str] = set()
 
     def put(arguments: Any) -> None:
-        for name, value in wanted.items():
+        for name, value in {**linked_fields(wanted), **wanted}.items():
             if not hasattr(arguments, name):
                 continue
             said = getattr(arguments, name)

@@ -16,6 +16,7 @@ from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
 from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
+from autotune.space.training_arguments import linked_fields
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.code import UserCodeError, load_function, run_script, tell_launched_precision
 from autotune.worker.wrapping import around, before
@@ -78,6 +79,8 @@ def ignored_message(source: TrainingSource, ignored: str) -> str:
     """Return what is wrong with code whose ``Trainer`` does not have the settings that it was given."""
     if source.kind == "build":
         return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
+    if "(set at " not in ignored:
+        return f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}"
     return (
         f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
     )
@@ -138,7 +141,7 @@ class Overlay:
 
     def _note_change(self, _: Any, name: str, __: Any) -> None:
         """Record where fields are set after the arguments were made."""
-        if name in _BATCH and (place := _setter()) is not None:
+        if name in self.tuned and (place := _setter()) is not None:
             self._set_at[name] = place
 
     def _silence(self, _: Any, *words: Any, **options: Any) -> None:
@@ -175,7 +178,7 @@ class Overlay:
         if self.is_probing and not self.tuned:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
-        _set(arguments, {**quiet, **self.tuned})
+        _set(arguments, {**quiet, **linked_fields(self.tuned), **self.tuned})
         tell_launched_precision(self.tuned)
         if generates(arguments):
             # What is generated for a whole step would be another amount.
@@ -190,9 +193,9 @@ class Overlay:
             if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
                 asked = self.shortened[1]
             value_there = getattr(arguments, name, None)
-            if name == "fsdp" and asked:
+            if name == "fsdp":
                 # A list of options in some versions, whichever way it was said.
-                value_there, asked = bool(value_there), True
+                value_there, asked = bool(value_there), bool(asked)
             if not _has(value_there, asked) and name != "use_cpu":
                 at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
                 return f"{name} is {plain(value_there)!r}, asked was {asked!r}{at}"
@@ -236,7 +239,7 @@ def _setter() -> str | None:
     # Past what notes the change, and the two functions that wrap the setting of a field.
     frame = sys._getframe(4)
     module, path = module_of(frame), frame.f_code.co_filename
-    if path.startswith("<") or frame.f_code.co_name == "__init__" or module.startswith(("transformers.", "autotune.")):
+    if path.startswith("<") or frame.f_code.co_name in ("__init__", "__post_init__") or module.startswith(("transformers.", "autotune.")):
         return None
     return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
 
