@@ -37,9 +37,7 @@ _RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables without those that open autotune's service, database or cluster."""
     return {
-        name: value
-        for name, value in variables.items()
-        if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
+        name: value for name, value in variables.items() if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
     }
 
 

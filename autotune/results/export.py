@@ -29,12 +29,12 @@ from autotune.space.features import allocator_variable, major_minor, offloading_
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
-    LINKED,
     TunedArguments,
     data_arguments,
     evaluation_arguments,
     fsdp_settings,
     launch_variables,
+    linked_fields,
     training_arguments,
 )
 
@@ -191,7 +191,7 @@ def make_export(report: Report) -> Export:
     if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
         if is_own and report.baseline is not None and report.baseline.candidate.arm.torch_compile:
-            arguments |= {} if best.candidate.arm.torch_compile else LINKED["torch_compile"]  # type: ignore[operator]
+            arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
         exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
     else:
         exported = own_arguments(source, best.candidate)

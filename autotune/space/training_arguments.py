@@ -94,14 +94,14 @@ def training_arguments(
 
 # What turns a setting on again that another field turns off: TrainingArguments compile where a backend or a mode is
 # given, whatever torch_compile says.
-LINKED: dict[str, dict[str, None]] = {
+_LINKED: dict[str, dict[str, None]] = {
     "torch_compile": {"torch_compile_backend": None, "torch_compile_mode": None},
 }
 
 
 def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
     """Return the fields without which what the ``arguments`` turn off would be on again."""
-    off = [linked for name, linked in LINKED.items() if name in arguments and not arguments[name]]
+    off = [linked for name, linked in _LINKED.items() if name in arguments and not arguments[name]]
     return {name: value for linked in off for name, value in linked.items()}
 
 

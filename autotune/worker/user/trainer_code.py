@@ -239,7 +239,8 @@ def _setter() -> str | None:
     # Past what notes the change, and the two functions that wrap the setting of a field.
     frame = sys._getframe(4)
     module, path = module_of(frame), frame.f_code.co_filename
-    if path.startswith("<") or frame.f_code.co_name in ("__init__", "__post_init__") or module.startswith(("transformers.", "autotune.")):
+    is_making = frame.f_code.co_name in ("__init__", "__post_init__")
+    if path.startswith("<") or is_making or module.startswith(("transformers.", "autotune.")):
         return None
     return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
 
