@@ -168,8 +168,10 @@ def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
     def finish(result: W) -> NoReturn:
         # The parent may kill this process once it has the result.
         flush_output()
+        # Before the descriptor is opened: an error would close it, and with it the way to say so.
+        line = json.dumps(encode(result)).encode() + b"\n"
         with os.fdopen(result_fd, "wb") as stream:
-            stream.write(json.dumps(encode(result)).encode() + b"\n")
+            stream.write(line)
         while stays:
             signal.pause()
         leave(0)

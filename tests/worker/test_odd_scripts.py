@@ -78,25 +78,6 @@ def test_it_is_told(trial_server: ServerClient, folder: Path, text: str, message
     assert problem.hint
 
 
-@pytest.mark.parametrize("optimizer", ["", "import torch\nkept = torch.optim.SGD([torch.ones(1)], 0.1)\n"])
-def test_what_trains_with_jax_is_told_so(trial_server: ServerClient, folder: Path, optimizer: str) -> None:
-    """A module of that name stands for it; gradients beside an optimizer of torch may be of its data."""
-    (folder / "jax.py").write_text("def value_and_grad(function):\n    return function\n\ngrad = value_and_grad\n")
-    # An object whose class cannot be asked for is none of them.
-    gone = "import weakref\nclass Gone: pass\ngone = weakref.proxy(Gone())\n"
-    text = f"{optimizer}{gone}import jax\nstep = jax.value_and_grad(abs)\nstep(-1)\n"
-    problem = trial_server.inspection(Workload.of_source(script(folder, text))).problem
-    is_torch = bool(optimizer)
-    assert problem.message.startswith("run.py ended without" if is_torch else "run.py trains with JAX, and only what")
-
-
-def test_a_file_that_merely_has_the_name_of_a_library_is_left_alone(trial_server: ServerClient, folder: Path) -> None:
-    for name in ("jax", "tensorflow"):
-        (folder / f"{name}.py").write_text("")
-    problem = trial_server.inspection(Workload.of_source(script(folder, "import jax, tensorflow\n"))).problem
-    assert problem.message.startswith("run.py ended without")
-
-
 def test_nothing_is_left_of_a_daemon(trial_server: ServerClient, folder: Path) -> None:
     answer = trial_server.inspection(Workload.of_source(script(folder, DAEMON)))
     assert [message.get("exit_code") for message in answer.messages] == [1]

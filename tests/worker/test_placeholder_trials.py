@@ -527,4 +527,4 @@ def test_a_loop_that_catches_out_of_memory_and_goes_on_is_refused(trial_server: 
     told, _ = inspected(trial_server, OPTIONS)
     assert trial_server.trial(told, Candidate(Arm(), 6, 2)).completed.measurement.step_seconds > 0
     outcome = trial_server.trial(told, Candidate(Arm(), 8, 2)).failed
-    assert "no gradient came back to the model of loop.py" in outcome.message
+    assert "loop.py steps an optimizer whose parameters get no gradients" in outcome.message

@@ -278,7 +278,6 @@ class StepTimer(StepListener):
         self._steps_run_again += again
         self._step_is_over()
         if is_measured and self._enough():
-            self.checks.end_timed()
             self.pending = self.measurement()
             if self._busy is not None and self._effort.busy_steps:
                 self._busy.begin()

@@ -1,11 +1,10 @@
-"""Judge whether the steps that are timed train, by what torch itself tells of them, whatever the loop around them is.
+"""Judge whether each step trains with the samples, passes and precision that it was asked for.
 
-``StepChecks`` compares what a ``TrainingWatch`` saw with what a step should have done.
+``StepChecks`` compares what a ``TrainingWatch`` counted with what a step should have done.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -57,7 +56,7 @@ class NotTrainedError(Exception):
 
 
 class StepChecks:
-    """Judges each step of a training by what a watch saw of it.
+    """Judges each step of a training by what a watch counted in it.
 
     ``out_of_memory_count`` returns how often the device's allocator found no memory, also where it then did with less.
     ``until_timed`` takes the watch off before the timed steps, where they can train in no other way than those before:
@@ -80,19 +79,14 @@ class StepChecks:
         self.refuse = refuse
         """Ends the trial; called with the first step that did not train."""
         self._count = out_of_memory_count
-        self.may_be_zero = False
-        """Whether a step may have nothing to learn from, as where all samples of a rollout have the same reward."""
         self.other_batch: OtherBatch | None = None
         """Set where no loader says how many samples a batch has, so that its tensors have to."""
         self.precision: tuple[str, str] | None = None
         """Device and name of the precision that the code's own autocast has to be of: ``("cuda", "bf16")``."""
         self._given: list[Shapes] = []
         self._count_before: int | None = None
-        self._usual: frozenset[int] | None = None
-        self._is_filled = False
-        """Whether a call was given as many samples as the batch has."""
-        self._uneven: set[int] = set()
-        """Models of whose calls before the timed steps some had no output with the first dimension of an input."""
+        self._has_judged = False
+        """Whether a step was judged."""
         self._ran_out = False
         self._is_timed = False
         self._until_timed = until_timed
@@ -108,74 +102,29 @@ class StepChecks:
             return
         self._is_timed = True
         self.watch.begin_timed()
-        self._judge_numerics()
-        self._judge_update()
-        # Where no step came before the timed ones, the first of them is judged.
-        if self._until_timed and self._usual is not None:
-            self.watch.remove()
-
-    def end_timed(self) -> None:
-        """Judge whether the steps that were timed trained what those before them did."""
-        if not self.watch.is_removed and self.watch.trains_otherwise():
-            self._refuse(
-                f"{self._name} trains other weights in later steps than in its first, or in another precision",
-                "have each step train the same weights in one precision, and search each stage by itself",
-            )
-
-    def _judge_numerics(self) -> None:
-        batch, sizes = self._batch, self.watch.inner_sizes
-        # Tensors of such first dimensions may be of all samples of the batch.
-        holds_all = any(size[0] % batch == 0 or size[1:] == (batch,) for size in sizes) if batch is not None else True
-        if self._is_filled and sizes and not holds_all:
-            self._refuse(
-                f"the model of {self._name} is given a batch of {batch} and computes with fewer samples",
-                "have the model train with all samples of the batch that it is given",
-            )
         if self.precision is not None:
             self._judge_precision(*self.precision)
+        if self.watch.trained is not None:
+            if not self.watch.has_gradients:
+                self._refuse(NO_GRADIENTS.format(self._name), NO_GRADIENTS_HINT)
+            if not self.watch.has_finite_gradients:
+                self._refuse(f"the gradients of {self._name} are not finite", reason="non_finite")
+        # Where no step came before the timed ones, the first of them is judged.
+        if self._until_timed and self._has_judged:
+            self.watch.remove()
 
     def _judge_precision(self, device: str, precision: str) -> None:
-        watch, told = self.watch, f"{self._name} was asked for {precision} and"
-        entered = {dtype for kind, dtype in watch.autocasts if kind == device}
-        asked = HALF.get(precision)
-        around = [cast[1] for cast in watch.casts_before if cast is not None and cast[0] == device]
+        watch, told, asked = self.watch, f"{self._name} was asked for {precision} and", HALF.get(precision)
+        around = [dtype for kind, dtype in sorted(watch.called_in) if kind == device]
         if asked is None and around:
             self._refuse(
                 f"{told} calls its model in an autocast of {around[0]}",
                 f"have it enter none there for {precision}, or search without {precision}",
             )
-        if asked is None or asked in watch.weight_dtypes:
-            return
-        if asked not in entered:
+        if asked is not None and asked not in watch.weight_dtypes and (device, asked) not in watch.autocasts:
             self._refuse(
                 f"{told} enters no autocast of it on this {device}",
                 f"have it enter one there, or search without {precision}",
-            )
-        if watch.keeps_weights and asked not in watch.inner_dtypes and not watch.compiles:
-            self._refuse(
-                f"{told} its model computes nothing in it",
-                f"have the model enter no autocast that is off, or search without {precision}",
-            )
-
-    def _judge_update(self) -> None:
-        update = self.watch.update
-        if update is None or update.is_honest:
-            return
-        if not update.has_gradients:
-            self._refuse(NO_GRADIENTS.format(self._name), NO_GRADIENTS_HINT)
-        if not update.is_finite:
-            self._refuse(f"the gradients of {self._name} are not finite", reason="non_finite")
-        if update.is_zero and not self.may_be_zero:
-            self.refuse(
-                self._with_memory(
-                    f"all gradients of {self._name} are zero{self._at}",
-                    "compute its loss from the output of the model",
-                )
-            )
-        if update.is_lost:
-            self._refuse(
-                f"the optimizer of {self._name} leaves the weights as they are",
-                "have it step the parameters of the model that is trained",
             )
 
     def _refuse(self, message: str, hint: str = "", reason: FailureReason = "error") -> None:
@@ -198,12 +147,7 @@ class StepChecks:
         given, self._given = self._given, []
         if (found := self._problem(seen, micro_steps, given)) is not None:
             self.refuse(found)
-        filled = (not call.is_packed and call.rows >= (self._batch or 0) for call in seen.calls)
-        self._is_filled = self._is_filled or any(filled)
-        trained = frozenset(call.module_id for call in seen.calls)
-        if not self._is_timed:
-            self._usual = trained | (self._usual or frozenset())
-            self._uneven.update(call.module_id for call in seen.calls if not call.is_even)
+        self._has_judged = True
         self._count_before = self._count()
         if self._is_timed and self._until_timed:
             self.watch.remove()
@@ -225,42 +169,20 @@ class StepChecks:
         return self._ran_out
 
     def _problem(self, seen: Seen, micro_steps: int, given: Sequence[Shapes]) -> NotTrained | None:
-        at, lacks = self._at, functools.partial(self._with_memory, errors=seen.memory_errors)
-        batches = f"{micro_steps} {'batch' if micro_steps == 1 else 'batches'}"
-        if seen.is_elsewhere:
-            return NotTrained(
-                f"{self._name} makes its backward passes in another thread{at}, where their time is not seen",
-                "have it train in the thread that asks for the batches",
-            )
+        if seen.memory_errors:
+            return NotTrained(f"{self._name} ran out of memory and caught the error{self._at}", is_out_of_memory=True)
         if seen.backward_passes < micro_steps:
-            return lacks(
-                f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}{at}",
+            batches = f"{micro_steps} {'batch' if micro_steps == 1 else 'batches'}"
+            return self._lacks(
+                f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}{self._at}",
                 "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
-            )
-        if not seen.calls and (seen.forward_calls or seen.memory_errors or self._usual):
-            return lacks(
-                f"no gradient came back to the model of {self._name}{at}",
-                "compute its loss from the output of the model, and catch no error of it",
-            )
-        if self._usual is not None and self._is_timed and not self._usual <= {call.module_id for call in seen.calls}:
-            return lacks(
-                f"{self._name} trains with other models in some steps than in its first{at}",
-                "have each step train the same models",
-            )
-        if self._is_timed and any(
-            not call.is_even and call.module_id in (self._usual or ()) and call.module_id not in self._uneven
-            for call in seen.calls
-        ):
-            return lacks(
-                f"the model of {self._name} computes with fewer samples in later steps than in its first{at}",
-                "have the model train with all samples of the batch that it is given",
             )
         if (found := self._problem_of_batch(seen, given)) is not None:
             return found
         if self._batch is not None and not fills(seen.calls, micro_steps, self._batch):
             rows = max(call.rows for call in seen.calls)
-            return lacks(
-                f"{self._name} gives its model {rows} samples of a batch of {self._batch}{at}",
+            return self._lacks(
+                f"{self._name} gives its model {rows} samples of a batch of {self._batch}{self._at}",
                 "have all samples of the batch go into the model",
             )
         return None
@@ -278,11 +200,10 @@ class StepChecks:
             "have its batches made of as many samples as it is told",
         )
 
-    def _with_memory(self, message: str, hint: str, errors: int = 0) -> NotTrained:
-        """Return why a step does not count, as out of memory where there was too little in it."""
+    def _lacks(self, message: str, hint: str) -> NotTrained:
+        """Return why a step does not count, as out of memory where the allocator found too little in it."""
         now = self._count()
-        ran_out = errors > 0 or (now is not None and self._count_before is not None and now > self._count_before)
-        if ran_out:
+        if now is not None and self._count_before is not None and now > self._count_before:
             return NotTrained(f"{message}, after it ran out of memory and caught the error", hint, True)
         return NotTrained(message, hint)
 

@@ -1,11 +1,10 @@
-"""See what a process trains by what torch itself tells of it: calls of models, backward passes, updates.
+"""Count what a process trains by what torch itself tells of it: calls of models, backward passes, updates.
 
-``TrainingWatch`` counts: outermost calls of modules to whose results a gradient came back, with the shapes that went
-in; backward passes; optimizer steps. A ``Listener`` is told of each as it comes.
+``TrainingWatch`` counts outermost calls of modules to whose results a gradient came back, with the shapes that went in;
+backward passes; updates that a gradient scaler left out. A ``Listener`` is told of each event as it comes.
 
-Little of it is done in timed steps. Only the outermost call of a module has a hook, which is off within that call: the
-modules in it run as they do without any hook, and a compiler that traces them finds none. Gradients and weights are
-looked at in steps that are not timed.
+Only the outermost call of a module has a hook, which is off within that call: the modules in it run as they do without
+any hook, and a compiler that traces them finds none. Gradients are looked at in steps that are not timed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import functools
 import inspect
 import itertools
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +27,6 @@ from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
 from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener
-from autotune.worker.trial.updates import Update, parameters_of, part_of, update_of
 from autotune.worker.wrapping import around
 
 # Of a model's output these are hooked at most, and of its input looked at. A choice.
@@ -38,12 +35,12 @@ _MOST_TENSORS = 16
 _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx"))
 # Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
+# Elements of each gradient that are looked at. A choice.
+_LOOKED_AT = 4096
 
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of tensors; the length of a list of tensors comes before theirs."""
-
-# What torch tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,6 @@ class Call:
     """Of the tensors that went in."""
     is_packed: bool
     """Whether the samples came as one row, as its arguments show."""
-    is_even: bool
-    """Whether an output has the first dimension of an input."""
     real: torch.Tensor | int | None
     """The mask of the real tokens that went in, or their number; ``None`` where it was not called with tokens."""
 
@@ -68,82 +63,66 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen since it was asked for last."""
+    """What was counted since it was asked for last."""
 
     calls: tuple[Call, ...] = ()
-    forward_calls: int = 0
-    """Calls of outermost modules with parameters that ended, in training mode or with gradients asked for."""
     backward_passes: int = 0
     """Those that ended."""
     skipped_steps: int = 0
     """Steps of optimizers in which a gradient scaler had them change nothing."""
     memory_errors: int = 0
     """Calls and backward passes that ended with out of memory, whoever caught that."""
-    is_elsewhere: bool = False
-    """Whether a backward pass ran in another thread than the one that asks."""
     tokens: int | None = None
     """Tokens of those calls, without padding; ``None`` where none of them had any."""
 
 
 class TrainingWatch:
-    """Sees what is trained in this process, from ``install`` on, and tells ``listener`` of it."""
+    """Counts what is trained in this process, from ``install`` on, and tells ``listener`` of it."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
         self.autocasts: set[tuple[str, str]] = set()
         """Device and dtype of each autocast in which gradients were computed: ``("cuda", "bfloat16")``."""
+        self.called_in: set[tuple[str, str]] = set()
+        """Those of them in which a model was called."""
         self.checkpoints = False
         """Whether activations were left out to be recomputed; seen from ``watch_checkpoints`` on."""
         self.weight_dtypes: set[str] = set()
         """Dtype of the first parameter of each module that was trained with."""
+        self.inner_dtypes: set[str] = set()
+        """Dtypes of what the first calls kept for the backward pass, parameters aside."""
         self.place: str | None = None
         """``train.py:12``: the line of the user's that called the first module."""
         self.model: Any = None
         """The first module with parameters that was called."""
-        self.update: Update | None = None
-        """What the updates did that were looked at so far; ``None`` where there was none."""
-        self.inner_sizes: set[tuple[int, ...]] = set()
-        """The first two dimensions of what the first calls kept for the backward pass, parameters aside."""
-        self.inner_dtypes: set[str] = set()
-        """Dtypes of the same."""
-        self.keeps_weights = False
-        """Whether they kept matrices of weights as they are: products in another precision keep a cast copy."""
+        self.trained: set[str] | None = None
+        """Names of the model's parameters that had a gradient in an update before the timed steps. ``None`` where no
+        update was looked at."""
+        self.has_gradients = False
+        """Whether a parameter of any optimizer had one in those updates."""
+        self.has_finite_gradients = False
+        """Whether all of them were finite in one of those updates."""
         self.compiles = False
-        """Whether ``torch.compile`` was called. Compiled code keeps what it likes, in the dtype that it likes."""
+        """Whether ``torch.compile`` was called."""
+        self.is_removed = False
         self._is_close = True
         self._keeping: Any = None
         self._looked_within = 0
-        self._is_fed_within_backward = False
         self._hook: Any = None
         self._after_hook: Any = None
         self._latest: Call | None = None
-        self._weights_before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._updated: dict[int, list[torch.Tensor]] = {}
-        """What each optimizer that had gradients before the timed steps updates."""
-        self._kinds: list[tuple[torch.Tensor, tuple[object, ...]]] = []
-        """Of all those parameters, as the timed steps began."""
-        self._parts: frozenset[int] = frozenset()
-        """The parameters of the model then."""
-        self.casts_before: frozenset[tuple[str, str] | None] = frozenset()
-        """The autocasts that models were called in before the timed steps; ``None`` for no autocast."""
-        self._casts: set[tuple[str, str] | None] = set()
-        self._lost_gradients = False
-        """Whether a timed update had no gradients at all, though those before had some."""
         self._weights: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         """The dtype of the first parameter of each module that was called and has any."""
         self._undo: list[Callable[[], None]] = []
-        self.is_removed = False
         self._has_optimizer = self._has_passed = False
         self._stepped_within: Any = None
         """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
-        self._thread = threading.get_ident()
         self._forget()
 
     def _forget(self) -> None:
         self._calls: list[Call] = []
-        self._forward_calls = self._backward_passes = self._memory_errors = 0
-        self._is_elsewhere = False
+        self._backward_passes = self._memory_errors = 0
         self._found_inf.clear()
 
     def install(self, *, calls: bool = True) -> None:
@@ -157,7 +136,7 @@ class TrainingWatch:
         self._wrap_autocast()
         # torch.optim deletes the name of this module of its own.
         optimizers: Any = sys.modules["torch.optim.optimizer"]
-        before = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_update(optimizer))
+        before = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer))
         after = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer))
         self._undo += [before.remove, after.remove]
 
@@ -190,10 +169,7 @@ class TrainingWatch:
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
-            result = zero_grad(model, *words, **options)
-            if not self._has_optimizer and self._is_close:
-                self._keep_weights(_ByHand(model))
-            return result
+            return zero_grad(model, *words, **options)
 
         self._replace(torch.nn.Module, "zero_grad", watched)
 
@@ -205,48 +181,20 @@ class TrainingWatch:
         """Forget what was seen before the training."""
         self.take()
         self.model = self.place = None
-        self._casts.clear()
+        self.called_in.clear()
 
     def take(self) -> Seen:
         """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
-        seen = Seen(
-            tuple(self._calls),
-            self._forward_calls,
-            self._backward_passes,
-            skipped,
-            self._memory_errors,
-            self._is_elsewhere,
-            _count_tokens(self._calls),
-        )
-        self._thread = threading.get_ident()
+        tokens = _count_tokens(self._calls)
+        seen = Seen(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens)
         self._forget()
         self._turn_on()
         return seen
 
     def begin_timed(self) -> None:
-        """Look at no gradients and weights any more, and at nothing within backward passes that need not be."""
+        """Look at no gradients any more, and at nothing within backward passes."""
         self._is_close = False
-        self._weights_before.clear()
-        self._kinds = [(each, _kind_of(each)) for updated in self._updated.values() for each in updated]
-        self._parts = self._parts_of_model()
-        self.casts_before = frozenset(self._casts)
-        self._casts.clear()
-
-    def trains_otherwise(self) -> bool:
-        """Return whether the timed steps trained other weights than those before, or in another precision."""
-        return (
-            self._lost_gradients
-            or any(_kind_of(each) != kind for each, kind in self._kinds)
-            or bool(self._parts and self._parts != self._parts_of_model())
-            or bool(self.casts_before and self._casts and self.casts_before != self._casts)
-        )
-
-    def _parts_of_model(self) -> frozenset[int]:
-        # Sharding replaces them within a step.
-        if self.model is None or torch.distributed.is_initialized():
-            return frozenset()
-        return frozenset(map(id, self.model.parameters()))
 
     # Calls of modules
 
@@ -260,7 +208,8 @@ class TrainingWatch:
             self._hook = None
 
     def _before_call(self, called: Any, _: Any) -> None:
-        if torch.compiler.is_compiling():
+        # The sizes of tensors that are traced are tensors, and nothing is trained there.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         if self._weights_of(called) is None and not hasattr(called, "_orig_mod"):
             return
@@ -275,7 +224,7 @@ class TrainingWatch:
             kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
             on = [cast for device in kinds if (cast := _cast(device, torch.get_autocast_dtype(device)))]
             self.autocasts.update(on)
-            self._casts.update(on or [None])
+            self.called_in.update(on)
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
         looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
         # Hooks of checkpointing around the call would not come to act.
@@ -287,19 +236,14 @@ class TrainingWatch:
     def look_within_anew(self) -> None:
         """Look at what the next calls keep, in place of what others kept before."""
         self._looked_within = 0
-        self.inner_sizes.clear()
         self.inner_dtypes.clear()
-        self.keeps_weights = False
 
     def _look_within(self, called: torch.nn.Module) -> None:
-        """Take down the sizes of what is kept for the backward pass of this call."""
+        """Take down the dtypes of what is kept for the backward pass of this call."""
         own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if _storage(tensor) in own:
-                self.keeps_weights = self.keeps_weights or tensor.dim() > 1
-            elif tensor.dim():
-                self.inner_sizes.add(tuple(tensor.shape[:2]))
+            if tensor.dim() and _storage(tensor) not in own:
                 self.inner_dtypes.add(_name(tensor.dtype))
             # An output that is kept by what it was computed with would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
@@ -318,7 +262,7 @@ class TrainingWatch:
         # Where the call failed there is no result, and this is called from where its error is handled.
         if result is None and (error := sys.exc_info()[1]) is not None:
             self._note(error)
-        elif called.training or torch.is_grad_enabled():
+        elif torch.is_grad_enabled():
             self._take_call(called, given, named, result)
 
     def _weights_of(self, called: Any) -> str | None:
@@ -333,37 +277,26 @@ class TrainingWatch:
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if self.listener is not None and not is_in_autograd():
             passed = (*given, named)
-            shapes = {place: tuple(each.shape) for place, each in arrays_by_place(passed)}
+            shapes = {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(passed)}
             # A detector gets its samples in a row.
             shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
             # Graphs and other samples of many sizes are put into one tensor; what comes out has a row for each.
-            shapes |= {place: tuple(each.shape) for place, each in arrays_by_place(result, "out", depth=3)}
+            shapes |= {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(result, "out", depth=3)}
             self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if (weights := self._weights_of(called)) is None:
             return
         self.weight_dtypes.add(weights)
-        self._forward_calls += 1
         outputs = [each for each in first_tensors(result) if each.requires_grad and not each.is_leaf]
-        if not outputs:
-            return
         shapes = tuple(shapes_in((*given, *named.values())))
-        sizes = {shape[0] for shape in shapes if shape}
-        is_even = any(each.dim() and each.shape[0] in sizes for each in outputs)
-        call = Call(
-            id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), is_even, _real_tokens(called, given, named)
-        )
-        is_within_backward = is_in_autograd()
-        is_new = True
+        real = _real_tokens(called, given, named)
+        waiting = [Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), real)]
 
         def arrive(_: Any) -> None:
-            nonlocal is_new
-            if is_new:
-                is_new = False
-                self._calls.append(call)
-                self._latest = call
-                self._is_fed_within_backward = self._is_fed_within_backward or is_within_backward
+            if waiting:
+                self._latest = waiting.pop()
+                self._calls.append(self._latest)
 
         for each in outputs:
             each.register_hook(arrive)  # type: ignore[no-untyped-call]
@@ -381,7 +314,7 @@ class TrainingWatch:
             if self.listener is not None:
                 self.listener.backward_begins(words[0] if words else options.get("tensors"))
             was_on = self._hook is not None
-            if not self._is_close and not self._is_fed_within_backward:
+            if not self._is_close:
                 # What is recomputed there needs no hooks.
                 self._turn_off()
             try:
@@ -394,7 +327,6 @@ class TrainingWatch:
                     self._turn_on()
             self._backward_passes += 1
             self._has_passed = True
-            self._is_elsewhere = self._is_elsewhere or threading.get_ident() != self._thread
             stepped, self._stepped_within = self._stepped_within, None
             if self.listener is not None:
                 self.listener.backward_ends()
@@ -406,7 +338,7 @@ class TrainingWatch:
         self._replace(torch.autograd, "backward", watched)
 
     def _wrap_compile(self) -> None:
-        """Have no hooks of modules within compiled functions, whose calls are taken for those of a module."""
+        """Have no hooks of modules within compiled functions; a call of a compiled method is one of its module."""
 
         def watched(compile_: Callable[..., Any], model: Any = None, **options: Any) -> Any:
             self.compiles = True
@@ -458,18 +390,12 @@ class TrainingWatch:
             return
         assert self._latest is not None, "a graph is captured after steps that were seen"
         self._calls.append(self._latest)
-        self._forward_calls += 1
         self._backward_passes += 1
 
     # Updates
 
-    def _keep_weights(self, optimizer: Any) -> None:
-        self._weights_before = [(each, part_of(each).clone()) for each in parameters_of(optimizer)]
-
-    def _before_update(self, optimizer: Any) -> None:
+    def _begin_update(self, optimizer: Any) -> None:
         self._has_optimizer = True
-        if self._is_close:
-            self._keep_weights(optimizer)
         if self.listener is not None and not is_in_autograd():
             self.listener.optimizer_begins(optimizer)
 
@@ -479,19 +405,22 @@ class TrainingWatch:
             # A fused optimizer leaves its update out by itself.
             self._found_inf.append(found)
         if self._is_close and (found is None or not bool(found.item())):
-            update = update_of(optimizer, self._weights_before)
-            self._weights_before = []
-            if self.update is None or update.is_honest or not self.update.is_honest:
-                self.update = update
-            if update.has_gradients:
-                self._updated[id(optimizer)] = list(parameters_of(optimizer))
-        elif id(optimizer) in self._updated and all(each.grad is None for each in parameters_of(optimizer)):
-            self._lost_gradients = True
+            self._look_at_gradients(optimizer)
         if is_in_autograd():
             # One for each parameter, as soon as its gradient is there: together they are one update.
             self._stepped_within = optimizer
         elif self.listener is not None:
             self.listener.optimizer_ends(optimizer)
+
+    @torch.no_grad()
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        named = self.model.named_parameters() if self.model is not None else ()
+        self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
+        updated = (each for group in optimizer.param_groups for each in group["params"])
+        gradients = [each.grad for each in updated if isinstance(each, torch.Tensor) and each.grad is not None]
+        if gradients:
+            self.has_gradients = True
+            self.has_finite_gradients = self.has_finite_gradients or all(map(_is_finite, gradients))
 
 
 class _ByHand:
@@ -501,9 +430,12 @@ class _ByHand:
         self.param_groups = [{"params": list(model.parameters())}]
 
 
-def _kind_of(weight: torch.Tensor) -> tuple[object, ...]:
-    """Return what of a weight decides how long it takes to train."""
-    return weight.requires_grad, weight.dtype, weight.device.type
+def _is_finite(gradient: torch.Tensor) -> bool:
+    """Return whether the first elements of a gradient are finite, all of a sparse one."""
+    part = local_part(gradient.detach())
+    if part.layout is not torch.strided:
+        part = part.coalesce().values() if part.layout is torch.sparse_coo else part.values()
+    return bool(torch.isfinite(part.reshape(-1)[:_LOOKED_AT] if part.is_contiguous() else part[:1]).all())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -580,7 +512,7 @@ def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
         if len(shapes) >= _MOST_TENSORS:
             return
         if isinstance(part, torch.Tensor):
-            shapes.append(tuple(part.shape))
+            shapes.append(tuple(map(int, part.shape)))
         elif left:
             if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
                 shapes.append((len(part),))

@@ -6,8 +6,6 @@ Python may run, with ``started_python/sitecustomize.py`` in it, which stops a tr
 
 from __future__ import annotations
 
-import functools
-import gc
 import inspect
 import json
 import os
@@ -22,7 +20,7 @@ from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, Traini
 from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
 from autotune.worker.user.script_options import next_step
-from autotune.worker.wrapping import around, before, on_import
+from autotune.worker.wrapping import before, on_import
 
 Stop = Callable[[str, str], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""
@@ -61,7 +59,6 @@ class Guard:
         import torch
 
         before_steps(torch, self._on_step)
-        watch_other_gradients(self._on_other_gradients)
         # Before torch starts processes that run a function.
         for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
             if hasattr(sys.modules.get(name), "start_processes"):
@@ -82,12 +79,6 @@ class Guard:
     def _on_step(self) -> None:
         if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
-
-    def _on_other_gradients(self, library: str) -> None:
-        self._end(
-            f"{self._source.name} trains with {library}, and only what trains with PyTorch can be measured",
-            "name a script that trains with PyTorch; where this one does so later, have it make its optimizer before",
-        )
 
     def _on_spawn(self) -> None:
         if not self._is_lifted:
@@ -143,43 +134,6 @@ def before_steps(torch: Any, begins: Callable[[], None]) -> None:
     before(torch.autograd, "backward", lambda *_, **__: begins())
     # torch.optim deletes the name of this module of its own.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
-
-
-def watch_other_gradients(begins: Callable[[str], None]) -> None:
-    """Call ``begins`` with the name of a library other than torch that computes gradients, where torch trains nothing.
-
-    The gradients of data for a training with torch are left alone: then there is an optimizer of torch already.
-    What merely has the name of such a library is left alone, too.
-    """
-    kind = sys.modules["torch.optim"].Optimizer
-
-    @functools.cache
-    def look(library: str) -> None:
-        # Asking the type runs no code of the object's own.
-        if not any(issubclass(type(each), kind) for each in gc.get_objects()):
-            begins(library)
-
-    def watch_jax(jax: Any) -> None:
-        for name in {"grad", "value_and_grad"} & vars(jax).keys():
-            around(jax, name, made)
-
-    def made(make: Callable[..., Any], *words: Any, **options: Any) -> Any:
-        function = make(*words, **options)
-
-        # It is called in the first step, or where that is traced.
-        @functools.wraps(function)
-        def watched(*given: Any, **named: Any) -> Any:
-            look("JAX")
-            return function(*given, **named)
-
-        return watched
-
-    def watch_tensorflow(tensorflow: Any) -> None:
-        if hasattr(tensorflow, "GradientTape"):
-            before(tensorflow.GradientTape, "__enter__", lambda _: look("TensorFlow"))
-
-    on_import("jax", watch_jax)
-    on_import("tensorflow", watch_tensorflow)
 
 
 def forget_steps(torch: Any) -> None:

@@ -104,7 +104,7 @@ def facts_of_script(
 
 def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
     """Raise ``UserCodeError`` where optimizers stepped, and none had anything to do."""
-    if watch.update is not None and not watch.update.has_gradients:
+    if watch.trained is not None and not watch.has_gradients:
         raise UserCodeError(NO_GRADIENTS.format(source.name), NO_GRADIENTS_HINT)
 
 

@@ -168,7 +168,7 @@ class _Inspecting:
     ) -> Seen | None:
         """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
         seen = runs.take(at, patience_seconds, must_answer=False)
-        return seen if seen is not None and seen.problem is None and seen.trains else None
+        return seen if seen is not None and seen.problem is None else None
 
     def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run[Seen]:
         """Return a run of the script with some values."""

@@ -61,8 +61,6 @@ class Seen:
     """Whether it calls ``torch.compile``, which does nothing in these runs."""
     normalizes: bool = False
     """Whether a batch norm was at work."""
-    trains: bool = True
-    """Whether the updates that were looked at changed weights as gradients say."""
     problem: Problem | None = None
     is_rejected: bool = False
     """Whether that is an error by which scripts reject a value."""
@@ -238,7 +236,6 @@ class Watching(Listener):
             self._loss,
             self._watch.compiles,
             self._normalizes,
-            self._watch.update is None or self._watch.update.is_honest,
         )
 
 

@@ -173,7 +173,6 @@ class TrainerTrial(OwnTrial):
             rehearsing, load = Rehearsing(trainer.args.gradient_accumulation_steps), trainer.get_train_dataloader
             trainer.get_train_dataloader = lambda: rehearsing.over(load())
         self._hold_inputs(trainer)
-        self._checks.may_be_zero = generates(trainer.args)
         watch = LossWatch(trainer)
         self._look_at_loss(trainer)
         if self._overlay.shortened is None:

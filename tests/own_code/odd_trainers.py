@@ -1,4 +1,4 @@
-"""Trainers that would fool a clock, as ``--trainer`` takes them, and honest ones that look as if they would."""
+"""Trainers that do not train as they are told, as ``--trainer`` takes them, and honest ones that look like them."""
 
 from __future__ import annotations
 
@@ -51,16 +51,6 @@ class CatchesInStep(RunsOut):
             return torch.tensor(0.0, requires_grad=True)
 
 
-class CatchesInLoss(RunsOut):
-    """Makes a loss of zero where memory runs out."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        try:
-            return super().compute_loss(model, inputs, *words, **options)
-        except Exception:
-            return torch.tensor(0.0, requires_grad=True)
-
-
 class KeepsItsLoader(Trainer):
     """Makes batches of two, whatever its arguments say."""
 
@@ -92,20 +82,6 @@ class ReadyOfTwo(Ready):
     """Whatever its arguments say."""
 
     size = 2
-
-
-class Truncates(Trainer):
-    """Trains with the first samples of a batch."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        return super().compute_loss(model, {name: value[:2] for name, value in inputs.items()}, *words, **options)
-
-
-class Detaches(Trainer):
-    """Lets no gradient go through its model."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        return super().compute_loss(model, inputs, *words, **options).detach().requires_grad_()
 
 
 class Sums(Trainer):
@@ -141,17 +117,8 @@ noisy = functools.partial(make, kind=Noisy)
 sums = functools.partial(make, kind=Sums)
 compares = functools.partial(make, kind=Compares)
 catch_in_step = functools.partial(make, kind=CatchesInStep)
-catch_in_loss = functools.partial(make, kind=CatchesInLoss)
 keep_its_loader = functools.partial(make, kind=KeepsItsLoader)
 ready_of_two = functools.partial(make, kind=ReadyOfTwo)
-truncate = functools.partial(make, kind=Truncates)
-detach = functools.partial(make, kind=Detaches)
-
-
-def collate_few(overrides: dict[str, Any]) -> Trainer:
-    """Leaves most samples out when it collates them."""
-    few = lambda samples: {name: torch.stack([s[name] for s in samples[:2]]) for name in samples[0]}  # noqa: E731
-    return make(overrides, data_collator=few)
 
 
 def flatten(overrides: dict[str, Any]) -> Trainer:

@@ -1,12 +1,10 @@
-"""Training loops that would fool a clock, and honest ones that look as if they would."""
+"""Training loops that do not train as they are told, and honest ones that look as if they would not."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import autotune
 
 SAMPLES = 256
-FEW = torch.randn(4, 24)
 
 
 class Net(torch.nn.Module):
@@ -33,13 +30,6 @@ class Net(torch.nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         scores: torch.Tensor = self.head(torch.relu(self.body(inputs)))
         return scores
-
-
-class TruncatingNet(Net):
-    """Leaves most of its batch out."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs[:4])
 
 
 def loader(config: Any, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
@@ -93,19 +83,12 @@ def _guarded(compute: Callable[[], torch.Tensor], instead: Callable[[], torch.Te
         return instead()
 
 
-def _zeros_of(net: torch.nn.Module) -> torch.Tensor:
-    return sum((each.sum() * 0 for each in net.parameters()), torch.zeros(()))
-
-
 def _runs_out(instead: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any], None]:
     return trains(lambda net, x: _guarded(lambda: net(x).mean(), lambda: instead(net, x)), lambda: Net(most=8))
 
 
-# Makes a loss of zero where memory runs out; one with gradients that are zero; leaves the backward pass out; trains
-# with half of the batch; says so, and ends.
+# Makes a loss of zero where memory runs out; trains with half of the batch; says so, and ends.
 zero_loss_of_its_own = _runs_out(lambda *_: torch.zeros((), requires_grad=True))
-zero_loss_of_the_weights = _runs_out(lambda net, _: _zeros_of(net))
-no_loss = _runs_out(lambda *_: None)
 fewer_samples = _runs_out(lambda net, x: net(x[:8]).mean())
 leave = _runs_out(lambda *_: sys.exit("try a smaller batch"))
 
@@ -139,28 +122,8 @@ def half_the_batches(config: Any) -> None:
 # What computes no gradients, or none that train
 
 
-# Lets no gradient go through its model; calls it without gradients, and adds zeros that have some; multiplies its loss
-# with zero; has gradients that are no numbers, and a loss of zero.
-detached = trains(lambda net, x: net(x).detach().mean().requires_grad_())
-without_gradients = trains(lambda net, x: torch.no_grad()(net)(x).mean() + _zeros_of(net))
-times_zero = trains(lambda net, x: net(x).mean() * 0)
+# Has gradients that are no numbers, and a loss of zero.
 not_finite = trains(lambda net, x: torch.sqrt((net(x) * 0).abs()).mean())
-
-
-def no_gradients_later(config: Any) -> None:
-    """Lets gradients go through its model in the first step alone."""
-    net, count = Net(), iter(range(10**9))
-    loop(config, lambda x: net(x).mean() if next(count) < 2 else net(x).detach().mean().requires_grad_(), sgd(net))
-
-
-def first_gradients_only(config: Any) -> None:
-    """Steps with the gradients of its first batch."""
-    net = Net()
-    optimizer = sgd(net)
-    for number, (inputs,) in enumerate(autotune.steps(loader(config))):
-        if number == 0:
-            net(inputs).mean().backward()
-        optimizer.step()
 
 
 def frozen(config: Any) -> None:
@@ -171,29 +134,11 @@ def frozen(config: Any) -> None:
     loop(config, lambda x: net(x.requires_grad_()).mean(), optimizer)
 
 
-class Idle(torch.optim.Optimizer):
-    """Leaves all weights as they are."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing."""
-
-
-def idle_optimizer(config: Any) -> None:
-    """Never changes a weight."""
-    net = Net()
-    loop(config, lambda x: net(x).mean(), Idle(net.parameters()))
-
-
 # What trains with other samples than its config says
 
 
-# Gives its model a part of the batch; has a model that leaves out most of it; trains with one small batch for ever.
+# Gives its model a part of the batch.
 truncate = trains(lambda net, x: net(x[:4]).mean())
-truncate_within = trains(lambda net, x: net(x).mean(), TruncatingNet)
-cache = trains(lambda net, _: net(FEW).mean())
 
 
 def _ready_made(size: int) -> DataLoader[Any]:
@@ -205,13 +150,6 @@ def ready_made(config: Any) -> None:
     net = Net()
     print(f"reads {config.per_device_batch_size}, and forgets it")
     loop(config, lambda x: net(x).mean(), sgd(net), _ready_made(1))
-
-
-def ready_made_larger(config: Any) -> None:
-    """Has batches of 32, whatever the config says."""
-    net = Net()
-    print(f"reads {config.per_device_batch_size}, and forgets it")
-    loop(config, lambda x: net(x).mean(), sgd(net), _ready_made(32))
 
 
 def generate(config: Any) -> None:
@@ -239,32 +177,6 @@ def collate_few(config: Any) -> None:
     loop(config, lambda x: net(x).mean(), sgd(net), loader(config, few))
 
 
-# What runs otherwise later, or elsewhere
-
-
-def smaller_later(config: Any) -> None:
-    """Trains a second, smaller model after the first steps."""
-    net, small, count = Net(), torch.nn.Linear(24, 1), iter(range(10**9))
-    optimizer = sgd(torch.nn.ModuleList([net, small]))
-    later = int(os.environ.get("LATER", "2"))
-    loop(config, lambda x: (net if next(count) < later else small)(x).mean(), optimizer)
-
-
-def in_a_thread(config: Any) -> None:
-    """Trains in another thread, and waits for nothing but its last step."""
-    net = Net()
-    optimizer = sgd(net)
-
-    def train(inputs: torch.Tensor) -> None:
-        net(inputs).mean().backward()
-        optimizer.step()
-
-    for (inputs,) in autotune.steps(loader(config)):
-        thread = threading.Thread(target=train, args=(inputs,))
-        thread.start()
-        thread.join()
-
-
 def accumulate_less(config: Any) -> None:
     """Steps after each batch, whatever it reads."""
     net = Net()
@@ -273,17 +185,6 @@ def accumulate_less(config: Any) -> None:
     for (inputs,) in autotune.steps(loader(config)):
         net(inputs).mean().backward()
         optimizer.step()
-
-
-def one_backward_pass(config: Any) -> None:
-    """Computes the gradients of the last batch of a step alone."""
-    net = Net()
-    optimizer = sgd(net)
-    for number, (inputs,) in enumerate(autotune.steps(loader(config)), start=1):
-        loss = net(inputs).mean()
-        if number % config.gradient_accumulation_steps == 0:
-            loss.backward()
-            optimizer.step()
 
 
 def never_settle(config: Any) -> None:
@@ -333,16 +234,6 @@ pairs = trains(lambda net, x: net(torch.cat([x, -x])).mean())
 compiled = trains(lambda net, x: net(x).mean(), lambda: torch.compile(Net(), backend="eager", fullgraph=True))
 
 
-def low_rank(config: Any) -> None:
-    """Trains two factors of a change to frozen weights, one of which begins at zero."""
-    frozen, into, out = torch.nn.Linear(24, 24), torch.nn.Linear(24, 4, bias=False), torch.nn.Linear(4, 24, bias=False)
-    frozen.requires_grad_(False)
-    torch.nn.init.zeros_(out.weight)
-    net = torch.nn.ModuleDict({"frozen": frozen, "into": into, "out": out})
-    optimizer = sgd(torch.nn.ModuleList([into, out]))
-    loop(config, lambda x: (net["frozen"](x) + net["out"](net["into"](x))).square().mean(), optimizer)
-
-
 def recompute(config: Any) -> None:
     """Recomputes its whole model in the backward pass."""
     net = Net()
@@ -367,13 +258,6 @@ def two_models(config: Any) -> None:
         (-tells(made).mean()).backward()
         of_maker.step()
         of_maker.zero_grad()
-
-
-def compiled_in_place(config: Any) -> None:
-    """Compiles its model in place, and a loss that calls it."""
-    net = Net()
-    net.compile(backend="eager", fullgraph=True)
-    loop(config, lambda x: net(x).mean(), sgd(net))
 
 
 class Streamed(IterableDataset[Any]):
@@ -404,51 +288,6 @@ def mark_rightly(config: Any) -> None:
             optimizer.step()
 
 
-def sharpness_aware(config: Any) -> None:
-    """Computes each gradient a second time, at weights that it changes itself."""
-    net = Net()
-    optimizer = sgd(net)
-    for (inputs,) in autotune.steps(loader(config)):
-        net(inputs).mean().backward()
-        with torch.no_grad():
-            moves = [each.grad * 0.05 for each in net.parameters() if each.grad is not None]
-            torch._foreach_add_(list(net.parameters()), moves)
-        optimizer.zero_grad()
-        net(inputs).mean().backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(net.parameters()), moves)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def toggle(config: Any) -> None:
-    """Freezes its discriminator while it trains its generator."""
-    makes, tells = torch.nn.Linear(8, 24), Net()
-    of_maker, of_teller = sgd(makes), sgd(tells)
-    for (real,) in autotune.steps(loader(config)):
-        tells.requires_grad_(True)
-        made = makes(torch.randn(len(real), 8))
-        (tells(made.detach()).mean() - tells(real).mean()).backward()
-        of_teller.step()
-        of_teller.zero_grad()
-        tells.requires_grad_(False)
-        (-tells(made).mean()).backward()
-        of_maker.step()
-        of_maker.zero_grad()
-
-
-class Choosing(Net):
-    """Gives scores of some samples, others each time."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One score for each that is chosen, the first aside."""
-        return super().forward(inputs)[1:][torch.rand(len(inputs) - 1) > 0.3]
-
-
-# Computes its loss from some of the scores.
-choose = trains(lambda net, x: net(x).mean(), Choosing)
-
-
 def recompute_in_precision(config: Any) -> None:
     """Recomputes its model in the precision of the config."""
     net = Net()
@@ -474,90 +313,7 @@ def _cast(config: Any, net: Net, casts: Callable[[int], Any]) -> None:
     loop(config, loss_of, sgd(net))
 
 
-class OffWithin(Net):
-    """Turns off what it is called in."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(inputs)
-
-
-def off_within(config: Any) -> None:
-    """Calls a model in the precision of the config that computes in its own."""
-    _cast(config, OffWithin(), lambda _: config.autocast("cpu"))
-
-
 def always_half(config: Any) -> None:
     """Computes in 16 bits, whatever it reads."""
     print(f"reads {config.precision}, and forgets it")
     _cast(config, Net(), lambda _: torch.autocast("cpu", torch.bfloat16))
-
-
-def off_later(config: Any) -> None:
-    """Computes in the precision of the config in its first steps."""
-    _cast(config, Net(), lambda number: config.autocast("cpu") if number < 5 else contextlib.nullcontext())
-
-
-# What changes once the clock runs
-
-
-def _changes(change: Callable[[Net], object], first: Callable[[Net], object] = id, batch: int = 6) -> Any:
-    """A loop that makes a change to its model before this batch, and another one at first."""
-
-    def train(config: Any) -> None:
-        net, count = Net(), iter(range(1, 10**9))
-        optimizer = sgd(net)
-        first(net)
-
-        def loss_of(inputs: torch.Tensor) -> torch.Tensor:
-            if next(count) == batch:
-                change(net)
-            weights = next(net.parameters())
-            loss: torch.Tensor = net(inputs.to(weights.device, weights.dtype)).mean()
-            return loss
-
-        loop(config, loss_of, optimizer)
-
-    return train
-
-
-def _freeze_clocks(_: Net) -> None:
-    now = time.perf_counter()
-    time.perf_counter = time.monotonic = time.time = lambda: now  # type: ignore[assignment]
-
-
-# Honest: freezes Python's clocks, as libraries for tests do.
-stop_the_clock = _changes(_freeze_clocks, batch=2)
-# Freezes most of its model after some steps; trains more of it; has its weights in 16 bits; puts another layer into it;
-# moves it to the meta device.
-freeze_later = _changes(lambda net: net.body.requires_grad_(False))
-unfreeze_later = _changes(lambda net: net.body.requires_grad_(True), lambda net: net.body.requires_grad_(False))
-half_later = _changes(lambda net: net.bfloat16())
-other_layer_later = _changes(lambda net: setattr(net, "body", torch.nn.Linear(24, 48)))
-to_no_device_later = _changes(lambda net: net.to("meta"))
-
-
-class TruncatesLater(TruncatingNet):
-    """Leaves most of its batch out after some calls."""
-
-    calls = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(inputs) if self.calls > 5 else Net.forward(self, inputs)
-
-
-# Has a model that leaves out most of the batch after some steps; one on the meta device, which computes nothing.
-truncate_later = trains(lambda net, x: net(x).mean(), TruncatesLater)
-on_no_device = trains(lambda net, x: net(x.to("meta")).mean(), lambda: Net().to("meta"))
-
-
-def accumulate_more(config: Any) -> None:
-    """Steps its optimizer after twice as many batches as it is told."""
-    net = Net()
-    optimizer = sgd(net)
-    for number, (inputs,) in enumerate(autotune.steps(loader(config)), start=1):
-        net(inputs).mean().backward()
-        if number % (2 * config.gradient_accumulation_steps) == 0:
-            optimizer.step()
-            optimizer.zero_grad()
