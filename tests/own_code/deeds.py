@@ -44,7 +44,7 @@ DEEDS: dict[str, Deed] = {
     "changes the mode of a folder": lambda home: (home / "kept").chmod(0o700),
     "changes times": lambda home: os.utime(home / "a", (1, 1)),
     "changes an owner": lambda home: os.chown(home / "a", os.getuid(), os.getgid()),
-    "copies modes and times": lambda home: shutil.copystat(__file__, home / "a"),
+    "copies modes and times": lambda home: shutil.copystat(home / "kept", home / "a"),
     "sets an attribute": lambda home: os.setxattr(home / "a", "user.of", b"a trial"),
     "writes in a shell": lambda home: _shell(home, "echo new > a; echo new >> b"),
     "removes in a shell": lambda home: _shell(home, "rm -rf kept a"),
