@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
@@ -77,6 +78,14 @@ class _LazyGroup(click.Group):
             if meant:
                 raise click.UsageError(f"no such command {args[0]!r}; {meant}", ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # Whoever read the output has seen enough, as head does.
+            _forget_output()
+            return 0
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -162,9 +171,6 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         click.echo("autotune: interrupted", err=True)
         _forget_interrupt()
         return INTERRUPTED
-    except BrokenPipeError:
-        _forget_output()
-        return AutotuneError.exit_code
     except OSError as error:
         say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
         _forget_output()

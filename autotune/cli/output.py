@@ -77,7 +77,8 @@ def broken(text: str, columns: int) -> str:
 
 def terminal_columns() -> int | None:
     """Return how wide the terminal is that stdout is; ``None`` where it is none."""
-    return get_terminal_size().columns if sys.stdout.isatty() else None
+    # Python has no stdout where it was closed before the start.
+    return get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cli.output import as_printed
+from autotune.cli.output import as_printed, broken
 from autotune.core.units import format_seconds
 from autotune.tuning.narrator import Narrator
 
@@ -35,9 +35,11 @@ class ConsoleView(ABC):
         """Return the status as it is now; without its less important part where it would be longer than ``columns``."""
 
     def print_line(self, text: str, style: str | None = None) -> None:
-        """Print a line as it is, but for what a terminal would obey."""
+        """Print a line without what a terminal would obey, and on a terminal broken between words."""
         self._printed = time.monotonic()
-        self._console.print(as_printed(text), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        text = as_printed(text)
+        text = broken(text, self._console.width) if self._console.is_terminal else text
+        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> Text:
         """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -248,7 +249,16 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     os.close(read_fd)
     ended = run_into(write_fd, "models", "--json", folder=tmp_path)
     os.close(write_fd)
-    assert ended.stderr == ""
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_closed_stdout_is_no_error(studied: Studied, tmp_path: Path) -> None:
+    """As ``autotune show STUDY >&-``."""
+    words = shlex.join(command("show", "tiny", "--storage", studied.storage))
+    ended = subprocess.run(
+        f"{words} >&-", shell=True, cwd=tmp_path, env=environment(), timeout=60, stderr=subprocess.PIPE
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_terminal_without_unicode_is_no_error(studied: Studied, tmp_path: Path) -> None:
