@@ -21,7 +21,7 @@ from autotune.core.option_kinds import refuse
 from autotune.core.options import BY_NAME, SearchOptions, check_arguments
 from autotune.core.outcome import Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
-from autotune.core.units import format_bytes, format_rate, format_spread
+from autotune.core.units import format_bytes, format_rate
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
@@ -61,7 +61,7 @@ class Trial:
         """Return the trial in one line, for notebooks."""
         words = self.candidate.describe()
         if (measured := self.measurement) is not None:
-            words += f", {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
+            words += f", {format_rate(measured.samples_per_second)} samples/s"
             words += f", peak {format_bytes(measured.peak_reserved_bytes)}"
         return f"trial {self.number}: {words}; {self.verdict}"
 

@@ -108,7 +108,7 @@ def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: in
             history.add(machine.measure(owed[0]))
         winner = history.fastest()
         assert winner is not None, "every candidate completed"
-        promised = history.pool.speed_as_chosen(winner.candidate)
+        promised = history.speed(winner.candidate)
         assert promised is not None, "a winner has a speed"
         # Of a step, all candidates have the same samples and the same true time: one second.
         beyond = machine.process() - math.log(winner.candidate.samples_per_step) - promised.next_run.mean

@@ -391,7 +391,7 @@ def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> R
             regret = 1 - best.candidate.per_device_train_batch_size / largest
         else:
             regret = 1 - world.speed(best.candidate) / max(map(world.speed, possible))
-            speed = plan.history.pool.speed_as_chosen(best.candidate)
+            speed = plan.history.speed(best.candidate)
             assert speed is not None
             low, high = speed.interval()
             following = world.speed(best.candidate) / machine.process_factor(best.candidate)

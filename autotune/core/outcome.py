@@ -5,6 +5,7 @@ A trial process returns one ``Outcome``, as a JSON document; the database stores
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -156,6 +157,13 @@ class Measurement:
     def known_spread(self) -> float | None:
         """``relative_spread``; ``None`` where only one step was timed, which has no spread."""
         return self.relative_spread if len(self.step_seconds_each) > 1 else None
+
+    @property
+    def step_deviation(self) -> float:
+        """Relative standard deviation between the measured steps; 0 of one step, and where batches differ in length."""
+        if len(self.step_seconds_each) < 2 or self.epoch_lengths is not None:
+            return 0.0
+        return statistics.stdev(self.step_seconds_each) / statistics.fmean(self.step_seconds_each)
 
     def judged_bytes(self, arm: Arm) -> int:
         """Return the peak that is compared with the ceiling's line.

@@ -119,48 +119,6 @@ def next_value(values: Sequence[float], variance: Variance, own_error: float = 0
     return Estimate(mean, error, variance.degrees)
 
 
-# Means further away than so many standard errors of the difference say nothing of the one that was chosen.
-_NEAR_ERRORS = 4.0
-# The true means may deviate from each other by up to so many standard errors, each deviation as likely as another.
-_MOST_DEVIATION_ERRORS = 8.0
-_DEVIATION_STEPS = 40
-
-
-def chosen(estimate: Estimate, others: Sequence[Estimate]) -> Estimate:
-    """Estimate a mean that was chosen among others for its value, so that luck was chosen with it.
-
-    The true means are taken for values of one normal population, of unknown mean and deviation (the hierarchical model
-    of Gelman et al., Bayesian Data Analysis, section 5.4). The more the measured means differ, compared with their
-    errors, the less the chosen one is drawn to the others. Those that are far from it are left out.
-    """
-    if estimate.error <= 0 or not math.isfinite(estimate.error):
-        return estimate
-    mean, error = estimate.mean, estimate.error
-    near = [o for o in others if abs(o.mean - mean) <= _NEAR_ERRORS * math.hypot(error, o.error) < math.inf]
-    if not near:
-        return estimate
-    every = [estimate, *near]
-    most = _MOST_DEVIATION_ERRORS * max(each.error for each in every)
-    weighed = []
-    for step in range(_DEVIATION_STEPS):
-        deviation = most * (step + 0.5) / _DEVIATION_STEPS
-        weights = [1 / (each.error**2 + deviation**2) for each in every]
-        total = math.fsum(weights)
-        centre = math.fsum(weight * each.mean for weight, each in zip(weights, every, strict=True)) / total
-        squares = math.fsum(weight * (each.mean - centre) ** 2 for weight, each in zip(weights, every, strict=True))
-        log_likelihood = 0.5 * (math.fsum(map(math.log, weights)) - math.log(total) - squares)
-        drawn = error**2 * weights[0]
-        weighed.append((log_likelihood, mean + drawn * (centre - mean), (1 - drawn) * error**2 + drawn**2 / total))
-    likeliest = max(weighed)[0]
-    shares = [math.exp(each[0] - likeliest) for each in weighed]
-    total = math.fsum(shares)
-    corrected = math.fsum(share * each[1] for share, each in zip(shares, weighed, strict=True)) / total
-    variance = math.fsum(
-        share * (each[2] + (each[1] - corrected) ** 2) for share, each in zip(shares, weighed, strict=True)
-    )
-    return Estimate(corrected, math.sqrt(variance / total), estimate.degrees)
-
-
 def difference(first: Estimate, second: Estimate) -> Estimate:
     """Estimate ``first - second``, two independent means (degrees of freedom after Welch and Satterthwaite)."""
     error = math.hypot(first.error, second.error)

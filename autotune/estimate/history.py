@@ -63,6 +63,8 @@ class History:
     elsewhere: dict[Candidate, float] = field(default_factory=dict)
     """Samples a second of candidates on other machines of this kind, which fit here too, if they need as much. They
     decide what is tried first, and nothing else."""
+    own: Candidate | None = None
+    """The settings of the user's own code, unmodified; ``None`` where it has none, or a model is searched by name."""
     before: Mapping[Kind, Deviations] = field(default_factory=dict)
     """How processes deviated on this machine before these trials."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
@@ -190,13 +192,19 @@ class History:
         return max(self.believed(among), key=_speed, default=None)
 
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """Return the candidate to recommend: the least intrusive of those within the tolerance of the fastest.
+        """Return the candidate to recommend.
 
-        The one with the lower peak memory, of two whose settings are equally convenient.
+        The user's own settings, where the fastest is not distinguishably faster. Else the least intrusive of those
+        within the tolerance of the fastest; of two whose settings are equally convenient, that with the lower peak.
         """
         believed = self.believed(among)
-        fastest = max(map(_speed, believed), default=0.0)
-        near = [tried for tried in believed if _speed(tried) >= fastest * (1 - self.tolerance)]
+        fastest = max(believed, key=_speed, default=None)
+        if fastest is None:
+            return None
+        own = next((tried for tried in believed if tried.candidate == self.own), None)
+        if own is not None and not self.pool.is_faster(fastest.candidate, own.candidate):
+            return own
+        near = [tried for tried in believed if _speed(tried) >= _speed(fastest) * (1 - self.tolerance)]
         return min(
             near,
             key=lambda t: (

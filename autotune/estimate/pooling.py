@@ -6,8 +6,6 @@ includes the deviation between processes. That deviation is estimated from all c
 processes were measured on this machine, in this study and before it, together with a prior: it is small where the step
 is GPU-bound and large where it is host-bound.
 
-The winner of a search was chosen for its speed, and luck with it; its speed is corrected for that.
-
 Step times are compared as logarithms, so that all deviations are relative.
 """
 
@@ -24,7 +22,6 @@ from autotune.core.outcome import Completed, Measurement, Outcome, distinct_proc
 from autotune.core.statistics import (
     Estimate,
     Variance,
-    chosen,
     difference,
     expected_excess,
     next_value,
@@ -197,16 +194,6 @@ class Pool:
             self._speeds[candidate] = self._combine(candidate)
         return self._speeds[candidate]
 
-    def speed_as_chosen(self, candidate: Candidate) -> Speed | None:
-        """Return a candidate's speed, corrected for its having been chosen among all the others for that speed."""
-        speed = self.speed(candidate)
-        if speed is None:
-            return None
-        others = [found for other in self._trials if other != candidate and (found := self.speed(other))]
-        mean = chosen(speed.log_sample_seconds, [other.log_sample_seconds for other in others])
-        error = math.hypot(self._variance(candidate).deviation, mean.error)
-        return Speed(1 / math.exp(mean.mean), speed.processes, mean, Estimate(mean.mean, error, mean.degrees))
-
     def degrees(self, candidate: Candidate) -> float:
         """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
         kind = _kind(candidate, self.busy_share(candidate))
@@ -230,6 +217,14 @@ class Pool:
             gpu_busy_share=self.busy_share(candidate),
         )
         return replace(last, outcome=Completed(measured, source=getattr(last.outcome, "source", None)))
+
+    def is_faster(self, candidate: Candidate, other: Candidate) -> bool:
+        """Return whether a candidate's mean speed is higher than another's by more than the 95 % interval of both."""
+        one, two = self.speed(candidate), self.speed(other)
+        if one is None or two is None:
+            return one is not None
+        gain = difference(two.log_sample_seconds, one.log_sample_seconds)
+        return gain.mean > gain.half_width()
 
     def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
         """Return the expected relative speed-up of a candidate over another, with a slow-down counted as 0."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
+from autotune.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from autotune.estimate.pooling import Speed
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Columns of words that are not broken further. A choice.
 _LEAST_WIDTH = 16
-# Speeds that differ by no more look the same. A choice.
-_SAME_SPEED = 0.005
+# Relative standard deviation between the steps of a process from which it is worth a word. A choice.
+_UNEVEN = 0.1
 
 
 def batch_cell(candidate: Candidate) -> str:
@@ -27,10 +27,10 @@ def batch_cell(candidate: Candidate) -> str:
 
 
 def speed_cell(outcome: Outcome | None) -> str:
-    """Return samples a second with their spread, or why there are none."""
+    """Return samples a second, or why there are none. Its uncertainty is that of its candidate, told below ``Best``."""
     match outcome:
         case Completed(measurement=measured):
-            return f"{format_rate(measured.samples_per_second)}{format_spread(measured.known_spread)}"
+            return format_rate(measured.samples_per_second)
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason):
@@ -39,15 +39,16 @@ def speed_cell(outcome: Outcome | None) -> str:
 
 
 def verdict_cell(verdict: str, outcome: Outcome | None, speed: Speed | None) -> str:
-    """Return a verdict by a candidate's speed, with that speed where it is not this process's own.
+    """Return a verdict by a candidate's speed, with that speed where it is the mean of several processes.
 
-    It is then the mean of several processes, or corrected for the candidate's having been chosen for its speed.
+    Steps of one process that differ much are told, too.
     """
-    if speed is None or not isinstance(outcome, Completed):
-        return verdict
-    is_own = abs(speed.samples_per_second / outcome.measurement.samples_per_second - 1) < _SAME_SPEED
-    how = "mean" if speed.processes > 1 else None if is_own else "counts as"
-    return ", ".join(filter(None, (verdict, how and f"{how} {format_rate(speed.samples_per_second)}")))
+    words = [verdict] if verdict else []
+    if speed is not None and speed.processes > 1:
+        words.append(f"mean {format_rate(speed.samples_per_second)}")
+    if isinstance(outcome, Completed) and (deviation := outcome.measurement.step_deviation) >= _UNEVEN:
+        words.append(f"steps vary by {deviation:.0%}")
+    return ", ".join(words)
 
 
 def peak_cell(outcome: Outcome | None) -> str:

@@ -27,8 +27,7 @@ class SpeedPoint:
     """The peak that is compared with the ceiling: reserved memory, or allocated memory with expandable segments."""
     samples_per_second: float
     relative_spread: float | None
-    """Half the 95 % interval of the trial's own speed, of the next run for a marked one, relative to it; ``None`` where
-    one step was timed."""
+    """Half the 95 % interval of the speed of its candidate's next run, relative to it."""
     feasible: bool
     mark: Mark | None
     told: str
@@ -138,10 +137,10 @@ def speed_chart(report: Report) -> SpeedChart:
 
 def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
     mark = _mark(report, trial.id)
-    spread, pooled = measured.known_spread, report.speed(trial)
-    if mark is not None and pooled is not None:
+    pooled = report.speed(trial)
+    if mark is not None:
         # Of all its processes, as everywhere.
-        measured, spread = report.pooled(trial) or measured, pooled.relative_half_width
+        measured = report.pooled(trial) or measured
     peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
     words = (
         f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} "
@@ -152,7 +151,7 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
         trial.candidate,
         peak,
         speed,
-        spread,
+        pooled.relative_half_width if pooled is not None else None,
         report.feasible(trial),
         mark,
         words,

@@ -78,9 +78,6 @@ def expert_of(report: Report) -> Expert | None:
             fits = fits and None
         else:
             candidate, speed = larger, predicted
-    if best is not None and report.best is not None and candidate == report.best.candidate:
-        # One number for the winner, everywhere.
-        speed = best.samples_per_second
     speedup = best.samples_per_second / speed if best is not None else None
     return Expert(candidate, speed, candidate == largest.candidate, fits is None, speedup)
 

@@ -70,6 +70,17 @@ class Report:
         return "the LoopConfig defaults" if self.is_loop else "your own settings"
 
     @property
+    def has_own_settings(self) -> bool:
+        """Whether the baseline is the user's own code with its own settings, unmodified."""
+        return self.source is not None and not self.is_loop and self.source.interface.has_own_settings
+
+    @property
+    def is_own_best(self) -> bool:
+        """Whether the user's own settings are the answer: nothing was distinguishably faster."""
+        tried = [trial.candidate for trial in (self.best, self.baseline) if trial is not None]
+        return self.has_own_settings and len(tried) == 2 and tried[0] == tried[1]
+
+    @property
     def samples(self) -> int | None:
         """Samples of the user's own data; ``None`` where there is none, or that is not known."""
         facts = data_facts(self.workload)
@@ -98,7 +109,8 @@ class Report:
     @functools.cached_property
     def history(self) -> History:
         """The trials that count, pooled as the search pooled them; none of another machine."""
-        history, repeats = History(self.ceiling, before=self.before), Repeats()
+        own = self.baseline.candidate if self.baseline is not None and self.has_own_settings else None
+        history, repeats = History(self.ceiling, own=own, before=self.before), Repeats()
         for trial in self.trials:
             if self.is_elsewhere(trial):
                 continue
@@ -111,16 +123,11 @@ class Report:
     def speed(self, trial: TrialRecord | None) -> Speed | None:
         """Return the pooled speed of a trial's candidate, with the prediction for its next run.
 
-        That of the winner is corrected for its having been chosen for its speed. ``None`` where the trial did not
+        The answer is chosen by it, and every number of a candidate follows from it. ``None`` where the trial did not
         complete.
         """
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
-        is_fastest_chosen = self.study.request.get("objective", "throughput") == "throughput"
-        if self.best is not None and trial.candidate == self.best.candidate and is_fastest_chosen:
-            as_chosen = self.history.pool.speed_as_chosen(trial.candidate)
-            if as_chosen is not None:
-                return as_chosen
         alone = Tried(trial.id, trial.candidate, trial.outcome)
         # The history leaves out candidates that do not fit.
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)

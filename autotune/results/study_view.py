@@ -57,8 +57,8 @@ class RunnerUp:
     """Half the 95 % interval of the ratio's logarithm."""
     is_told_apart: bool
     """Whether the interval leaves out 1."""
-    was_faster: bool
-    """Whether it was measured to be faster than the best, which is plainer."""
+    preferred: str
+    """Why the best is preferred, where this was measured to be faster; empty where it was not."""
 
     def describe(self) -> str:
         """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``, or ``2.25 × …, give or take a factor of 2.5``."""
@@ -68,7 +68,7 @@ class RunnerUp:
             words = f"{self.ratio:.2f} × {other}, give or take {format_deviation(self.log_half_width)}"
         if self.is_told_apart:
             return words
-        return f"{words}: " + ("as fast, and the plainer is preferred" if self.was_faster else "not distinguishable")
+        return f"{words}: not distinguishable" + (f", and {self.preferred}" if self.preferred else "")
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ class StudyView:
     baseline_name: str
     """``the TrainingArguments defaults``, or what else its settings are called."""
     baseline_speed: Speed | None
+    is_own_best: bool
+    """Whether the user's own settings are the answer."""
     speedup: float | None
     """The speed of the best over the baseline's; ``None`` where either is missing."""
     is_speedup_a_bound: bool
@@ -149,6 +151,7 @@ def study_view(report: Report) -> StudyView:
         baseline=trial_view(report, _with_all_processes(report, baseline)) if baseline is not None else None,
         baseline_name=report.baseline_name,
         baseline_speed=report.speed(baseline),
+        is_own_best=report.is_own_best,
         speedup=report.speedup(),
         is_speedup_a_bound=report.is_speedup_a_bound,
         expert=expert_of(report),
@@ -216,7 +219,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
 
 
 def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
-    """Compare the winner with the fastest of the others, by its speed as it is shown.
+    """Compare the winner with the fastest of the others.
 
     ``None`` without others, or where speed is not searched.
     """
@@ -225,11 +228,12 @@ def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
     compared = {best, report.baseline.candidate if report.baseline is not None else best}
     others = [tried.candidate for tried in report.history.believed() if tried.candidate not in compared]
     speeds = [(speed, each) for each in others if (speed := report.history.speed(each)) is not None]
-    measured = report.history.speed(best)
-    if not speeds or measured is None:
+    if not speeds:
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
     half_width = gain.half_width()
-    was_faster = speed.samples_per_second > measured.samples_per_second
-    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, was_faster)
+    preferred = ""
+    if speed.samples_per_second > own.samples_per_second:
+        preferred = "your own settings need no change" if report.is_own_best else "the best is plainer"
+    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, preferred)

@@ -38,9 +38,8 @@ def report_lines(view: StudyView) -> list[str]:
 
 def _verdict_cell(view: StudyView, trial: TrialView) -> str:
     best = view.best
-    if best is None or trial.record.id != best.record.id:
-        return trial.verdict
-    return verdict_cell(best.verdict, trial.record.outcome, best.speed)
+    is_best = best is not None and trial.record.id == best.record.id
+    return verdict_cell(trial.verdict, trial.record.outcome, best.speed if best is not None and is_best else None)
 
 
 def _tokens_cell(trial: TrialView) -> str:
@@ -65,7 +64,9 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
-    if view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
+    if view.is_own_best:
+        lines.append(f"{view.baseline_name} are as fast as anything tried")
+    elif view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
         baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline_speed.samples_per_second)}"
         bound, why = ("at most ", ", disturbed") if view.is_speedup_a_bound else ("", "")
         lines.append(f"{bound}{view.speedup:.2f} × {view.baseline_name} ({baseline} {view.rate_unit}{why})")

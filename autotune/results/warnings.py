@@ -169,14 +169,11 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
     """Return the speed of one candidate over that of another; ``None`` where either is missing."""
-    speeds = []
-    for each in (candidate, other):
-        measured = [m for t in report.trials if t.candidate == each and (m := measurement(t))]
-        if not measured:
-            return None
-        # The last trial: a first rough measurement was repeated.
-        speeds.append(measured[-1].samples_per_second)
-    return speeds[0] / speeds[1]
+    one, two = (
+        next((speed for t in report.trials if t.candidate == each and (speed := report.speed(t))), None)
+        for each in (candidate, other)
+    )
+    return one.samples_per_second / two.samples_per_second if one and two else None
 
 
 def sharding_notes(winner: Candidate) -> list[str]:

@@ -42,8 +42,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     if trial.id == report.study.baseline_trial_id:
         words = ["baseline"]
     else:
-        baseline = report.speed(report.baseline)
-        words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
+        speed, baseline = report.speed(trial), report.speed(report.baseline)
+        words = [times(speed.samples_per_second / baseline.samples_per_second)] if speed and baseline else []
     if trial.id == report.study.best_trial_id:
         words.append("best")
     return " ".join([*words, f"({source.describe()})"] if source else words)

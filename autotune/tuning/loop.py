@@ -114,7 +114,10 @@ class Search:
         if memory is not None and chip is not None and chip.rates is not None:
             steps = StepForecast(memory, calibrated(chip, prepared.calibration))
         tolerance = prepared.request.tolerance
-        self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance)
+        source = prepared.request.workload.source
+        has_own = source is not None and source.kind != "loop" and prepared.model.own is not None
+        own = prepared.baseline if has_own else None
+        self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance, own=own)
         self._library: Library | None = None
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock

@@ -14,7 +14,6 @@ from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell,
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
-    from autotune.estimate.pooling import Speed
     from autotune.store.records import Stage, StudyRecord, TrialRecord
     from autotune.tuning.prepare import Prepared
 
@@ -76,7 +75,7 @@ class Narrator:
         self._say(self._row(trial, history, self._prepared, best), None)
         self._running.pop(trial.number, None)
         self._idle = "choosing the next trial"
-        if best is not None and (speed := _speed_of_best(history, self._prepared, best)) is not None:
+        if best is not None and (speed := history.speed(best.candidate)) is not None:
             rate = format_rate(speed.samples_per_second)
             self._best = f"best so far {rate} {_rate_unit(self._prepared)} ({best.candidate.describe()})"
 
@@ -204,18 +203,8 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
         return "baseline, derived" if is_derived else "baseline"
     words = ["derived"] if is_derived else []
     baseline, speed = history.speed(prepared.baseline), history.speed(trial.candidate)
-    is_best = False
-    if best is not None and best.candidate == trial.candidate:
-        is_best, speed = True, _speed_of_best(history, prepared, best)
     if baseline is not None and speed is not None:
         words.append(times(speed.samples_per_second / baseline.samples_per_second))
-    if is_best:
+    if best is not None and best.candidate == trial.candidate:
         words.append("best")
     return verdict_cell(" ".join(words), outcome, speed)
-
-
-def _speed_of_best(history: History, prepared: Prepared, best: Tried) -> Speed | None:
-    """Return the speed that the result would say of the best: corrected for its having been chosen for its speed."""
-    if prepared.request.objective == "throughput":
-        return history.pool.speed_as_chosen(best.candidate)
-    return history.speed(best.candidate)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from statistics import fmean
 
 import pytest
 
@@ -97,26 +96,3 @@ def test_what_is_expected_beyond_a_threshold_is_the_mean_of_what_is_above_it() -
 
 def statistics_mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def test_the_luck_of_the_fastest_of_equals_is_taken_back() -> None:
-    """Six means whose errors are 1 each, of which the smallest is chosen: on average it is 1.27 too small."""
-    rng, raw, corrected = random.Random(7), [], []
-    for _ in range(400):
-        means = [st.Estimate(mean, 1.0, 20.0) for mean in sorted(rng.gauss(0, 1) for _ in range(6))]
-        raw.append(means[0].mean)
-        corrected.append(st.chosen(means[0], means[1:]).mean)
-    assert fmean(raw) == pytest.approx(-1.27, abs=0.1)
-    assert -0.65 < fmean(corrected) < -0.4
-
-
-def test_one_that_is_far_ahead_keeps_its_mean() -> None:
-    ahead = st.Estimate(0.0, 1.0, 20.0)
-    assert st.chosen(ahead, [st.Estimate(20.0, 1.0, 20.0)]) == ahead
-    assert st.chosen(ahead, []) == ahead
-    near = st.chosen(ahead, [st.Estimate(1.0, 1.0, 20.0)])
-    assert 0.1 < near.mean < 0.5
-    assert near.error < 1
-    assert near.degrees == 20
-    certain = st.Estimate(0.0, 0.0, math.inf)
-    assert st.chosen(certain, [near]) == certain

@@ -164,6 +164,15 @@ class TestWinner:
         assert history_of(preferred, other).winner() is preferred
         assert history_of(other, preferred).winner() is preferred
 
+    @pytest.mark.parametrize(("speed", "is_own"), [(103.0, True), (130.0, False)])
+    def test_ones_own_settings_where_nothing_is_distinguishably_faster(self, speed: float, is_own: bool) -> None:
+        own, fast = completed(FP32, 8, 8, speed=100, run=8), completed(BF16, 32, 2, speed=speed, run=2)
+        history = history_of(own, fast)
+        assert history.winner() is fast
+        history.own = own.candidate
+        assert history.winner() is (own if is_own else fast)
+        assert history.winner([fast.candidate]) is fast
+
     def test_only_among_those_asked_for(self) -> None:
         fast, slow = completed(BF16, 32, speed=200), completed(FP32, 8, speed=100)
         history = history_of(fast, slow)

@@ -321,8 +321,8 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
     ("speed", "told"),
     [
         (250.0, "1.24 ± 0.05 × the next fastest (32 × 2  fp16)"),
-        (309.0, "1.00 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable"),
-        (313.0, "0.99 ± 0.04 × the next fastest (32 × 2  fp16): as fast, and the plainer is preferred"),
+        (309.0, "1.01 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable"),
+        (313.0, "0.99 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable, and the best is plainer"),
     ],
 )
 def test_the_winner_is_compared_with_the_next_fastest(speed: float, told: str) -> None:
@@ -331,11 +331,20 @@ def test_the_winner_is_compared_with_the_next_fastest(speed: float, told: str) -
     assert not any("the next fastest" in line for line in summary_lines(study_view(report(BASELINE, WINNER))))
 
 
+def test_ones_own_settings_that_nothing_beats_are_the_answer() -> None:
+    own = {**WORKLOAD, "task": "own", "source": SOURCE}
+    made = dataclasses.replace(report(WINNER, trial(2, FP16, 32, completed(318.0)), best=1, baseline=1), workload=own)
+    told = "\n".join(summary_lines(study_view(made)))
+    assert "your own settings are as fast as anything tried" in told
+    assert "(32 × 2  fp16): not distinguishable, and your own settings need no change" in told
+    assert "× your own settings" not in told
+
+
 def test_one_number_for_the_winner() -> None:
-    """It was chosen among equals: everything that shows its speed shows it corrected for that."""
+    """Everything that shows its speed shows the one by which it was chosen."""
     made = report(BASELINE, WINNER, *(trial(2 + n, BF16, b, completed(309.0)) for n, b in enumerate((8, 16, 64))))
     document, speed = report_document(study_view(made)), made.speed(made.best)
-    assert 309 < speed.samples_per_second < 310
+    assert speed == made.history.speed(made.best.candidate)
     shown = {document["best"]["samples_per_second"], document["next_run"]["samples_per_second"]}
     assert shown == {speed.samples_per_second}
     assert document["speedup"] == pytest.approx(speed.samples_per_second / 41.7)
