@@ -110,6 +110,10 @@ class Arm:
     """Autocast keeps no 16-bit copies of the weights until the end of the forward pass."""
     cuda_graphs: bool = field(default=False, metadata=_said("CUDA graphs", sparse=True))
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
+    length_multiple: int | None = field(
+        default=None, metadata=_said(lambda arm: f"lengths × {arm.length_multiple}", sparse=True)
+    )
+    """Batches of text are padded to multiples of so many tokens."""
     unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))
     """No attention mask is passed, since no sample is padded."""
     experts_implementation: str | None = field(

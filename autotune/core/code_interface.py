@@ -119,5 +119,9 @@ class CodeInterface:
     """Part of the GPU's memory that vLLM takes in the process of the training, as with TRL's GRPO; ``None`` without."""
     packs: bool = False
     """Whether a sample is a row of several, as with TRL's ``packing``."""
+    shapes_vary: bool | None = None
+    """Whether batches of a Trainer's texts differ in length; ``None`` where it was not looked at, or has no texts."""
+    obstacles: dict[str, str] = field(default_factory=dict)
+    """Why a Trainer cannot have a lever, by the lever's name."""
     protection: ProtectionKind | None = None
     """What keeps trials from the user's files; ``None`` where nothing was run in a trial process."""

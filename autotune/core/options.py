@@ -346,6 +346,10 @@ class _Tried(TypedDict, total=False):
         "With checkpointing, keep each layer's input in the host's memory until its backward pass: slower; for "
         "contexts that need it.", BOTH, default_text="off",
     )]
+    length_multiple: Annotated[int | str, Option(
+        "Pad batches of texts to multiples of so many tokens, so that they have few shapes. auto: as --torch-compile; "
+        "a number: always; off: never.", kind=LAYERS, default_text="auto",
+    )]
     unpadded: Annotated[LeverChoice, Option(
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
     )]

@@ -14,7 +14,7 @@ from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.units import format_groups
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excluding, without
+from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excluding, needs_few_shapes, without
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -190,6 +190,8 @@ class Space:
     """The user's own settings, where their own Trainer is measured."""
     late: frozenset[str] = frozenset()
     """Settings that the best candidates may have besides, although no arm has them."""
+    shapes_vary: bool = False
+    """Whether batches differ in length, where nothing is done about it."""
 
     def plain(self, arm: Arm) -> Arm:
         """Return an arm without what the best candidates alone may have: late settings, data loader workers."""
@@ -228,6 +230,7 @@ class Space:
         batch = candidate.per_device_train_batch_size
         return (
             self.plain(candidate.arm) in self.arms
+            and not (self.shapes_vary and needs_few_shapes(candidate.arm))
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from transformers import Trainer
 
+from autotune.training.batches import pad_to_multiples
 from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
@@ -35,6 +36,7 @@ def apply(
     checkpointed_layers: int | None = None,
     experts_implementation: str | None = None,
     uncached_casts: bool = False,
+    length_multiple: int | None = None,
     unpadded: bool = False,
     padding_free: bool = False,
     fused_loss: bool = False,
@@ -48,6 +50,7 @@ def apply(
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
     ``TrainingArguments``. ``experts_implementation``: compute a mixture of experts in the way that transformers calls
     so. ``uncached_casts``: have autocast keep no 16-bit copies of the weights until the end of the forward pass.
+    ``length_multiple``: pad batches of text to multiples of so many tokens, so that they have few shapes.
     ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
     causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
     ``sparse_prediction``: compute the logits of a masked language model for the tokens with a label alone.
@@ -71,6 +74,8 @@ def apply(
         choose_experts(trainer, experts_implementation)
     if uncached_casts:
         keep_no_casts(trainer)
+    if length_multiple is not None:
+        pad_to_multiples(trainer, length_multiple)
     if unpadded:
         leave_out_full_masks(trainer)
     if padding_free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from autotune.space.features import (
     version_of,
 )
 from autotune.space.levers import BY_NAME as LEVER_BY_NAME
-from autotune.space.levers import EXPERTS, LEVERS, Lever, Training
+from autotune.space.levers import EXPERTS, LEVERS, Lever, Training, why_not
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
@@ -118,7 +119,8 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
     for row in LEVERS:
         if row.option is None or row.name not in settings:
             continue
-        why = row.obstacle(training) if row.obstacle else None
+        few = "length_multiple" in settings and row.name != "length_multiple"
+        why = why_not(row, dataclasses.replace(training, shapes_vary=training.shapes_vary and not few))
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
         if why is not None:

@@ -212,7 +212,8 @@ class Anytime:
             arm = candidate.arm
             if prior.is_unmasked:
                 # A compiler has processes of its own, and what is replayed needs no fast host.
-                arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or "unpadded" in self._late)
+                is_unpadded = "unpadded" in self._late and arm.length_multiple is None
+                arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
             whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
             with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)

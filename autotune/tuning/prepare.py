@@ -13,7 +13,7 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
-from autotune.space.levers import LEVERS
+from autotune.space.levers import LEVERS, Training
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
@@ -134,7 +134,8 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         plain = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
         arm = Arm(plain.precision, attn_implementation=default_attention, optim=plain.optim)
         own = Candidate(arm, *batches.baseline())
-    space = Space(arms, batches, own, late=late)
+    training = Training.of(request.workload, request.device.kind, request.ranks)
+    space = Space(arms, batches, own, late=late, shapes_vary=training.shapes_vary)
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         # Ranks that share samples cannot do so with the default strategy.

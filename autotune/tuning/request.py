@@ -36,7 +36,7 @@ from autotune.core.units import format_groups
 from autotune.core.workload import Workload
 from autotune.devices.cores import can_pin
 from autotune.devices.listing import find_device
-from autotune.space.levers import BY_NAME, LEVERS, Training
+from autotune.space.levers import BY_NAME, LEVERS, Training, why_not
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -100,6 +100,8 @@ class SearchRequest:
     """``auto``, ``off`` or a number of layers."""
     offload_activations: SwitchChoice = _of("offload_activations", sparse=True)
     uncached_casts: LeverChoice = _of("uncached_casts", sparse=True)
+    length_multiple: str = _of("length_multiple", sparse=True)
+    """``auto``, ``off`` or a number of tokens."""
     unpadded: LeverChoice = _of("unpadded", sparse=True)
     padding_free: SwitchChoice = _of("padding_free", sparse=True)
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)
@@ -258,8 +260,12 @@ class SearchRequest:
             chosen.pop("torch_compile", None)
         if self.workload.data is not None and self.workload.data.packing:
             chosen["padding_free"] = True
-        if self.partial_checkpointing.isdigit():
-            chosen["checkpointed_layers"] = int(self.partial_checkpointing)
+        for name, value in (
+            ("checkpointed_layers", self.partial_checkpointing),
+            ("length_multiple", self.length_multiple),
+        ):
+            if value.isdigit():
+                chosen[name] = int(value)
         return chosen
 
     def late_settings(self, layers: int | None) -> frozenset[str]:
@@ -271,10 +277,16 @@ class SearchRequest:
         if not self.goes_on:
             return frozenset(late)
         training = Training.of(self.workload, self.device.kind, self.ranks, layers)
+        if self.length_multiple == "auto" and why_not(BY_NAME["length_multiple"], training) is None:
+            late.add("length_multiple")
+        if "length_multiple" in late or self.length_multiple.isdigit():
+            training = replace(training, shapes_vary=False)
         for row in LEVERS:
+            if row.name == "length_multiple":
+                continue
             choice = getattr(self, row.option) if row.option else "auto"
             has_prior = row.prior is not None and (row.option or not row.part_of)
-            if has_prior and choice == "auto" and not (row.obstacle and row.obstacle(training)):
+            if has_prior and choice == "auto" and why_not(row, training) is None:
                 late.add(row.name)
         source = self.workload.source
         if source is not None and source.framework != "trainer":
@@ -290,7 +302,7 @@ class SearchRequest:
             if row.is_resort
             and row.name not in tried
             and getattr(self, row.option or "") != "on"
-            and not (row.obstacle and row.obstacle(training))
+            and why_not(row, training) is None
             and not (row.part_of == "gradient_checkpointing" and self.gradient_checkpointing == "off")
         ]
 
@@ -298,9 +310,8 @@ class SearchRequest:
     def may_offload(self) -> bool:
         """Whether layers recompute whose inputs may be kept in the host's memory, and stay on the GPU so far."""
         is_open = self.offload_activations == "off" and self.gradient_checkpointing != "off"
-        obstacle = BY_NAME["offload_activations"].obstacle
-        assert obstacle is not None
-        return is_open and obstacle(Training.of(self.workload, self.device.kind, self.ranks)) is None
+        training = Training.of(self.workload, self.device.kind, self.ranks)
+        return is_open and why_not(BY_NAME["offload_activations"], training) is None
 
     def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

@@ -10,6 +10,7 @@ from test_training import VOCABULARY, language_model, train, trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.training import SettingUnavailableError, apply, pack
+from autotune.training.batches import PaddedToMultiple
 from autotune.training.rows import InOneRow, best_fit
 
 LONGEST = 24
@@ -81,6 +82,52 @@ def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, promp
     assert sum(given["input_ids"].numel() for given in seen) == sum(
         len(sample["input_ids"]) for sample in texts()[: 12 * accumulation]
     )
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_padding_to_few_lengths_changes_no_loss(accumulation: int, tmp_path: Path) -> None:
+    """Nor those of an evaluation, whose batches stay as they are."""
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+
+    def trainer() -> Any:
+        return trainer_on(language_model(), texts(), tmp_path, padded, eval_dataset=texts(9), **settings)
+
+    stock = trainer()
+    losses, weights = train(stock)
+    padding, shapes = apply(trainer(), length_multiple=16), []
+    padding.model.register_forward_pre_hook(
+        lambda model, __, given: shapes.append((model.training, given["input_ids"].shape[1])), with_kwargs=True
+    )
+    again, same_weights = train(padding)
+    assert again == pytest.approx(losses, rel=1e-5)
+    assert torch.allclose(same_weights, weights, atol=2e-5)
+    assert {tokens for is_training, tokens in shapes if is_training} == {16, 32}
+    assert not {tokens for is_training, tokens in shapes if not is_training} & {32}
+    evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (stock, padding)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+
+
+def test_no_batch_is_padded_beyond_the_positions_of_a_model() -> None:
+    batch = padded(texts())
+    assert PaddedToMultiple(64, longest=40)(batch)["input_ids"].shape[1] == 40
+    targets = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": torch.ones(24, 5)}
+    of_targets = PaddedToMultiple(16, has_decoder=True)({**targets, "labels": targets["labels"].long()})
+    assert of_targets["labels"].shape[1] == 16
+    assert (of_targets["labels"][:, 5:] == -100).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda batch: {"input_ids": batch["input_ids"]}, "no input_ids with an attention_mask"),
+        (lambda batch: {name: value.flip(1) for name, value in batch.items()}, "padded on the left"),
+        (lambda batch: {**batch, "position_ids": batch["input_ids"]}, "a batch has position_ids"),
+    ],
+    ids=["no mask", "left", "positions"],
+)
+def test_padding_that_would_not_be_masked_is_refused(change: Any, words: str) -> None:
+    with pytest.raises(SettingUnavailableError, match=words):
+        PaddedToMultiple(64)(change(padded(texts())))
 
 
 def test_packed_rows_have_the_losses_of_their_samples(tmp_path: Path) -> None:

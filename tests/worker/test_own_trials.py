@@ -573,3 +573,37 @@ def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates
     assert trial_server.trial(workload, Candidate(Arm("fp32"), 4, 1)).completed
     outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).failed
     assert "autocast" in outcome.message
+
+
+LENGTHS = """
+from transformers import BertForMaskedLM, Trainer, TrainingArguments, AutoConfig
+import torch
+class Own(Trainer):
+    pass
+class Reads(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+config = AutoConfig.for_model("llama", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+                              intermediate_size=32)
+model = __import__("transformers").AutoModelForCausalLM.from_config(config)
+samples = [{"input_ids": torch.arange(1, 5 + n % 19)} for n in range(64)]
+def collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    def pad(x, value):
+        return torch.nn.functional.pad(x, (0, longest - len(x)), value=value)
+    ids = [row["input_ids"] for row in rows]
+    return {"input_ids": torch.stack([pad(x, 0) for x in ids]), "labels": torch.stack([pad(x, -100) for x in ids]),
+            "attention_mask": torch.stack([pad(torch.ones_like(x), 0) for x in ids])}
+arguments = TrainingArguments(output_dir="out", remove_unused_columns=False)
+KIND(model, arguments, train_dataset=samples, data_collator=collate).train()
+"""
+
+
+def test_a_trainer_of_texts_is_looked_at_for_its_levers(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "run.py").write_text(LENGTHS.replace("KIND", "Own"))
+    workload, model = trial_server.prepared(script("run.py"))
+    assert model.interface.shapes_vary
+    assert set(model.interface.obstacles) == {"sparse_prediction"}
+    levers = Arm(length_multiple=16, fused_loss=True)
+    completed = trial_server.trial(workload, Candidate(levers, 4, 2)).completed
+    assert completed.measurement.samples_per_second > 0

@@ -19,6 +19,8 @@ from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, O
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
 from autotune.space.training_arguments import checkpointing_field
+from autotune.training.possible import SETTINGS as LOOKED_FOR
+from autotune.training.possible import obstacles
 from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.facts import inspect_environment, layer_classes
 from autotune.worker.private.accelerate import why_no_fsdp2
@@ -35,6 +37,7 @@ from autotune.worker.user.protection import keep_run
 from autotune.worker.user.trainer_code import (
     Overlay,
     build_trainer,
+    generates,
     ignored_message,
     intercept,
     known_fields,
@@ -222,6 +225,9 @@ class _Inspection:
                 self._check(trainer, self._overlay.tuned)
                 if self._work.arms is not None and interface.engine_share is None:
                     model = with_memory(model, traced(self._work, model, trainer))
+                if self._work.arms is None:
+                    # Last of all: the Trainer is of no use afterwards.
+                    model = dataclasses.replace(model, interface=_with_levers(trainer, interface))
             except BaseException as error:
                 self._fail(error)
             self._finish_with_model(model)
@@ -313,6 +319,26 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
         dataloader_num_workers=args.dataloader_num_workers,
         in_batch_loss=loss if any(part in loss for part in _IN_BATCH_LOSSES) else None,
     )
+
+
+# Batches to look at, and for how long: enough to see whether they differ in length. Choices.
+_MOST_BATCHES, _MOST_SECONDS = 8, 5.0
+
+
+def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
+    """Return an interface that says which levers the ``Trainer`` cannot have, and whether its batches vary."""
+    if generates(trainer.args):
+        why = "its Trainer generates the samples that it trains on"
+        return dataclasses.replace(interface, obstacles=dict.fromkeys(LOOKED_FOR, why))
+    batches: list[Any] = []
+    began = time.monotonic()
+    for batch in trainer.get_train_dataloader():
+        batches.append(batch)
+        if len(batches) == _MOST_BATCHES or time.monotonic() - began > _MOST_SECONDS:
+            break
+    ids = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
+    vary = len({shape[1:] for shape in ids if shape}) > 1 if any(ids) else None
+    return dataclasses.replace(interface, shapes_vary=vary, obstacles=obstacles(trainer, batches))
 
 
 def _engine_share(args: Any) -> float | None:

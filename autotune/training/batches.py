@@ -1,0 +1,154 @@
+"""Change the batches that a ``Trainer`` trains on as they are loaded, and pad them to few lengths.
+
+A batch of a length that did not occur before costs host time, and compiled code and CUDA graphs are for one shape each.
+Padded to a multiple of some tokens, batches have few lengths. Padding is masked, so that the loss is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from autotune.training.adapters import without_adapters
+from autotune.training.errors import SettingUnavailableError
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+Change = Callable[[Any], Any]
+"""Makes another batch of a batch, in the host's memory."""
+
+
+class _Changed:
+    """Makes batches as another collator does, and changes them."""
+
+    def __init__(self, collate: Callable[..., Any], change: Change) -> None:
+        self.collate = collate
+        self.change = change
+
+    def __call__(self, samples: Any) -> Any:
+        return self.change(self.collate(samples))
+
+
+class Loading:
+    """Takes the place of ``Trainer.get_train_dataloader``, and has the batches of its loader changed."""
+
+    def __init__(self, load: Callable[[], Any], change: Change) -> None:
+        self._load = load
+        self.change = change
+
+    def __call__(self) -> Any:
+        loader = self._load()
+        # accelerate's loader draws from one within.
+        within = getattr(loader, "base_dataloader", loader)
+        if not callable(getattr(within, "collate_fn", None)):
+            raise SettingUnavailableError(f"the training loader is {type(loader).__name__}, which has no collator")
+        collate = within.collate_fn
+        while isinstance(collate, _Changed) and collate.change is not self.change:
+            collate = collate.collate
+        if not isinstance(collate, _Changed):
+            # A loader that serves two trainings has it already.
+            loader.collate_fn = within.collate_fn = _Changed(within.collate_fn, self.change)
+        return loader
+
+
+def change_batches(trainer: Trainer, change: Change) -> None:
+    """Have a ``Trainer`` change each batch that it trains on; those of evaluations stay as they are.
+
+    Training raises ``SettingUnavailableError`` where the loader is no ``DataLoader`` of torch.
+    """
+    trainer.get_train_dataloader = Loading(trainer.get_train_dataloader, change)
+
+
+def divides_batches(trainer: Trainer) -> bool:
+    """Return whether what is passed to a model is divided by samples, which may share a row after a change."""
+    dispatches = trainer.accelerator.dispatch_batches
+    if dispatches is None:
+        # accelerate's default (data_loader.prepare_data_loader), with one process as well.
+        dispatches = isinstance(trainer.train_dataset, IterableDataset)
+    return bool(dispatches) or trainer.args.n_gpu > 1
+
+
+def longest_position(model: Any) -> int | None:
+    """Return how many tokens of a sample a model has positions for; ``None`` where its config does not say."""
+    config = getattr(without_adapters(model), "config", None)
+    if config is None:
+        return None
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def padding_value(trainer: Trainer) -> int:
+    """Return the token that fills rows: that of the tokenizer, or of the model, or 0."""
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
+    sources = (trainer.processing_class, getattr(model, "config", None))
+    ids = (getattr(source, "pad_token_id", None) for source in sources)
+    return next((each for each in ids if isinstance(each, int) and each >= 0), 0)
+
+
+class PaddedToMultiple:
+    """Pads a batch on the right until its tokens are a multiple of a number; a seq2seq model's targets likewise.
+
+    None becomes longer than ``longest``, the positions of the model.
+    """
+
+    def __init__(self, multiple: int, pad: int = 0, longest: int | None = None, *, has_decoder: bool = False) -> None:
+        self._multiple = multiple
+        self._pad = pad
+        self._longest = longest
+        self._has_decoder = has_decoder
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Return the batch with tensors (samples, tokens) made longer.
+
+        Raises ``SettingUnavailableError`` for one in which more padding would not be masked.
+        """
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        ids = batch.get("input_ids") if mask is not None else None
+        if mask is None or ids is None or ids.ndim != 2 or mask.shape != ids.shape:
+            raise SettingUnavailableError("a batch has no input_ids with an attention_mask, which would hide padding")
+        if not bool(mask[:, 0].all()):
+            raise SettingUnavailableError("a batch is padded on the left, where more padding moves its tokens")
+        return {name: self._padded(name, value, ids) for name, value in batch.items()}
+
+    def _padded(self, name: str, value: Any, ids: torch.Tensor) -> Any:
+        of_decoder = name.startswith("decoder_") or (name == "labels" and self._has_decoder)
+        is_text = isinstance(value, torch.Tensor) and value.ndim == 2 and len(value) == len(ids)
+        if not is_text or not (of_decoder or value.shape == ids.shape):
+            return value
+        tokens = value.shape[1]
+        wanted = -(-tokens // self._multiple) * self._multiple
+        if self._longest is not None:
+            wanted = max(tokens, min(wanted, self._longest))
+        if wanted == tokens:
+            return value
+        return functional.pad(value, (0, wanted - tokens), value=self._value(name))
+
+    def _value(self, name: str) -> int:
+        if name in ("input_ids", "decoder_input_ids"):
+            return self._pad
+        if name == "labels":
+            return IGNORED
+        if name.endswith("mask") or name == "token_type_ids":
+            return 0
+        raise SettingUnavailableError(f"a batch has {name}, for whose padding there is no value that changes nothing")
+
+
+def pad_to_multiples(trainer: Trainer, multiple: int) -> None:
+    """Have a ``Trainer`` pad the batches that it trains on to multiples of so many tokens.
+
+    Raises ``SettingUnavailableError`` for a number below 1; training does for batches without a mask.
+    """
+    if multiple < 1:
+        raise SettingUnavailableError(f"length_multiple={multiple} is not a number of tokens; use 1 or more")
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
+    has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    change_batches(
+        trainer,
+        PaddedToMultiple(multiple, padding_value(trainer), longest_position(model), has_decoder=has_decoder),
+    )

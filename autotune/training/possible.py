@@ -1,0 +1,73 @@
+"""Look which settings a ``Trainer`` can have: apply them one by one, and compare losses where batches are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from autotune.training import apply
+from autotune.training.batches import Loading
+from autotune.training.errors import SettingUnavailableError
+
+SETTINGS: dict[str, Any] = {
+    "length_multiple": 64,
+    "unpadded": True,
+    "sparse_prediction": True,
+    "fused_loss": True,
+    "padding_free": True,
+}
+"""What is looked for, as ``apply`` takes it."""
+# Of the losses of a batch as it is and changed, which only rounding tells apart; in 16 bits. Choices.
+_ALIKE, _ALIKE_IN_HALF = 1e-3, 2e-2
+
+
+def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
+    """Return why a ``Trainer`` cannot have some settings, by their names, from a look at a few of its batches.
+
+    Of the settings, it has those that apply afterwards: it is of no use then but to be looked at.
+    """
+    found = {}
+    for name, value in SETTINGS.items():
+        try:
+            _try(trainer, batches, name, value)
+        except SettingUnavailableError as error:
+            found[name] = " ".join(str(error).split())
+        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
+            found[name] = f"its Trainer could not be tried with it: {type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
+    """Raise ``SettingUnavailableError`` where a ``Trainer`` cannot have a setting."""
+    load = trainer.get_train_dataloader
+    expected = _loss(trainer, batches[0]) if batches else None
+    apply(trainer, **{name: value})
+    try:
+        if not isinstance(loading := trainer.get_train_dataloader, Loading) or loading is load:
+            return
+        changed = [loading.change(batch) for batch in batches]
+        if expected is None:
+            raise SettingUnavailableError("its batches could not be looked at")
+        off = abs(_loss(trainer, changed[0]) - expected) / max(abs(expected), 1e-6)
+        is_half = next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16)
+        if not off <= (_ALIKE_IN_HALF if is_half else _ALIKE):
+            raise SettingUnavailableError(f"the loss of a batch is another one with it, by {off:.1%}")
+    finally:
+        trainer.get_train_dataloader = load
+
+
+@torch.no_grad()
+def _loss(trainer: Any, batch: Any) -> float:
+    """Return the loss of a batch without dropout."""
+    model = trainer.model
+    is_training = model.training
+    model.eval()
+    try:
+        inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
+        with trainer.compute_loss_context_manager():
+            return float(trainer.compute_loss(model, inputs))
+    finally:
+        model.train(is_training)
