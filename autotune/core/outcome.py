@@ -126,8 +126,11 @@ class Measurement:
     """Most memory of the host that the trial's first process had held when its model was built, its libraries included.
     ``None`` for the user's own code, and where the kernel does not tell."""
     linear_weights: tuple[int, int] | None = None
-    """Weights of the model's linear layers, and how many of them are trained, from which its arithmetic is counted;
-    ``None`` for the user's own code, and in records of versions that did not count them."""
+    """Of earlier versions, which counted arithmetic from it."""
+    sample_flops: tuple[float, float] | None = None
+    """Arithmetic of a sample of mean length without padding: of its forward pass, and of both passes.
+
+    ``None`` where it was not counted: for the user's own code, where code is compiled or kernels are not torch's."""
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 

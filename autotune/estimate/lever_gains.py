@@ -59,6 +59,6 @@ def gain_of_fewer_layers(measured: Measurement, layers: int, of: int, before: in
 
     Recomputing is one pass of three, of four where all weights are trained.
     """
-    every, trained = measured.linear_weights or (1, 1)
-    share = 1 / (3 + (trained / every if every else 1.0))
+    forward, both = measured.sample_flops or (1.0, 3.0)
+    share = forward / (forward + both)
     return (1 - share * (1 - before / of)) / (1 - share * (1 - layers / of))

@@ -17,7 +17,7 @@ from autotune.devices.gpus import chip_of_device
 from autotune.estimate.history import Tried
 from autotune.estimate.step_time import peak_flops
 from autotune.estimate.throughput import speed_of
-from autotune.results.report import Report
+from autotune.results.report import Report, measurement
 from autotune.space.levers import LEVERS, levers_of
 from autotune.space.space import Batches
 
@@ -168,23 +168,18 @@ def computed_in(precision: Precision, weight_dtype: str) -> Precision:
 
 
 def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None:
-    """Return the share of the GPU's rated arithmetic that a step of text uses (MFU).
+    """Return the share of the GPU's rated arithmetic that a step uses (MFU).
 
-    Counted are two operations for each weight of a linear layer and token in the forward pass, two in the backward
-    pass, and two more where the weight is trained; not attention, nor what is computed again. Rated is what the GPU's
-    data sheet says for this precision. ``None`` where either is not known.
+    Counted are matrix products, convolutions and attention of both passes, without padding and what is computed again.
+    Where a trial could not count them, those count that another with the same samples in a batch counted. Rated is
+    what the GPU's data sheet says for this precision. ``None`` where either is not known.
     """
-    chip, weights = chip_of_device(report.environment["device_name"]), measured.linear_weights
-    tokens = report.tokens_per_second(measured)
-    if (
-        chip is None
-        or chip.rates is None
-        or weights is None
-        or tokens is None
-        or report.workload["task"] == "image-text-to-text"
-    ):
-        # Patches of images pass other layers than tokens.
+    chip, flops = chip_of_device(report.environment["device_name"]), measured.sample_flops
+    for trial in report.trials:
+        other, its = measurement(trial), trial.candidate.arm
+        if flops is None and other is not None and its.sparse_prediction == arm.sparse_prediction:
+            flops = other.sample_flops
+    if chip is None or chip.rates is None or flops is None:
         return None
-    every, trained = weights
     rate = peak_flops(chip.rates, computed_in(arm.precision, report.workload["dtype"]))
-    return tokens * (4 * every + 2 * trained) / (rate * measured.ranks)
+    return measured.samples_per_second * flops[1] / (rate * measured.ranks)

@@ -88,8 +88,8 @@ class StudyDocument:
     expert: ExpertDocument | None
     """bf16 at the largest batch that fits, and nothing else; ``None`` where nothing like it was tried."""
     model_flops_utilization: float | None
-    """Share of the GPU's rated arithmetic that the winner's step uses: six operations for each trained weight of a
-    linear layer and token, four for another; ``None`` where it is not known."""
+    """Share of the GPU's rated arithmetic that the winner's step uses, for matrix products, convolutions and attention
+    of samples without padding; nothing that is computed again counts. ``None`` where it is not known."""
     next_run: NextRun | None
     best: Any
     baseline: Any

@@ -82,7 +82,7 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         lines.append(best.runner_up.describe())
     if best.utilization is not None:
         precision = computed_in(best.candidate.arm.precision, view.workload["dtype"])
-        rated = f"of the GPU's rated arithmetic in {precision} (MFU: linear layers, no attention)"
+        rated = f"of the GPU's rated arithmetic in {precision} (MFU: products and attention, nothing twice)"
         lines.append(f"{best.utilization:.0%} {rated}")
     lines.append(_memory_line(view, best))
     if best.limit_words is not None:

@@ -127,20 +127,17 @@ def test_every_form_of_a_result_shows_it() -> None:
     assert "Against the expert" in html_page(shown)
 
 
-def test_utilization_counts_the_arithmetic_of_linear_layers() -> None:
-    """BERT-large at 512 tokens: 303 million weights, 300 samples/s are 28 % of an H200's 989 TFLOP/s."""
-    trained = dataclasses.replace(completed(300.0).measurement, linear_weights=(303_000_000, 303_000_000))
-    shown = report(BASELINE, trial(1, BF16, 64, Completed(trained)))
-    shown = dataclasses.replace(
-        shown,
-        environment={**shown.environment, "device_name": "NVIDIA H200"},
-        workload={**shown.workload, "seq_len": 512},
-    )
-    found = utilization(shown, trained, BF16)
-    assert found == pytest.approx(300 * 512 * 6 * 303e6 / 989.4e12, rel=0.001)
+def test_utilization_is_the_counted_arithmetic_over_the_rated() -> None:
+    """BERT-large at 512 tokens: 1 TFLOP a sample, 300 samples/s are 30 % of an H200's 989 TFLOP/s."""
+    counted = dataclasses.replace(completed(300.0).measurement, sample_flops=(0.33e12, 1e12))
+    shown = report(BASELINE, trial(1, BF16, 64, Completed(counted)))
+    shown = dataclasses.replace(shown, environment={**shown.environment, "device_name": "NVIDIA H200"})
+    found = utilization(shown, counted, BF16)
+    assert found == pytest.approx(300e12 / 989.4e12, rel=0.001)
     assert any("rated arithmetic in bf16" in line for line in summary_lines(study_view(shown)))
     assert report_document(study_view(shown))["model_flops_utilization"] == pytest.approx(found)
-    frozen = dataclasses.replace(trained, linear_weights=(303_000_000, 0))
-    assert utilization(shown, frozen, BF16) == pytest.approx((found or 0) * 4 / 6)
-    assert utilization(shown, completed(300.0).measurement, BF16) is None
+    # Compiled code is not counted: its samples are those of other trials.
+    compiled = dataclasses.replace(completed(600.0).measurement)
+    assert utilization(shown, compiled, dataclasses.replace(BF16, torch_compile=True)) == pytest.approx(2 * found)
+    assert utilization(shown, compiled, dataclasses.replace(BF16, sparse_prediction=True)) is None
     assert measurement(shown.best) is not None

@@ -140,24 +140,6 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
     return model.train()
 
 
-def linear_weights(model: torch.nn.Module) -> tuple[int, int]:
-    """Return how many weights the linear layers of a model have, and how many of them are trained.
-
-    Quantized ones are counted by the size of the layer, since several share an element.
-    """
-    every = trained = 0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            count = module.in_features * module.out_features
-        elif isinstance(module, Conv1D):
-            count = module.weight.numel()
-        else:
-            continue
-        every += count
-        trained += count if module.weight.requires_grad else 0
-    return every, trained
-
-
 # Of random weights, which have to be of some size: that of most language models' configs.
 _DEVIATION = 0.02
 _LINEAR = (torch.nn.Linear, Conv1D)

@@ -30,13 +30,13 @@ from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
+from autotune.worker.trial.arithmetic import Arithmetic
 from autotune.worker.trial.build import (
     built_or_on_meta,
     check_attends_to_all,
     check_liger_knows,
     check_shared_by,
     in_deepspeeds_dtype,
-    linear_weights,
     shard_from_meta,
 )
 from autotune.worker.trial.gpu_busy import busy_step
@@ -144,7 +144,7 @@ class Trial:
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
-        self._linear_weights: tuple[int, int] | None = None
+        self._arithmetic = Arithmetic()
         self._host_bytes: int | None = None
 
     def run(self) -> Outcome:
@@ -209,7 +209,6 @@ class Trial:
         model, is_on_meta = built_or_on_meta(
             workload, arm.attn_implementation, self._meter.device, shards=arm.is_sharded, compiles=arm.torch_compile
         )
-        self._linear_weights = linear_weights(model)
         self._meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
@@ -237,6 +236,10 @@ class Trial:
             shard_from_meta(trainer, workload)
         self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
+        # Compiled code and kernels of others would not be counted; patches of images are no tokens.
+        is_hidden = arm.torch_compile or arm.cuda_graphs or arm.use_liger_kernel or arm.fused_loss
+        if not is_hidden and arm.context_parallel == 1 and self._workload.task != "image-text-to-text":
+            self._arithmetic.count_first(trainer)
         if arm.cuda_graphs:
             trainer.training_step.on_replay = self._checks.watch.take_replay
         if arguments.n_gpu > 1:
@@ -281,9 +284,21 @@ class Trial:
                 cpu_core=self._cpu_core,
                 micro_batch_bytes=micro_batch_bytes,
                 host_bytes_to_build=self._host_bytes,
-                linear_weights=self._linear_weights,
+                sample_flops=self._sample_flops(),
             )
         )
+
+    def _sample_flops(self) -> tuple[float, float] | None:
+        """Return the arithmetic of a sample of mean length without padding: forward pass, and with the backward."""
+        counted, workload = self._arithmetic, self._workload
+        if not counted.flops:
+            return None
+        samples = float(self._candidate.per_device_train_batch_size)
+        if workload.is_text and counted.tokens is not None:
+            lengths = workload.data.facts.lengths if workload.data is not None and workload.data.facts else None
+            mean = lengths.mean if lengths is not None else workload.seq_len * (1 - workload.padding)
+            samples = counted.tokens / mean
+        return counted.forward_flops / samples, counted.flops / samples
 
     def _hold_inputs(self, trainer: Any) -> None:
         """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""
