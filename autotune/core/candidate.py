@@ -126,6 +126,8 @@ class Arm:
     """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
     sparse_prediction: bool = field(default=False, metadata=_said("sparse prediction", sparse=True))
     """Logits of a masked language model are computed for the tokens with a label alone."""
+    cudnn_attention: bool = field(default=True, metadata=_said("no cuDNN attention", sparse=True))
+    """Whether attention may use cuDNN's kernels, which are compiled for each new length."""
     float8: bool = field(default=False, metadata=_said("fp8", sparse=True))
     """Products within the layers that repeat are computed in FP8."""
     context_parallel: int = field(

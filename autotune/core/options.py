@@ -371,6 +371,10 @@ class _Tried(TypedDict, total=False):
         "15 %. auto, on, off: as --torch-compile.",
         default_text="auto",
     )]
+    cudnn_attention: Annotated[LeverChoice, Option(
+        "Attention by cuDNN's kernels, which are compiled for each new length. auto: try without where lengths differ; "
+        "on: leave it to torch; off: never.", default_text="auto",
+    )]
     float8: Annotated[SwitchChoice, Option(
         "Beside bf16 or fp16, multiply in FP8 within the model's layers (torchao): another numeric, for GPUs that have "
         "it, and fast where compiled.", default_text="off",

@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from autotune.training.batches import pad_to_multiples
 from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
+from autotune.training.during import leave_out_cudnn_attention
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
 from autotune.training.float8 import multiply_in_float8
@@ -41,6 +42,7 @@ def apply(
     padding_free: bool = False,
     fused_loss: bool = False,
     sparse_prediction: bool = False,
+    cudnn_attention: bool = True,
     float8: bool = False,
     cuda_graphs: bool = False,
 ) -> AnyTrainer:
@@ -54,6 +56,7 @@ def apply(
     ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
     causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
     ``sparse_prediction``: compute the logits of a masked language model for the tokens with a label alone.
+    ``cudnn_attention``: if false, have attention leave out cuDNN's kernels, which are compiled for each new length.
     ``float8``: multiply in FP8 within the layers that repeat, another numeric.
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
@@ -82,6 +85,8 @@ def apply(
         join_samples(trainer)
     if fused_loss:
         fuse_loss(trainer)
+    if not cudnn_attention:
+        leave_out_cudnn_attention(trainer)
     if cuda_graphs:
         use_cuda_graphs(trainer)
     return trainer

@@ -65,13 +65,17 @@ def change_batches(trainer: Trainer, change: Change) -> None:
     trainer.get_train_dataloader = Loading(trainer.get_train_dataloader, change)
 
 
-def divides_batches(trainer: Trainer) -> bool:
-    """Return whether what is passed to a model is divided by samples, which may share a row after a change."""
+def check_undivided(trainer: Trainer) -> None:
+    """Raise ``SettingUnavailableError`` where what is passed to a model is divided by samples on the way."""
     dispatches = trainer.accelerator.dispatch_batches
     if dispatches is None:
         # accelerate's default (data_loader.prepare_data_loader), with one process as well.
         dispatches = isinstance(trainer.train_dataset, IterableDataset)
-    return bool(dispatches) or trainer.args.n_gpu > 1
+    if dispatches or trainer.args.n_gpu > 1:
+        raise SettingUnavailableError(
+            "batches are divided by their samples on the way to the model; give accelerator_config "
+            "dispatch_batches=False, and train with one process for each GPU"
+        )
 
 
 def longest_position(model: Any) -> int | None:

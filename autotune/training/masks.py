@@ -10,42 +10,36 @@ others got a mask of ones, too, while they were captured (a ViT-large took twice
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import Trainer, masking_utils
 
+from autotune.training.batches import change_batches
+from autotune.training.during import during_training
 from autotune.training.errors import SettingUnavailableError
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _POSITIONS = "position_ids"
 
 
-class WithoutFullMasks:
-    """Makes batches as another collator does, without masks that mask nothing."""
+def without_full_masks(batch: Any) -> Any:
+    """Return a batch without masks, or with all of them where one masks padding.
 
-    def __init__(self, collator: Callable[..., Any]) -> None:
-        self._collator = collator
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a batch without masks, or with all of them where one masks padding.
-
-        Its tensors are in the host's memory, so that looking at them costs the GPU nothing. Raises
-        ``SettingUnavailableError`` for a batch several of whose samples share a row.
-        """
-        batch = self._collator(*args, **kwargs)
-        if not isinstance(batch, Mapping):
-            return batch
-        if _POSITIONS in batch:
-            raise SettingUnavailableError(
-                f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded"
-            )
-        masks = [name for name in _MASKS if isinstance(batch.get(name), torch.Tensor)]
-        if not all(bool(batch[name].all()) for name in masks):
-            return batch
-        return {name: value for name, value in batch.items() if name not in masks}
+    Its tensors are in the host's memory, so that looking at them costs the GPU nothing. Raises
+    ``SettingUnavailableError`` for a batch several of whose samples share a row.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    if _POSITIONS in batch:
+        raise SettingUnavailableError(
+            f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded"
+        )
+    masks = [name for name in _MASKS if isinstance(batch.get(name), torch.Tensor)]
+    if not all(bool(batch[name].all()) for name in masks):
+        return batch
+    return {name: value for name, value in batch.items() if name not in masks}
 
 
 @contextlib.contextmanager
@@ -64,19 +58,8 @@ def _looking_for_no_packed_samples() -> Iterator[None]:
 def leave_out_full_masks(trainer: Trainer) -> None:
     """Have a ``Trainer`` pass no attention mask with batches in which no sample is padded.
 
-    Raises ``SettingUnavailableError`` for one that makes batches in a way of its own: they might be packed.
+    Training raises ``SettingUnavailableError`` for batches several of whose samples share a row.
     """
-    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
-        raise SettingUnavailableError(
-            f"{type(trainer).__name__}.get_train_dataloader is your own; whether its batches need a mask is not known"
-        )
-    trainer.data_collator = WithoutFullMasks(trainer.data_collator)
-    trains = trainer._inner_training_loop
-
-    @functools.wraps(trains)
-    def trains_without_masks(*args: Any, **kwargs: Any) -> Any:
-        # However it ends: a training after it may have packed samples.
-        with _looking_for_no_packed_samples():
-            return trains(*args, **kwargs)
-
-    trainer._inner_training_loop = trains_without_masks
+    change_batches(trainer, without_full_masks)
+    # However it ends: a training after it may have packed samples.
+    during_training(trainer, _looking_for_no_packed_samples)

@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from autotune.training.adapters import without_adapters
+from autotune.training.batches import IGNORED, change_batches, check_undivided
 from autotune.training.errors import SettingUnavailableError
 
 POSITIONS = "predicted_positions"
 """What a batch calls the positions of its tokens with a label, counted over all samples."""
 
-_IGNORED = -100
 # Batches have as many positions as the next sixteenth of their tokens, some of them without a label, so that most
 # batches have one shape: kernels are chosen, memory is reserved and CUDA graphs are captured once. A choice.
 _SHARES = 16
@@ -37,27 +36,20 @@ def positions_to_compute(tokens: int, labelled: int) -> int:
     return min(tokens, max(1, -(-labelled // share)) * share)
 
 
-class WithPositions:
-    """Makes batches as another collator does, with the positions of the tokens that have a label."""
+def with_positions(batch: Any) -> Any:
+    """Return a batch with ``predicted_positions``, first those with a label, then as many others as fill a share.
 
-    def __init__(self, collator: Callable[..., Any]) -> None:
-        self._collator = collator
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a batch with ``predicted_positions``, first those with a label, then as many others as fill a share.
-
-        A batch without labels is left as it is. Raises ``SettingUnavailableError`` for labels that are not one a token.
-        """
-        batch = self._collator(*args, **kwargs)
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is None:
-            return batch
-        if labels.shape != getattr(batch.get("input_ids"), "shape", None):
-            raise SettingUnavailableError("a batch has no label for each token; train without sparse_prediction")
-        is_labelled = labels.reshape(-1) != _IGNORED
-        first, others = is_labelled.nonzero(), (~is_labelled).nonzero()
-        count = positions_to_compute(len(is_labelled), len(first))
-        return {**batch, POSITIONS: torch.cat((first, others)).reshape(-1)[:count]}
+    A batch without labels is left as it is. Raises ``SettingUnavailableError`` for labels that are not one a token.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None:
+        return batch
+    if labels.shape != getattr(batch.get("input_ids"), "shape", None):
+        raise SettingUnavailableError("a batch has no label for each token; train without sparse_prediction")
+    is_labelled = labels.reshape(-1) != IGNORED
+    first, others = is_labelled.nonzero(), (~is_labelled).nonzero()
+    count = positions_to_compute(len(is_labelled), len(first))
+    return {**batch, POSITIONS: torch.cat((first, others)).reshape(-1)[:count]}
 
 
 class _Chosen:
@@ -114,15 +106,6 @@ def predict_chosen_tokens(model: Any) -> Callable[[], None]:
     return undo
 
 
-def _divides_batches(trainer: Trainer) -> bool:
-    """Return whether what is passed to a model is divided by samples, as positions in a batch cannot be."""
-    dispatches = trainer.accelerator.dispatch_batches
-    if dispatches is None:
-        # accelerate's default (data_loader.prepare_data_loader), with one process as well.
-        dispatches = isinstance(trainer.train_dataset, IterableDataset)
-    return bool(dispatches) or trainer.args.n_gpu > 1
-
-
 def predict_labelled_tokens(trainer: Trainer) -> None:
     """Have a ``Trainer`` of a masked language model compute the logits of the tokens with a label alone.
 
@@ -135,11 +118,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
     if not name.endswith("ForMaskedLM") or model.base_model is model or not hasattr(model.forward, "__func__"):
         raise SettingUnavailableError(f"{name} is no masked language model with an encoder of its own")
-    if _divides_batches(trainer):
-        raise SettingUnavailableError(
-            "batches are divided by their samples on the way to the model; give accelerator_config "
-            "dispatch_batches=False, and train with one process for each GPU"
-        )
+    check_undivided(trainer)
     undo = predict_chosen_tokens(model)
     if not next(model.parameters()).is_meta:
         try:
@@ -153,7 +132,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
         if not is_alike:
             undo()
             raise SettingUnavailableError(f"the logits of {name} are other ones where only some tokens are predicted")
-    trainer.data_collator = WithPositions(trainer.data_collator)
+    change_batches(trainer, with_positions)
 
 
 def _is_alike(model: Any) -> bool:

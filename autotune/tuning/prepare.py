@@ -13,7 +13,7 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
-from autotune.space.levers import LEVERS, Training
+from autotune.space.levers import LEVERS, Training, levers_of
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
@@ -120,7 +120,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
             f"--attn {FLASH_ATTENTION} computes in 16 bits only", "allow --precision bf16 or fp16, or --attn sdpa"
         )
     for row in LEVERS:
-        if row.is_idle and row.name in request.settings() and not any(getattr(arm, row.name) for arm in arms):
+        if row.is_idle and row.name in request.settings() and not any(levers_of(arm, [row.name]) for arm in arms):
             option = f"--{row.name.replace('_', '-')}"
             raise InvalidRequestError(
                 f"{option} on: nothing that is searched has it: it is for checkpointing in bf16 or fp16",

@@ -106,6 +106,7 @@ class SearchRequest:
     padding_free: SwitchChoice = _of("padding_free", sparse=True)
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)
     sparse_prediction: LeverChoice = _of("sparse_prediction", sparse=True)
+    cudnn_attention: LeverChoice = _of("cudnn_attention", sparse=True)
     float8: SwitchChoice = _of("float8", sparse=True)
     liger: LeverChoice = _of("liger", sparse=True)
     cpu_affinity: LeverChoice = _of("cpu_affinity", sparse=True)
@@ -254,7 +255,12 @@ class SearchRequest:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that every arm has, by the levers that are on."""
-        chosen: dict[str, Any] = {row.name: True for row in LEVERS if row.option and getattr(self, row.option) == "on"}
+        chosen: dict[str, Any] = {
+            row.name: row.values[1]
+            for row in LEVERS
+            # What is on by default is a lever where it is off.
+            if row.option and getattr(self, row.option) == ("off" if row.values[:1] == (True,) else "on")
+        }
         if self.objective == "max-batch":
             # Compiling does not change the largest batch that fits.
             chosen.pop("torch_compile", None)
@@ -277,12 +283,13 @@ class SearchRequest:
         if not self.goes_on:
             return frozenset(late)
         training = Training.of(self.workload, self.device.kind, self.ranks, layers)
+        varies = training.shapes_vary
         if self.length_multiple == "auto" and why_not(BY_NAME["length_multiple"], training) is None:
             late.add("length_multiple")
         if "length_multiple" in late or self.length_multiple.isdigit():
             training = replace(training, shapes_vary=False)
         for row in LEVERS:
-            if row.name == "length_multiple":
+            if row.name == "length_multiple" or (row.name == "cudnn_attention" and not varies):
                 continue
             choice = getattr(self, row.option) if row.option else "auto"
             has_prior = row.prior is not None and (row.option or not row.part_of)

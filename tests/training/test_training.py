@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_graphs import EmulatedGraph, emulated
 from torch.nn import functional
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,7 +32,7 @@ from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, evaluate_in_their_memory
 from autotune.training.loss import linear_cross_entropy
-from autotune.training.sparse import WithPositions, positions_to_compute
+from autotune.training.sparse import positions_to_compute, with_positions
 
 VOCABULARY = 200
 
@@ -445,7 +445,7 @@ class TestSparsePrediction:
     def test_a_batch_has_as_many_positions_as_the_next_sixteenth_of_its_tokens(self) -> None:
         labels = torch.full((2, 32), -100)
         labels[0, 3] = labels[1, 30] = 7
-        batch = WithPositions(lambda _: {"input_ids": labels, "labels": labels})(None)
+        batch = with_positions({"input_ids": labels, "labels": labels})
         assert batch["predicted_positions"].tolist() == [3, 62, 0, 1]
         assert [positions_to_compute(64, count) for count in (0, 1, 4, 5, 64)] == [4, 4, 4, 8, 64]
 
@@ -558,11 +558,17 @@ class TestUnpadded:
         train(trainer)
         assert masking_utils.find_packed_sequence_indices is asked
 
-    def test_batches_that_are_made_in_a_way_of_its_own_may_be_packed(self, tmp_path: Path) -> None:
+    def test_batches_of_a_loader_of_its_own_are_changed_as_well(self, tmp_path: Path) -> None:
+        loader = DataLoader(samples(), batch_size=4)  # type: ignore[arg-type]
         trainer = trainer_of(language_model(), samples(), tmp_path)
-        trainer.__class__ = type("Own", (type(trainer),), {"get_train_dataloader": lambda self: iter(())})
-        with pytest.raises(SettingUnavailableError, match=r"Own\.get_train_dataloader is your own"):
-            apply(trainer, unpadded=True)
+        trainer.__class__ = type("Own", (type(trainer),), {"get_train_dataloader": lambda self: loader})
+        apply(trainer, unpadded=True)
+        trainer.get_train_dataloader()
+        assert "attention_mask" not in next(iter(trainer.get_train_dataloader()))
+        no_loader = trainer_of(language_model(), samples(), tmp_path)
+        no_loader.get_train_dataloader = lambda: [1]
+        with pytest.raises(SettingUnavailableError, match="the training loader is list, which has no collator"):
+            apply(no_loader, unpadded=True).train()
 
     def test_packed_samples_are_refused(self, tmp_path: Path) -> None:
         asked = masking_utils.find_packed_sequence_indices
