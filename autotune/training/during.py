@@ -38,8 +38,8 @@ def _no_cudnn_attention() -> Iterator[None]:
 def leave_out_cudnn_attention(trainer: Trainer) -> None:
     """Have ``scaled_dot_product_attention`` use other kernels than cuDNN's while a ``Trainer`` trains.
 
-    cuDNN compiles kernels for each new shape: 0.1 s for each length of bert-base's batches, and 0.12 s of Qwen2.5-0.5B's
-    (H100, torch 2.11.0, 25 November 2026). Raises ``SettingUnavailableError`` without a GPU.
+    cuDNN compiles kernels for each new shape: 0.1 s for each length of bert-base's batches, and 0.12 s for
+    Qwen2.5-0.5B's (H100, torch 2.11.0, 25 November 2026). Raises ``SettingUnavailableError`` without a GPU.
     """
     if trainer.args.device.type != "cuda":
         raise SettingUnavailableError(f"{trainer.args.device} has no attention of cuDNN")

@@ -4,23 +4,27 @@ A micro-step is a forward and a backward pass. It is captured once for each shap
 on. The host then launches one graph in place of thousands of kernels, so that a step that waited for the host does not
 wait any more. No compiler is needed, and the kernels and their order stay the same.
 
-Two graphs of a shape are captured. The first micro-step of an optimizer step finds no gradients and writes them; the
-others add to them. Both keep gradients in the same tensors, since a graph reads and writes fixed addresses.
-``torch.cuda.make_graphed_callables`` cannot be used: it hands out its own gradient buffers, and the next replay
-overwrites what was accumulated in them (github.com/pytorch/pytorch/issues/181723).
+The graphs share one memory pool, which is as large as the largest of them if that is captured first. So where a larger
+shape comes, all are dropped and captured anew, it before the others. Gradients are always in the same tensors, since a
+graph reads and writes fixed addresses. The first graph of a pool writes them; all others add to them, after they were
+set to zero where an optimizer step begins. ``torch.cuda.make_graphed_callables`` cannot be used: it hands out gradient
+buffers of its own, and the next replay overwrites what was accumulated in them
+(github.com/pytorch/pytorch/issues/181723).
 
 Each graph is compared with an eager micro-step on the same samples, with the same random numbers, before it is used:
-its loss, and the gradients of the one that writes them.
+its loss, and its gradients.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from transformers import Trainer
@@ -30,8 +34,9 @@ from autotune.training.errors import SettingUnavailableError
 # Kernels are chosen, compiled and loaded in the first micro-steps of a shape, which a capture would not survive.
 # torch.cuda.make_graphed_callables runs three before it captures; with less than two, Triton kernels are not loaded.
 EAGER_MICRO_STEPS = 3
-# Each shape keeps its activations for good, in a pool that the graphs share. Other shapes run without a graph.
-MOST_SHAPES = 8
+# Each graph takes some time and memory of the driver's. Other shapes run without one. Batches padded to multiples of 64
+# have 8 at 512 tokens, and 16 at 1,024. A choice.
+MOST_SHAPES = 32
 # Of a loss, and of the norms of all gradients, between a graph and an eager pass. Gradients of embeddings are summed by
 # atomic additions, in any order; a graph that reads what it should not is off by more. A choice.
 _TOLERANCE = 1e-2
@@ -42,7 +47,7 @@ class _Graph:
     """A captured micro-step, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[torch.Tensor, ...]
+    inputs: Sequence[torch.Tensor]
     loss: torch.Tensor
 
 
@@ -51,9 +56,10 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Shape:
-    """What is known of one shape of inputs: how often it ran, and its graphs."""
+    """What is known of one shape of inputs: how large it is, how often it ran, and its graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.seen = 0
         self.writing: _Graph | None = None
         self.adding: _Graph | None = None
@@ -63,7 +69,7 @@ class GraphedSteps:
     """Takes the place of ``Trainer.training_step``."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._eager: Callable[..., torch.Tensor] = trainer.training_step
         self._shapes: dict[Hashable, _Shape] = {}
         self._parameters: Sequence[torch.nn.Parameter] = ()
@@ -82,48 +88,86 @@ class GraphedSteps:
         """Run a micro-step and return its loss, as ``Trainer.training_step`` does."""
         if not self._parameters:
             self._parameters = [p for p in model.parameters() if p.requires_grad]
-        trainer: Any = self._trainer
-        inputs = trainer._prepare_inputs(inputs)
+        inputs = self._trainer._prepare_inputs(inputs)
         leaves, structure = pytree.tree_flatten((inputs, num_items_in_batch))
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        key = self._key(leaves, structure)
-        shape = self._shapes.get(key) if key is not None else None
-        if shape is None:
-            if key is None or len(self._shapes) >= MOST_SHAPES:
-                return self._eager(model, inputs, num_items_in_batch)
-            shape = self._shapes[key] = _Shape()
+        shape = self._shape_of(leaves, structure)
         is_first = self._parameters[0].grad is None
-        if (graph := shape.writing if is_first else shape.adding) is not None:
-            if self.on_replay is not None:
-                self.on_replay()
-            return self._replay(model, graph, tensors, is_first=is_first)
-        # What adds to gradients can only be captured once they are in the tensors that a graph writes.
-        adds_in_place = not is_first and self._gradients and self._parameters[0].grad is self._gradients[0]
-        if shape.seen < EAGER_MICRO_STEPS or not (is_first or adds_in_place):
+        graph = (is_first and shape.writing) or shape.adding if shape is not None else None
+        if shape is not None and graph is None:
+            if shape.seen >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
+                return self._captured(model, shape, leaves, structure, is_first=is_first)
             shape.seen += 1
+        if graph is None:
+            if is_first and self._gradients:
+                self._zero()
+            return self._run(model, inputs, num_items_in_batch)
+        if self.on_replay is not None:
+            self.on_replay()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return self._replay(model, graph, tensors, is_first=is_first)
+
+    def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again."""
+        own = vars(self._trainer).get("_prepare_inputs")
+        self._trainer._prepare_inputs = lambda prepared: prepared
+        try:
             return self._eager(model, inputs, num_items_in_batch)
+        finally:
+            del self._trainer._prepare_inputs
+            if own is not None:
+                self._trainer._prepare_inputs = own
+
+    def _shape_of(self, leaves: list[Any], structure: Any) -> _Shape | None:
+        """Return the shape of inputs; ``None`` where it has no graphs, and will have none."""
+        key = self._key(leaves, structure)
+        if key is None or (key not in self._shapes and len(self._shapes) >= MOST_SHAPES):
+            return None
+        size = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return self._shapes.setdefault(key, _Shape(size))
+
+    def _may_capture(self, shape: _Shape, *, is_first: bool) -> bool:
+        """Return whether a shape can be captured in this micro-step; drop the graphs of smaller ones where it is first.
+
+        What adds to gradients can only be captured while they are in the tensors that graphs write.
+        """
+        captured = [each.size for each in self._shapes.values() if each.writing or each.adding]
+        if captured and shape.size > max(captured):
+            return is_first and self.release()
+        return is_first if not self._gradients else is_first or self._parameters[0].grad is self._gradients[0]
+
+    def _captured(
+        self, model: torch.nn.Module, shape: _Shape, leaves: list[Any], structure: Any, *, is_first: bool
+    ) -> torch.Tensor:
+        """Capture a micro-step, compare it with an eager one, and return its loss, with its gradients added."""
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         held = pytree.tree_unflatten(static, structure)
+        before: list[torch.Tensor] = []
         try:
-            expected = self._expect(model, *held) if is_first else None
-            captured, loss = self._capture(model, *held, is_first=is_first)
+            for parameter in self._parameters:
+                parameter.grad = None
+            expected = self._expect(model, *held)
+            if self._gradients:
+                before = [] if is_first else [gradient.clone() for gradient in self._gradients]
+                self._zero()
+            captured, loss = self._capture(model, *held)
         except RuntimeError as error:
             began = _first(error)
-            if isinstance(began, torch.OutOfMemoryError):
+            if isinstance(began, torch.OutOfMemoryError | SettingUnavailableError):
                 raise
             why = f"{type(began).__name__}: {began}".splitlines()[0]
             raise SettingUnavailableError(
                 f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: {why}"
             ) from error
-        graph = _Graph(captured, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
-        if is_first:
-            shape.writing = graph
-            self._gradients = self._gradients or self._made(model)
-        else:
+        tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
+        graph = _Graph(captured, tensors, loss)
+        if self._gradients:
             shape.adding = graph
-        loss = self._replay(model, graph, tensors, is_first=is_first)
-        if expected is not None:
-            self._compare(model, expected, (loss, self._norms()))
+        else:
+            shape.writing, self._gradients = graph, self._made(model)
+        loss = self._replay(model, graph, tensors, is_first=True)
+        self._compare(model, expected, (loss, self._norms()))
+        if before:
+            torch._foreach_add_(list(self._gradients), before)
         return loss
 
     def release(self) -> bool:
@@ -164,19 +208,25 @@ class GraphedSteps:
         the first run there (handles and workspaces of libraries, compiled code) is there before the capture.
         """
         device = self._trainer.args.device
-        random, buffers = torch.cuda.get_rng_state(device), [buffer.clone() for buffer in model.buffers()]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
         # Memory that is cached for the usual stream is of no use to another one.
         torch.cuda.empty_cache()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            loss = self._eager(model, inputs, num_items_in_batch)
+            loss = self._run(model, inputs, num_items_in_batch)
             norms = self._norms()
             for parameter in self._parameters:
                 parameter.grad = None
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         torch.cuda.current_stream(device).wait_stream(self._stream)
-        torch.cuda.set_rng_state(random, device)
+        torch.cuda.set_rng_state(on_device, device)
+        if _random_state(device) != on_host:
+            raise SettingUnavailableError(
+                f"{type(_unwrapped(model)).__name__} draws random numbers on the host, as layers that are left out at "
+                "random do (layerdrop), and a graph would always run what was drawn first"
+            )
         return loss, norms
 
     def _norms(self) -> torch.Tensor:
@@ -194,17 +244,13 @@ class GraphedSteps:
                 )
 
     def _capture(
-        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any, *, is_first: bool
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Capture a micro-step and return it with its loss. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         # It begins by giving back what is cached for eager steps: the memory of a graph is a pool of its own.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            if is_first and self._gradients:
-                # A second shape: the tensors of the gradients are those of the first.
-                torch._foreach_zero_(list(self._gradients))
-                self._attach()
-            loss = self._eager(model, inputs, num_items_in_batch)
+            loss = self._run(model, inputs, num_items_in_batch)
         return graph, loss
 
     def _made(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
@@ -215,11 +261,16 @@ class GraphedSteps:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _replay(
-        self, model: torch.nn.Module, graph: _Graph, tensors: tuple[torch.Tensor, ...], *, is_first: bool
+        self, model: torch.nn.Module, graph: _Graph, tensors: Sequence[torch.Tensor], *, is_first: bool
     ) -> torch.Tensor:
         if not model.training:
-            # As after an evaluation. Graphs hold the training's own kernels; the rest of the training may ask.
+            # As after an evaluation. Graphs hold the training's own kernels; the rest of the training may ask, and an
+            # optimizer without a schedule has other weights for evaluations.
             model.train()
+            if callable(train := getattr(self._trainer.optimizer, "train", None)):
+                train()
+        if is_first and any(shape.adding is graph for shape in self._shapes.values()):
+            self._zero()
         torch._foreach_copy_(list(graph.inputs), list(tensors), non_blocking=True)
         graph.graph.replay()
         if is_first:
@@ -227,10 +278,22 @@ class GraphedSteps:
         self.replays += 1
         return graph.loss.clone()
 
+    def _zero(self) -> None:
+        """Give the parameters their gradients' tensors, set to zero."""
+        torch._foreach_zero_(list(self._gradients))
+        self._attach()
+
     def _attach(self) -> None:
         """Give the parameters their gradients' tensors back, which ``zero_grad`` took away."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
+
+
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    """Return the state of what draws random numbers on the host, where a model on a device should draw none."""
+    names, keys, *numbers = np.random.get_state()
+    of_torch = () if device.type == "cpu" else tuple(torch.get_rng_state().tolist())
+    return random.getstate(), names, tuple(keys), *numbers, of_torch
 
 
 def _first(error: RuntimeError) -> RuntimeError:
@@ -250,23 +313,40 @@ def evaluate_in_their_memory(trainer: Trainer, steps: GraphedSteps) -> None:
     """Have an evaluation that runs out of memory run again in what the graphs give back.
 
     Eager steps leave their memory to an evaluation. Graphs keep theirs: with whisper-small under 24 GiB, 22.1 GiB of it
-    were left to none (H200, torch 2.11.0, 24 November 2026).
+    were left to none (H200, torch 2.11.0, 24 November 2026). Metrics that are told of each batch would be told twice of
+    some: with ``batch_eval_metrics`` graphs give it back before each evaluation.
     """
     evaluate = trainer.evaluation_loop
 
     @functools.wraps(evaluate)
     def evaluates(*args: Any, **kwargs: Any) -> Any:
-        random = torch.get_rng_state()
+        if trainer.args.batch_eval_metrics:
+            steps.release()
+            return evaluate(*args, **kwargs)
+        drawn = torch.get_rng_state()
         try:
             return evaluate(*args, **kwargs)
         except torch.OutOfMemoryError:
             if not steps.release():
                 raise
         # A loader draws a seed each time that it begins.
-        torch.set_rng_state(random)
+        torch.set_rng_state(drawn)
         return evaluate(*args, **kwargs)
 
     trainer.evaluation_loop = evaluates
+
+
+def check_code(trainer: Trainer) -> None:
+    """Raise ``SettingUnavailableError`` where Python code of one's own runs in a micro-step."""
+    for method in ("training_step", "compute_loss"):
+        if getattr(type(trainer), method) is not getattr(Trainer, method) or method in vars(trainer):
+            raise SettingUnavailableError(
+                f"{type(trainer).__name__}.{method} is your own; its Python code would run once instead of each step"
+            )
+    if trainer.compute_loss_func is not None:
+        raise SettingUnavailableError(
+            "the Trainer has a compute_loss_func, whose Python code would run once instead of each step"
+        )
 
 
 def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
@@ -280,11 +360,7 @@ def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
         raise SettingUnavailableError(f"CUDA graphs need a CUDA device; the training is on {args.device}")
     if args.world_size > 1:
         raise SettingUnavailableError("CUDA graphs are for one rank: the exchange of gradients is not captured")
-    for method in ("training_step", "compute_loss"):
-        if getattr(type(trainer), method) is not getattr(Trainer, method):
-            raise SettingUnavailableError(
-                f"{type(trainer).__name__}.{method} is your own; its Python code would run once instead of each step"
-            )
+    check_code(trainer)
     if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         raise SettingUnavailableError(f"torch_compile_mode={args.torch_compile_mode} makes CUDA graphs of its own")
     if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):

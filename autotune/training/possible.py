@@ -11,6 +11,7 @@ from transformers import Trainer
 from autotune.training import apply
 from autotune.training.batches import Loading
 from autotune.training.errors import SettingUnavailableError
+from autotune.training.graphs import check_code
 
 SETTINGS: dict[str, Any] = {
     "length_multiple": 64,
@@ -30,6 +31,10 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
     Of the settings, it has those that apply afterwards: it is of no use then but to be looked at.
     """
     found = {}
+    try:
+        check_code(trainer)
+    except SettingUnavailableError as error:
+        found["cuda_graphs"] = str(error)
     for name, value in SETTINGS.items():
         try:
             _try(trainer, batches, name, value)

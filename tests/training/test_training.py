@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
-from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, evaluate_in_their_memory
+from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, evaluate_in_their_memory
 from autotune.training.loss import linear_cross_entropy
 from autotune.training.sparse import positions_to_compute, with_positions
 
@@ -115,8 +117,8 @@ class TestGraphs:
         losses, weights = train(trainer)
         assert losses == stock[0]
         assert torch.equal(weights, stock[1])
-        # One micro-step ran twice, for comparison.
-        assert len(ran) == 8 * accumulation + 1
+        # Each graph's micro-step ran twice, for comparison.
+        assert len(ran) == 8 * accumulation + (1 if accumulation == 1 else 2)
         assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
 
     def test_batches_of_several_lengths_share_their_gradients(self, tmp_path: Path) -> None:
@@ -130,6 +132,86 @@ class TestGraphs:
         assert losses == pytest.approx(stock[0], rel=1e-5)
         assert torch.allclose(weights, stock[1], atol=1e-6)
         assert steps.replays > 8
+
+    @pytest.mark.parametrize("accumulation", [1, 3])
+    def test_the_largest_shape_is_captured_before_the_others(self, accumulation: int, tmp_path: Path) -> None:
+        """A shape that has no graph yet, too, adds to gradients where graphs do."""
+        lengths = (8, 12, 8, 16, 12, 8, 12, 16) * 8
+        data = [row for length in lengths for row in samples(length, classes=True)[:4]]
+        settings = {
+            "gradient_accumulation_steps": accumulation, "max_steps": len(lengths) // accumulation,
+            "train_sampling_strategy": "sequential",
+        }  # fmt: skip
+        stock = train(trainer_of(classifier(), data, tmp_path, **settings))
+        trainer = trainer_of(classifier(), data, tmp_path, **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        losses, weights = train(trainer)
+        assert losses == pytest.approx(stock[0], rel=1e-5)
+        assert torch.allclose(weights, stock[1], atol=2e-5)
+        largest, *others = sorted(steps._shapes.values(), key=lambda shape: -shape.size)
+        assert largest.writing is not None
+        assert all(shape.adding is not None and shape.writing is None for shape in others)
+
+    def test_inputs_are_prepared_once(self, tmp_path: Path) -> None:
+        class Halving(Trainer):
+            def _prepare_inputs(self, inputs: Any) -> Any:
+                return super()._prepare_inputs({**inputs, "input_ids": inputs["input_ids"] // 2})
+
+        def trainer() -> Trainer:
+            made = trainer_of(classifier(), samples(classes=True), tmp_path)
+            made.__class__ = Halving
+            return made
+
+        losses, _ = train(trainer())
+        graphed = trainer()
+        graphed.training_step = steps = GraphedSteps(graphed)
+        assert train(graphed)[0] == losses
+        assert steps.replays > 0
+
+    def test_code_of_ones_own_within_a_step_is_refused(self, tmp_path: Path) -> None:
+        def of(change: Callable[[Any], Any]) -> Trainer:
+            trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+            change(trainer)
+            return trainer
+
+        check_code(of(lambda trainer: None))
+        for change, words in (
+            (lambda trainer: vars(trainer).update(compute_loss=trainer.compute_loss), r"Trainer\.compute_loss is your"),
+            (lambda trainer: vars(trainer).update(compute_loss_func=lambda *_: 0), "has a compute_loss_func"),
+        ):
+            with pytest.raises(SettingUnavailableError, match=words):
+                check_code(of(change))
+
+    def test_a_model_that_draws_random_numbers_on_the_host_is_refused(self, tmp_path: Path) -> None:
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+        trainer.model.register_forward_pre_hook(lambda *_: random.random() and None)
+        trainer.training_step = GraphedSteps(trainer)
+        with pytest.raises(SettingUnavailableError, match="draws random numbers on the host"):
+            trainer.train()
+
+    def test_metrics_of_each_batch_are_told_of_it_once(self, tmp_path: Path) -> None:
+        told: list[int] = []
+
+        def count(predicted: Any, compute_result: bool = False) -> dict[str, float]:
+            told.append(len(predicted.label_ids))
+            return {}
+
+        data = samples(classes=True)
+        trainer = trainer_of(classifier(), data, tmp_path, data[:16], batch_eval_metrics=True)
+        trainer.compute_metrics = count
+        steps = GraphedSteps(trainer)
+        evaluate_in_their_memory(trainer, steps)
+        predict = trainer.prediction_step
+
+        def predicts(*args: Any, **kwargs: Any) -> Any:
+            if len(told) == 1 and any(shape.writing for shape in steps._shapes.values()):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return predict(*args, **kwargs)
+
+        trainer.training_step, trainer.prediction_step = steps, predicts
+        trainer.train()
+        trainer.evaluate()
+        assert told == [8, 8]
 
     def test_an_evaluation_gets_the_memory_of_graphs(self, tmp_path: Path) -> None:
         data = samples(classes=True)
