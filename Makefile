@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-ray test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test dist run-tests test-whole test-clients test-faults test-browser test-ray test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search          install and run the main job"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench           the search against Optuna's samplers on recorded landscapes and in 10,000 random worlds; predicted and measured steps; no GPU needed"
 	@echo "make docs            build the documentation in site/, strictly"
 	@echo "make docs-serve      show the documentation at http://localhost:8000"
+	@echo "make dist            build the wheel and the sdist, and test them in empty environments"
 	@echo "make clean           remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
@@ -78,7 +79,7 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser and not ray and not deepspeed"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser and not ray and not deepspeed and not dist"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
@@ -149,6 +150,14 @@ bench: install-bench
 	$(BIN)/python studies/worlds.py
 	$(BIN)/python studies/promised_coverage.py
 
+# What a release publishes: built, checked, and installed into empty environments with pip and with uv.
+dist: install-dev
+	$(INSTALL) build twine uv
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -m dist tests/test_distribution.py
+
 docs: install-dev
 	$(BIN)/zensical build --strict
 
@@ -160,4 +169,4 @@ docs-reference: install-dev
 	$(BIN)/python tests/reference.py
 
 clean:
-	rm -rf $(VENV) .venv-ray .venv-versions build site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-ray .venv-versions build dist site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune.core.loop import step as step
     from autotune.core.loop import steps as steps
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LoopConfig", "Result", "Trial", "__version__", "errors", "load", "search", "step", "steps"]
 _OF_LOOPS = ("LoopConfig", "step", "steps")
 

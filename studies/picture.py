@@ -2,7 +2,7 @@
 
     python studies/picture.py [FOLDER]
 
-Needs matplotlib (``pip install 'autotune[plot]'``). Reads a search that was recorded whole, and the same candidates
+Needs matplotlib (``pip install 'traintune[plot]'``). Reads a search that was recorded whole, and the same candidates
 measured one by one; both on an H200 whose memory was limited. The second chart has the trials of recorded searches
 with levers. Writes ``search-light.svg``, ``levers-light.svg`` and their dark versions to the folder, by default
 ``docs/images``. The files are the same on every run, so that only new data changes them.

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-_NAME = "autotune"
+_NAME = "traintune"
+"""Of the distribution: on the package index, ``autotune`` is another project."""
 
 
 def how_to_add(extra: str) -> str:

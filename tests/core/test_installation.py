@@ -15,11 +15,11 @@ GIT = json.dumps({"url": "https://example.org/autotune.git", "vcs_info": {"vcs":
 @pytest.mark.parametrize(
     ("receipt", "direct_url", "command"),
     [
-        (None, None, "pip install 'autotune[serve]'"),
+        (None, None, "pip install 'traintune[serve]'"),
         (None, FOLDER, "pip install '/home/me/my code[serve]'"),
         (None, EDITABLE, "pip install -e '/home/me/my code[serve]'"),
-        (None, GIT, "pip install 'autotune[serve] @ git+https://example.org/autotune.git@0'"),
-        ("uv-receipt.toml", None, "uv tool install 'autotune[serve]'"),
+        (None, GIT, "pip install 'traintune[serve] @ git+https://example.org/autotune.git@0'"),
+        ("uv-receipt.toml", None, "uv tool install 'traintune[serve]'"),
         ("uv-receipt.toml", EDITABLE, "uv tool install -e '/home/me/my code[serve]'"),
         ("pipx_metadata.json", FOLDER, "pipx install --force '/home/me/my code[serve]'"),
     ],
@@ -36,11 +36,11 @@ def test_a_checkout_in_the_working_directory_does_not_hide_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ``egg-info`` is found before the installed package, and has no record of where that came from."""
-    names = "Metadata-Version: 2.1\nName: autotune\nVersion: 0.1.0\n"
-    for place, file in (("checkout/autotune.egg-info", "PKG-INFO"), ("site/autotune-0.1.0.dist-info", "METADATA")):
+    names = "Metadata-Version: 2.1\nName: traintune\nVersion: 0.1.0\n"
+    for place, file in (("checkout/traintune.egg-info", "PKG-INFO"), ("site/traintune-0.1.0.dist-info", "METADATA")):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / file).write_text(names)
-    (tmp_path / "site/autotune-0.1.0.dist-info/direct_url.json").write_text(EDITABLE)
+    (tmp_path / "site/traintune-0.1.0.dist-info/direct_url.json").write_text(EDITABLE)
     monkeypatch.setattr("sys.path", [str(tmp_path / "checkout"), str(tmp_path / "site")])
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     assert how_to_add("serve") == "pip install -e '/home/me/my code[serve]'"

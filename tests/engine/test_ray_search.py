@@ -27,7 +27,7 @@ from autotune.store.opening import open_store
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'autotune[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'traintune[ray]'"),
 ]
 
 TOKEN = "a-token-of-these-tests-alone"

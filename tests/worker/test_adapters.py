@@ -21,7 +21,7 @@ from autotune.devices.listing import find_device
 from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.worker.trial.build import build_model
 
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'traintune[peft]'")
 
 CPU = torch.device("cpu")
 CHECKPOINTED = Candidate(Arm(gradient_checkpointing=True), 2)

@@ -10,7 +10,7 @@ from autotune.core.workload import QuantizeName, Workload
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.trial.build import build_model
 
-pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
+pytest.importorskip("peft", reason="peft is not installed: pip install 'traintune[peft]'")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 # A layer of it has several blocks of scales.

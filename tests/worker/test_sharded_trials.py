@@ -34,7 +34,7 @@ ARM = Arm(
 
 
 def tiny_with_adapters() -> Workload:
-    pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'traintune[peft]'")
     return dataclasses.replace(tiny_workload("bert-tiny"), peft="lora", lora_rank=4)
 
 
