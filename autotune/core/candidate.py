@@ -147,18 +147,6 @@ class Arm:
         return self.ranks // self.context_parallel
 
     @property
-    def rebuilds_buckets(self) -> bool:
-        """Whether DDP arranges its gradient buckets anew in the second step: where it looks for no unused parameters.
-
-        Where nothing is said, the Trainer has it look unless checkpointing is on.
-        """
-        if self.strategy != "ddp" or self.ranks == 1:
-            return False
-        if self.ddp_find_unused_parameters is None:
-            return self.gradient_checkpointing
-        return not self.ddp_find_unused_parameters
-
-    @property
     def zero_stage(self) -> int | None:
         """The stage of DeepSpeed's ZeRO; ``None`` without DeepSpeed."""
         return ZERO_STAGES.get(self.strategy) if self.strategy else None

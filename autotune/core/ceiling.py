@@ -22,6 +22,10 @@ PREDICTION_MARGIN = 0.01
 With it, the largest batch was right or one multiple too small in 40 of 44 arms of eleven models recorded on an H200,
 one multiple too large in two, and three or four too small in two."""
 
+LARGE_GRADIENTS = 0.01
+"""Share of the memory above which a search has DDP keep its first gradient buckets, of which else one step may hold a
+second set. Less than the headroom. A choice."""
+
 DEFAULT_HEADROOM_FRACTION = 0.03
 """A choice, not a measurement: reserve for what a short trial does not show of a long run, such as fragmentation."""
 
@@ -81,19 +85,9 @@ class Bounds:
         """Return the most that may be reserved with a relative ``margin`` below the line."""
         return int(self.line_bytes * (1 - margin))
 
-    def excess_bytes(self, reserved_bytes: int, once_allocated_bytes: int | None = None, margin: float = 0.0) -> int:
-        """Return by how many bytes a step is over what a feasible one may use; 0 or less for a feasible one.
-
-        The peak of the steps that repeat must be at or under the line. ``once_allocated_bytes``, the most that a single
-        step may allocate, must be at or under the cap: that step takes no headroom, since it does not come again. Only
-        allocated bytes count there: before the allocator exceeds its cap, it frees segments that are only cached.
-        """
-        over = reserved_bytes - self.below_line_bytes(margin)
-        return over if once_allocated_bytes is None else max(over, once_allocated_bytes - self.cap_bytes)
-
-    def fits(self, reserved_bytes: int, once_allocated_bytes: int | None = None, margin: float = 0.0) -> bool:
-        """Return whether a step with these peaks is feasible, which a peak exactly on the line still is."""
-        return self.excess_bytes(reserved_bytes, once_allocated_bytes, margin) <= 0
+    def fits(self, reserved_bytes: int, margin: float = 0.0) -> bool:
+        """Return whether a step with this peak is feasible, which a peak exactly on the line still is."""
+        return reserved_bytes <= self.below_line_bytes(margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +152,18 @@ class Ceiling:
         """The cap and the line, without what they are made of."""
         return Bounds(self.cap_bytes, self.line_bytes)
 
-    def fits(
-        self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
-    ) -> bool:
+    def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
         """Return whether a trial with this peak is feasible; see ``excess_bytes``."""
-        return self.excess_bytes(peak_reserved_bytes, context_bytes, once_allocated_bytes) <= 0
+        return self.excess_bytes(peak_reserved_bytes, context_bytes) <= 0
 
-    def excess_bytes(
-        self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
-    ) -> int:
-        """Return by how many bytes a trial is over what a feasible one may use; see ``Bounds.excess_bytes``.
+    def excess_bytes(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> int:
+        """Return by how many bytes a trial is over what a feasible one may use; 0 or less for a feasible one.
 
-        Peaks and CUDA context together must also stay within what is reachable. ``context_bytes`` is the context's
-        measured size; where it is larger than assumed, it uses up headroom.
+        The peak must be at or under the line. Peak and CUDA context together must also stay within what is reachable.
+        ``context_bytes`` is the context's measured size; where it is larger than assumed, it uses up headroom.
         """
-        over = self.bounds.excess_bytes(peak_reserved_bytes, once_allocated_bytes)
-        if context_bytes is None:
-            return over
-        most_bytes = max(peak_reserved_bytes, once_allocated_bytes or 0)
-        return max(over, most_bytes + context_bytes - self.reachable_bytes)
+        over = peak_reserved_bytes - self.line_bytes
+        return over if context_bytes is None else max(over, peak_reserved_bytes + context_bytes - self.reachable_bytes)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data, for the trial process and the record."""

@@ -60,7 +60,6 @@ class Measurement:
     samples_per_second: float
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    """Peaks of the steps that repeat: without a second copy of DDP's buckets, see ``bucket_copy_bytes``."""
     warmup_step_seconds: tuple[float, ...] = ()
     """Warm-up steps as they were run, without adding missing micro-steps."""
     micro_steps_run: int = 1
@@ -146,16 +145,6 @@ class Measurement:
     """Median time of the last micro-step of a step, which exchanges the gradients between the ranks, with clipping;
     ``None`` for one rank."""
 
-    bucket_copy_bytes: int | None = None
-    """Bytes of DDP's gradient buckets, of which a training may hold a second copy in one step, usually the second.
-
-    Whether it does is a matter of timing (``autotune.worker.trial.bucket_copy``). ``None`` where it cannot: without
-    DDP, for one rank, where DDP looks for unused parameters, and over gloo, which keeps no references to buckets. Also
-    ``None`` in records of versions that did not tell; their peaks include the copy where the trial met it."""
-    peak_allocated_with_bucket_copy_bytes: int | None = None
-    peak_reserved_with_bucket_copy_bytes: int | None = None
-    """Peaks of the whole trial where it met that copy; ``None`` where it did not."""
-
     @property
     def known_spread(self) -> float | None:
         """``relative_spread``; ``None`` where only one step was timed, which has no spread."""
@@ -176,17 +165,9 @@ class Measurement:
         """
         return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
 
-    @property
-    def once_allocated_bytes(self) -> int | None:
-        """Most bytes that a single step may allocate, with a second copy of DDP's buckets; ``None`` without one.
-
-        It is the same whether or not the trial met that copy.
-        """
-        return None if self.bucket_copy_bytes is None else self.peak_allocated_bytes + self.bucket_copy_bytes
-
     def excess_bytes(self, arm: Arm, ceiling: Ceiling) -> int:
         """Return by how many bytes the trial is over what is feasible, see ``Ceiling.excess_bytes``."""
-        return ceiling.excess_bytes(self.judged_bytes(arm), self.context_bytes, self.once_allocated_bytes)
+        return ceiling.excess_bytes(self.judged_bytes(arm), self.context_bytes)
 
     def fits(self, arm: Arm, ceiling: Ceiling) -> bool:
         """Return whether a trial of this arm with these peaks is feasible, see ``Ceiling.excess_bytes``."""

@@ -73,18 +73,11 @@ class MemoryPrediction:
     runs_out: bool
     """Whether the cap is exceeded even after cached segments are freed."""
     fits: bool
-    """Whether it neither runs out nor exceeds the line, and with a second copy of DDP's buckets not the cap either."""
+    """Whether it neither runs out nor exceeds the line, with what DDP may take besides; see ``spare_bytes``."""
     anatomy: dict[str, int]
     """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
 
     Logits and the loss are counted as activations."""
-    bucket_copy_bytes: int | None = None
-    """As in ``Measurement``: bytes that one step may allocate besides. The peaks do not count them."""
-
-    @property
-    def once_allocated_bytes(self) -> int:
-        """The most that a single step may allocate."""
-        return self.peak_allocated_bytes + (self.bucket_copy_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +122,15 @@ class Operations:
     def _products(self, batch: int) -> Iterator[tuple[str, float]]:
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
         return ((row.dtype, float(row.count * amount_at(row.flops, batch))) for row in kept)
+
+
+def spare_bytes(arm: Arm, operations: Operations | None) -> int:
+    """Return what must fit besides the predicted peak: under DDP the gradients once more, else 0.
+
+    DDP makes new gradient buckets in the second step, and NCCL may still hold the old ones there
+    (docs/results/several-gpus.md).
+    """
+    return operations.gradient_bytes if operations and arm.strategy == "ddp" and arm.ranks > 1 else 0
 
 
 def amount_at(size: Size, batch: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
 from autotune.space.levers import (
     arm_that_computes,
     as_asked,
@@ -111,7 +112,7 @@ def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
 
 
 def _prediction_at(
-    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, ceiling: Ceiling
+    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, fits: Callable[[int], bool]
 ) -> MemoryPrediction | None:
     """Return the prediction for the candidate's batch and accumulation; ``None`` where there is none.
 
@@ -132,8 +133,7 @@ def _prediction_at(
         peak_allocated_bytes=nearest.peak_allocated_bytes + more_bytes,
         peak_reserved_bytes=nearest.peak_reserved_bytes + more_bytes,
     )
-    fits = ceiling.bounds.fits(predicted.peak_reserved_bytes, predicted.once_allocated_bytes, PREDICTION_MARGIN)
-    return replace(predicted, fits=nearest.fits and fits)
+    return replace(predicted, fits=nearest.fits and fits(predicted.peak_reserved_bytes))
 
 
 class MemoryModel:
@@ -196,8 +196,9 @@ class MemoryModel:
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the prediction for a candidate; ``None`` where there is none."""
         of_class = self._predictions.get(prediction_class(candidate.arm), {})
-        predicted = _prediction_at(of_class, candidate, self._ceiling) or self._derived(candidate)
-        return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
+        arm = candidate.arm
+        predicted = _prediction_at(of_class, candidate, partial(self._fits, arm)) or self._derived(candidate)
+        return self._expanding(arm, predicted) if predicted and arm.expandable_segments else predicted
 
     def _derived(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the prediction of an arm of which no step was traced; ``None`` where it follows from no other.
@@ -227,12 +228,14 @@ class MemoryModel:
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             runs_out=allocated_bytes > self._ceiling.cap_bytes,
-            fits=self._ceiling.bounds.fits(
-                reserved_bytes, allocated_bytes + (whole.bucket_copy_bytes or 0), PREDICTION_MARGIN
-            ),
+            fits=self._fits(arm, reserved_bytes),
         )
 
-    def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
+    def _fits(self, arm: Arm, reserved_bytes: int, margin: float = PREDICTION_MARGIN) -> bool:
+        """Return whether a predicted peak of an arm fits, with what DDP may take besides."""
+        return self._ceiling.bounds.fits(reserved_bytes + spare_bytes(arm, self.operations(arm)), margin)
+
+    def _expanding(self, arm: Arm, predicted: MemoryPrediction) -> MemoryPrediction:
         """Return the prediction with expandable segments, which reserve little more than is allocated."""
         reserved = round(predicted.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
         # The excess is the largest that was measured, and so has the margin in it.
@@ -240,7 +243,7 @@ class MemoryModel:
             predicted,
             peak_reserved_bytes=reserved,
             runs_out=not self._ceiling.fits(reserved),
-            fits=self._ceiling.bounds.fits(reserved, predicted.once_allocated_bytes),
+            fits=self._fits(arm, reserved, margin=0.0),
         )
 
     def batches(self, arm: Arm) -> list[int]:
@@ -315,8 +318,7 @@ class MemoryModel:
     def surely_over(self, candidate: Candidate) -> bool:
         """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
 
-        So it is where those bytes exceed the cap together with a second copy of DDP's buckets, or where the lower end
-        of the reserved bytes exceeds the line. DeepSpeed's reserved bytes are an estimate.
+        So it is where the lower end of the reserved bytes exceeds the line. DeepSpeed's reserved bytes are an estimate.
 
         Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
         waits, as long as a candidate that may fit is left to try.
@@ -331,7 +333,7 @@ class MemoryModel:
         if predicted is None:
             return None
         least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
-        may_fit = self._ceiling.bounds.fits(least_bytes, least_bytes + (predicted.bucket_copy_bytes or 0))
+        may_fit = self._ceiling.bounds.fits(least_bytes)
         if arm.zero_stage is not None:
             return may_fit
         least_reserved_bytes = reserved_interval(predicted, arm)[0]
@@ -359,12 +361,10 @@ class MemoryModel:
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Return whether the upper end of the candidate's predicted reserved memory fits under the line.
 
-        With a second copy of DDP's buckets, the allocated bytes must fit under the cap. ``None`` where nothing is
-        predicted.
+        ``None`` where nothing is predicted.
         """
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
         most_bytes = reserved_interval(predicted, candidate.arm)[1]
-        once_bytes = None if predicted.bucket_copy_bytes is None else predicted.once_allocated_bytes
-        return predicted.fits and self._ceiling.fits(most_bytes, once_allocated_bytes=once_bytes)
+        return predicted.fits and self._fits(candidate.arm, most_bytes, margin=0.0)

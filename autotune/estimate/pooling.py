@@ -212,8 +212,6 @@ class Pool:
             step_seconds=candidate.samples_per_step / speed.samples_per_second,
             peak_allocated_bytes=max(t.measurement.peak_allocated_bytes for t in counting if t.measurement),
             peak_reserved_bytes=max(t.measurement.peak_reserved_bytes for t in counting if t.measurement),
-            peak_allocated_with_bucket_copy_bytes=_most(counting, "peak_allocated_with_bucket_copy_bytes"),
-            peak_reserved_with_bucket_copy_bytes=_most(counting, "peak_reserved_with_bucket_copy_bytes"),
             gpu_busy_share=self.busy_share(candidate),
         )
         return replace(last, outcome=Completed(measured, source=getattr(last.outcome, "source", None)))
@@ -276,12 +274,6 @@ def _counting(trials: Sequence[Tried]) -> list[Tried]:
 def _busy_share(trials: Iterable[Tried]) -> float | None:
     shares = [t.measurement.gpu_busy_share for t in trials if t.measurement and t.measurement.gpu_busy_share]
     return shares[-1] if shares else None
-
-
-def _most(trials: Iterable[Tried], name: str) -> int | None:
-    """Return the largest value of a field over the trials that have it; ``None`` where none has."""
-    values = (getattr(tried.measurement, name) for tried in trials)
-    return max((value for value in values if value is not None), default=None)
 
 
 def _log_sample_seconds(tried: Tried) -> float:

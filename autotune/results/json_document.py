@@ -36,9 +36,6 @@ _MEASURED = (
     "worst_batch_tokens",
     "worst_batch_step_seconds",
     "worst_batch_peak_reserved_bytes",
-    "bucket_copy_bytes",
-    "peak_allocated_with_bucket_copy_bytes",
-    "peak_reserved_with_bucket_copy_bytes",
 )
 
 

@@ -67,9 +67,6 @@ class BatchDocument:
     fits: bool
     anatomy_bytes: dict[str, int]
     """What the peak consists of."""
-    bucket_copy_bytes: int | None
-    """Bytes of DDP's gradient buckets, which one step may hold twice; ``None`` where none does. The peaks do not count
-    the second copy; what fits has room for it below the ceiling."""
 
 
 @dataclass(frozen=True)

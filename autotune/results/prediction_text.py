@@ -136,7 +136,6 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
             lines += time_lines(gpu.arms if all_batches else shown, all_batches=all_batches)
     if gpu.ranks > 1:
         lines.append(_which_fit(gpu.arms))
-        lines += bucket_copy_lines(gpu.arms, gpu.fits_below_bytes)
     return lines
 
 
@@ -169,25 +168,6 @@ def _which_fit(arms: Sequence[ArmView]) -> str:
         for name, batch in largest.items()
     ]
     return f"What fits: {', '.join(each)}."
-
-
-def bucket_copy_lines(arms: Sequence[ArmView], fits_below_bytes: int) -> list[str]:
-    """Say which candidates have no room for a second copy of DDP's buckets alone."""
-    refused = [
-        (batch.name(), batch.memory.bucket_copy_bytes)
-        for arm in arms
-        for batch in arm.batches
-        if batch.memory.bucket_copy_bytes
-        and not batch.memory.fits
-        and batch.memory.peak_reserved_bytes <= fits_below_bytes
-    ]
-    if not refused:
-        return []
-    names = ", ".join(name for name, _ in refused)
-    copy = format_bytes(max(size_bytes for _, size_bytes in refused))
-    return [
-        f"In one step DDP may hold the {copy} of its gradient buckets twice. There is no room for that with {names}."
-    ]
 
 
 def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:

@@ -58,8 +58,6 @@ def state_of(study: StudyRecord) -> str:
 def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:
     """Say in a few words what an infeasible trial uses too much of."""
     peak = measured.judged_bytes(arm)
-    if ceiling.fits(peak, measured.context_bytes):
-        return "no room for a copy of DDP's buckets"
     return "low headroom" if peak <= ceiling.cap_bytes else "does not fit"
 
 
@@ -140,7 +138,7 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         watts = measured.joules_per_sample * measured.samples_per_second
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
-    lines += [*_bucket_copy_lines(measured), *_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
+    lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
     if (measured.host_bytes_to_build or 0) > _MUCH_HOST_BYTES:
         lines.append(
             f"building the model took up to {format_bytes(measured.host_bytes_to_build or 0)} of the host's memory"
@@ -150,17 +148,6 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
     elif report.study.request["effective_batch"] is None:
         lines += _end_of_data(report, best)
     return lines
-
-
-def _bucket_copy_lines(measured: Measurement) -> list[str]:
-    """Return what the trial reserved in the step in which DDP held its gradient buckets twice, if it did."""
-    reserved_bytes, copy_bytes = measured.peak_reserved_with_bucket_copy_bytes, measured.bucket_copy_bytes
-    if reserved_bytes is None or copy_bytes is None:
-        return []
-    return [
-        f"one step reserved {format_bytes(reserved_bytes)}: DDP held the {format_bytes(copy_bytes)} of its "
-        "gradient buckets twice there, which happens at most once in a training"
-    ]
 
 
 def _data_lines(measured: Measurement, workload: Document) -> list[str]:

@@ -21,11 +21,11 @@ from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
 from autotune.space.precision_names import HALF
 
-Memory = Literal["peak", "reserved", "once", "none"]
+Memory = Literal["peak", "reserved", "none"]
 """What of a trial's memory depends on a setting.
 
-``peak``: the bytes that are allocated. ``reserved``: only how the allocator reserves them. ``once``: only one step that
-does not repeat, see ``MemoryPrediction.bucket_copy_bytes``. ``none``: nothing that counts.
+``peak``: the bytes that are allocated. ``reserved``: only how the allocator reserves them. ``none``: nothing that
+counts.
 """
 
 
@@ -345,7 +345,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever("ranks", (), part_of="strategy"),
     # What DDP looks for or sends before a step takes no memory that counts. All arms of a search look for the same.
     Lever(
-        "ddp_find_unused_parameters", (), part_of="strategy", argument="ddp_find_unused_parameters", memory="once"
+        "ddp_find_unused_parameters", (), part_of="strategy", argument="ddp_find_unused_parameters", memory="none"
     ),
     Lever("ddp_broadcast_buffers", (), part_of="strategy", argument="ddp_broadcast_buffers", memory="none"),
     Lever("transformer_layer_cls_to_wrap", (), part_of="strategy", operations=lambda classes: None),
@@ -486,7 +486,7 @@ def without(arm: Arm, names: Iterable[str]) -> Arm:
 @cache
 def memory_class(arm: Arm) -> Arm:
     """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned."""
-    values = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory in ("once", "none")}
+    values = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory == "none"}
     for row in LEVERS:
         for value, twin in row.alike:
             if getattr(arm, row.name) == value:
@@ -514,12 +514,7 @@ def predicted_from(arm: Arm) -> tuple[Arm, Arm]:
 
 def as_asked(arm: Arm) -> Arm:
     """Return an arm without what its memory does not depend on, as a prediction is asked for."""
-    plain = without(arm, [row.name for row in LEVERS if row.memory == "none"])
-    if arm.strategy is None:
-        return plain
-    # Whether DDP looks for unused parameters only matters for a second copy of its buckets.
-    looks = not arm.rebuilds_buckets if arm.strategy == "ddp" else None
-    return dataclasses.replace(plain, ddp_find_unused_parameters=looks)
+    return without(arm, [row.name for row in LEVERS if row.memory == "none"])
 
 
 def arm_that_computes(arm: Arm) -> Arm:

@@ -264,7 +264,6 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
                 peak_reserved_interval_bytes=reserved_interval(prediction, arm),
                 fits=prediction.fits,
                 anatomy_bytes=prediction.anatomy,
-                bucket_copy_bytes=prediction.bucket_copy_bytes,
             )
             if speeds is not None and operations is not None and speeds.knows(arm):
                 speed = speed_document(speeds.predict(operations, candidate), workload)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
-from autotune.core.ceiling import Headroom
+from autotune.core.ceiling import LARGE_GRADIENTS, Headroom
 from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import ModelFacts
 from autotune.core.units import GIB, MIB, format_bytes, format_count
@@ -25,8 +25,6 @@ _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "
 # Of each trained parameter in the host's memory with zero2-offload: the float32 weight and gradient, and two moments
 # (DeepSpeedZeroOptimizer with cpu_offload, in deepspeed/runtime/zero/stage_1_and_2.py).
 _HOST_BYTES = 16
-_LARGE_COPY = 0.01
-"""Share of a GPU's memory above which a second copy of the gradients is avoided. Predictions keep as much free."""
 
 
 def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
@@ -134,15 +132,15 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
 
 
 def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
-    """Return whether a second copy of DDP's buckets would keep batches from fitting, see ``Arm.rebuilds_buckets``.
+    """Return whether a second set of DDP's gradient buckets, which one step may hold, would take much of the memory.
 
-    DDP that looks for unused parameters keeps its buckets. The search for them took no measurable time in steps of 65
-    and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
+    DDP makes new buckets in the second step unless it looks for unused parameters. The search for them took no
+    measurable time in steps of 65 and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
     """
     if request.device.kind != "cuda":
         return False
     copy_bytes = model.trainable_parameters * BYTES_PER_ELEMENT[request.workload.dtype]
-    return copy_bytes > _LARGE_COPY * request.reachable_bytes
+    return copy_bytes > LARGE_GRADIENTS * request.reachable_bytes
 
 
 def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:

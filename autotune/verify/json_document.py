@@ -29,9 +29,6 @@ class PromisedDocument:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     joules_per_sample: float | None
-    bucket_copy_bytes: int | None = None
-    """By how much the peak may be higher in one step, in which DDP holds its gradient buckets twice; ``None`` where it
-    never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +170,6 @@ def verification_document(verification: Verification) -> VerificationDocument:
             peak_allocated_bytes=promised.peak_allocated_bytes,
             peak_reserved_bytes=promised.peak_reserved_bytes,
             joules_per_sample=promised.joules_per_sample,
-            bucket_copy_bytes=promised.bucket_copy_bytes,
         ),
         obtained=ObtainedDocument(
             state=obtained.state,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds, plural
@@ -212,9 +213,10 @@ class Verification:
 
     @property
     def most_bytes(self) -> int:
-        """Largest training peak that keeps the promise; one step may hold DDP's buckets twice, by chance."""
-        copy_bytes = self.target.promised.bucket_copy_bytes or 0
-        return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + self.slack_bytes + copy_bytes
+        """Largest training peak that keeps the promise; one step may hold a second set of DDP's gradient buckets."""
+        is_ddp = self.target.promised.ranks > 1 and self.target.best.candidate.arm.strategy == "ddp"
+        spare_bytes = round(LARGE_GRADIENTS * self.target.report.ceiling.cap_bytes) if is_ddp else 0
+        return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + self.slack_bytes + spare_bytes
 
     def misses(self) -> list[str]:
         """Return the promises that were not kept, each in a sentence; empty where all were."""
@@ -435,9 +437,6 @@ def notes(verification: Verification) -> list[str]:
         notes.append(
             f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
         )
-    copy_bytes = promised.bucket_copy_bytes
-    if copy_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
-        notes.append(f"in one step DDP may hold the {format_bytes(copy_bytes)} of its gradient buckets twice")
     if verification.obtained.skipped_steps:
         notes.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
     return notes

@@ -35,7 +35,6 @@ from autotune.results.predicted import (
 )
 from autotune.results.prediction_text import (
     accuracy_lines,
-    bucket_copy_lines,
     choice_line,
     gpu_lines,
     prediction_lines,
@@ -204,7 +203,6 @@ def batch(size: int, reserved_bytes: int, fits: bool) -> dict[str, Any]:
         "peak_reserved_interval_bytes": [reserved_bytes, reserved_bytes],
         "fits": fits,
         "anatomy_bytes": {},
-        "bucket_copy_bytes": None,
     }
 
 
@@ -363,17 +361,6 @@ def test_a_wide_table_is_narrowed_to_the_terminal() -> None:
     assert table[0].split() == ["configuration", "batch×acc", "reserved", "samples/s"]
     assert [line.split("  ")[0] for line in table[1:3]] == ["bf16, checkpointing,", ""]
     assert all(len(line) <= 60 for line in (*table, *lines[-5:]))
-
-
-def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:
-    copied = {"bucket_copy_bytes": 3 * GIB}
-    rows = [batch(8, 4 * GIB, True) | copied, batch(16, 9 * GIB, False) | copied, batch(32, 18 * GIB, False) | copied]
-    ddp = {**arm("bf16", *rows), "strategy": "ddp", "ranks": 2}
-    assert bucket_copy_lines(view(ddp).arms, 10 * GIB) == [
-        "In one step DDP may hold the 3.0 GiB of its gradient buckets twice. There is no room for that with bf16, "
-        "ddp × 2 at 16 × 4."
-    ]
-    assert bucket_copy_lines(view(ddp).arms, 5 * GIB) == []
 
 
 def test_a_strategy_of_which_nothing_is_predicted_is_not_said_not_to_fit() -> None:

@@ -375,33 +375,18 @@ def test_what_is_reserved_is_predicted_as_an_interval() -> None:
     assert reserved_interval(predicted, expanding) == (20060 * MIB, 20900 * MIB)
 
 
-def test_a_second_copy_of_ddps_buckets_must_fit_under_the_cap() -> None:
-    ceiling, arm = prepared().ceiling, Arm("bf16", strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
-    room_bytes = ceiling.cap_bytes - 20000 * MIB
-    batches = ((8, 1, 12000, room_bytes), (16, 4, 20000, room_bytes), (32, 2, 20000, room_bytes + MIB))
-    predicted = tuple(
-        MemoryPrediction(b, a, MIB, mib * MIB, mib * MIB, False, True, {}, copy) for b, a, mib, copy in batches
-    )
-    model = MemoryModel(ceiling)
-    model.add(Question(arm, ((8, 1), (16, 4), (32, 2)), None), PredictionAnswer(predicted, None))
-    fits = [model.likely_fits(Candidate(arm, batch, steps)) for batch, steps, _, _ in batches]
-    assert fits == [True, True, False]
-    # One more micro-step has its inputs on the device.
-    assert model.prediction(Candidate(arm, 16, 5)) == dataclasses.replace(
-        predicted[1],
-        gradient_accumulation_steps=5,
-        peak_allocated_bytes=20001 * MIB,
-        peak_reserved_bytes=20001 * MIB,
-        fits=False,
-    )
-    expanding = Candidate(dataclasses.replace(arm, expandable_segments=True), 32, 2)
-    assert not model.likely_fits(expanding)
-    # Beyond doubt only where it is over by more than predictions may be wrong.
-    model.learn(Candidate(arm, 8, 1), peak(12000))
-    assert not model.surely_over(Candidate(arm, 32, 2))
-    far = dataclasses.replace(predicted[2], bucket_copy_bytes=room_bytes + 1001 * MIB)
-    model.add(Question(arm, ((32, 2),), None), PredictionAnswer((far,), None))
-    assert model.surely_over(Candidate(arm, 32, 2))
+def test_the_gradients_must_fit_once_more_under_ddp() -> None:
+    ceiling, arm = prepared().ceiling, Arm("bf16", strategy="ddp", ranks=2)
+    gradients = Operations((), {}, 1, ceiling.line_bytes - 20350 * MIB)
+    batches = ((8, 1, 12000), (16, 4, 20000), (32, 2, 20300))
+    predicted = tuple(MemoryPrediction(b, a, MIB, mib * MIB, mib * MIB, False, True, {}) for b, a, mib in batches)
+    for operations, fits in ((gradients, [True, True, False]), (Operations((), {}, 1, 0), [True, True, True])):
+        model = MemoryModel(ceiling)
+        model.add(Question(arm, ((8, 1), (16, 4), (32, 2)), None), PredictionAnswer(predicted, None, operations))
+        assert [model.likely_fits(Candidate(arm, batch, steps)) for batch, steps, _ in batches] == fits
+        # A trial decides: it is ruled out only by what it needs beyond doubt.
+        model.learn(Candidate(arm, 8, 1), peak(12000))
+        assert not model.surely_over(Candidate(arm, 32, 2))
 
 
 def test_an_unchecked_prediction_rules_nothing_out() -> None:

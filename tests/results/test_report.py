@@ -128,18 +128,6 @@ def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:
     assert not any(study_view(report(*each)).is_speedup_a_bound for each in ((slowed, also), (BASELINE, WINNER)))
 
 
-def test_a_second_copy_of_ddps_buckets_is_told_beside_the_peak() -> None:
-    copy = {"bucket_copy_bytes": GIB // 2, "peak_reserved_with_bucket_copy_bytes": int(22.7 * GIB)}
-    met = dataclasses.replace(WINNER.outcome.measurement, ranks=2, **copy)
-    made = report(BASELINE, dataclasses.replace(WINNER, outcome=Completed(met)))
-    text = "\n".join(summary_lines(study_view(made)))
-    assert "22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)" in text
-    assert "one step reserved 22.7 GiB: DDP held the 512.0 MiB of its gradient buckets twice there" in text
-    large = dataclasses.replace(met, bucket_copy_bytes=2 * GIB)
-    refused = trial(7, FP16, 32, Completed(large))
-    assert verdict(report(BASELINE, refused, best=None), refused) == "no room for a copy of DDP's buckets"
-
-
 def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     options = {"objective": "max-batch", "effective_batch": None, "baseline": None}
     larger = trial(3, BF16, 40, completed(300.0, 22.9))

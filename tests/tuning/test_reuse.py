@@ -141,17 +141,6 @@ class TestAnswers:
         source = source_of(library(partly[0], in_full, partly[1]).answer(candidate, Effort(), in_full=True))
         assert source.number == 2
 
-    def test_no_room_for_a_copy_of_ddps_buckets_is_over_too(self) -> None:
-        candidate = Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 4)
-        found = library(past(candidate, completed(candidate, ranks=2, bucket_copy_bytes=3 * GIB)))
-        assert found.answer(candidate, Effort()) is not None
-        over, fits = (
-            past(candidate, completed(candidate, 18.0, ranks=2, bucket_copy_bytes=gib * GIB), number=gib)
-            for gib in (3, 1)
-        )
-        told = source_of(library(over, fits).answer(candidate, Effort()))
-        assert told.number == 3
-
     def test_fewer_steps_than_are_asked_for_say_too_little(self) -> None:
         candidate = Candidate(BF16, 32)
         one_step = completed(candidate, step_seconds_each=(1.0,), relative_spread=0.0)

@@ -74,11 +74,10 @@ class FakeMeter(Meter):
     def mark(self) -> float:
         return self._clock.now
 
-    def _forget_peak(self) -> bool:
+    def reset_peaks(self) -> None:
         self._peak_bytes = self.held_bytes
-        return True
 
-    def recent_peaks(self) -> PeakBytes:
+    def peaks(self) -> PeakBytes:
         return PeakBytes(self._peak_bytes, self._peak_bytes * 11 // 10)
 
     def allocation_retries(self) -> int | None:

@@ -13,7 +13,7 @@ import torch
 
 from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
 from autotune.core.chip import Chip
-from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
 from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep, unpacked
@@ -42,8 +42,7 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
         # Random weights take the same memory, and need not be read.
         training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
         step, operations = training.step(), training.operations
-    bucket_copy_bytes = operations.gradient_bytes if operations and work.arm.rebuilds_buckets else None
-    limits = Limits(step, work.chip, Bounds(work.cap_bytes, work.line_bytes), bucket_copy_bytes)
+    limits = Limits(step, work.chip, Bounds(work.cap_bytes, work.line_bytes), spare_bytes(work.arm, operations))
     wanted, largest = {*work.batches}, None
     if work.multiple:
         largest = limits.largest_batch(work.multiple)
@@ -65,11 +64,11 @@ class _Peaks:
 class Limits:
     """Predicts which batches of a step fit under a cap and a line."""
 
-    def __init__(self, step: ScalableStep, chip: Chip, bounds: Bounds, bucket_copy_bytes: int | None = None) -> None:
+    def __init__(self, step: ScalableStep, chip: Chip, bounds: Bounds, spare_bytes: int = 0) -> None:
         self._step = step
         self._chip = chip
         self._bounds = bounds
-        self._bucket_copy_bytes = bucket_copy_bytes
+        self._spare_bytes = spare_bytes
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and what the peak consists of."""
@@ -85,12 +84,10 @@ class Limits:
             runs_out=peaks.runs_out,
             fits=self._fit(peaks),
             anatomy=anatomy(events, step.label),
-            bucket_copy_bytes=self._bucket_copy_bytes,
         )
 
     def _fit(self, peaks: _Peaks) -> bool:
-        once_bytes = peaks.allocated_bytes + (self._bucket_copy_bytes or 0)
-        return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes, once_bytes, PREDICTION_MARGIN)
+        return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes + self._spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""

@@ -21,7 +21,6 @@ from autotune.space.dataloader import batches_ahead
 from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.bucket_copy import BucketCopy, without_copy
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
@@ -131,24 +130,13 @@ class _Energy:
             self.joules += after - before
 
 
-def _equal_steps(schedule: Schedule | None, rehearsing: Rehearsing | None) -> float:
-    """Return how many steps from the first on have batches of the same size.
-
-    Those of the user's own code may all differ. With a dataset of different lengths, three warm-up steps or more train
-    on the largest batches; with one length there are two such steps, and all others are as large.
-    """
-    if rehearsing is not None:
-        return 0
-    return math.inf if schedule is None or schedule.worst_steps < 3 else schedule.worst_steps
-
-
 class StepTimer(StepListener):
     """Times the steps of a training, synchronizing with the device once an optimizer step.
 
     Whatever runs the training tells it of its steps (``StepListener``). ``on_enough`` is called with the measurement
     inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each of them trained,
     outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to
-    measure follows from ``effort`` alone. ``wrapped_model`` returns the model as it is trained, with DDP around it.
+    measure follows from ``effort`` alone.
 
     Of several ranks each has such a timer. They meet after every step, outside the timed part, and go on with the
     step of the slowest, so that all of them stop after the same step.
@@ -166,11 +154,9 @@ class StepTimer(StepListener):
         rehearsing: Rehearsing | None = None,
         busy: BusyStep | None = None,
         ranks: Ranks | None = None,
-        wrapped_model: Callable[[], Any] = lambda: None,
     ) -> None:
         self._meter = meter
         self.checks = checks
-        self._bucket_copy = BucketCopy(meter, wrapped_model, _equal_steps(schedule, rehearsing))
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
         """Seconds of the measured steps of each rank, added up."""
@@ -310,8 +296,6 @@ class StepTimer(StepListener):
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks().reserved
         self._on_step(self._steps_seen)
-        if self._bucket_copy.end_step(self._steps_seen):
-            self.start_clock()
 
     def _end_profiled(self, measured: Measurement) -> None:
         """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
@@ -455,14 +439,13 @@ class StepTimer(StepListener):
         """Return the measurement so far; needs at least one measured step."""
         whole = self._whole_steps()
         seconds, spread = self._estimate()
-        all_peaks, met_bytes = self._meter.peaks(), self._bucket_copy.met_bytes()
-        peaks = self._largest(without_copy(all_peaks, met_bytes))
+        peaks = self._largest(self._meter.peaks())
         joules_per_sample = self._joules_per_sample(seconds)
         ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._measured])
-        worst = self._largest(without_copy(self._worst_peaks, met_bytes)) if self._worst_peaks else None
+        worst = self._largest(self._worst_peaks) if self._worst_peaks else None
         return Measurement(
             step_seconds=seconds,
             step_seconds_each=tuple(whole),
@@ -489,7 +472,7 @@ class StepTimer(StepListener):
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
             saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
-            **(self._of_ranks(all_peaks, met_bytes) if ranks > 1 else {}),
+            **(self._of_ranks() if ranks > 1 else {}),
         )
 
     def _optimizer_seconds(self) -> float | None:
@@ -498,18 +481,14 @@ class StepTimer(StepListener):
             return None
         return statistics.median(step.optimizer_seconds for step in self._measured)
 
-    def _of_ranks(self, peaks: PeakBytes, met_bytes: int) -> dict[str, Any]:
+    def _of_ranks(self) -> dict[str, Any]:
         """Return the figures that only several ranks have."""
-        largest, is_met = self._largest(peaks), any(self._ranks.gather(met_bytes))
         micro = [step.micro_seconds for step in self._measured if step.micro_seconds > 0]
         return {
             "ranks": self._ranks.count,
             "rank_step_seconds": tuple(seconds / len(self._measured) for seconds in self._rank_seconds),
             "micro_step_seconds": statistics.median(micro) if micro else None,
             "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._measured),
-            "bucket_copy_bytes": self._most(self._bucket_copy.size_bytes),
-            "peak_allocated_with_bucket_copy_bytes": largest.allocated if is_met else None,
-            "peak_reserved_with_bucket_copy_bytes": largest.reserved if is_met else None,
         }
 
     def _tokens_per_sample(self) -> float | None:

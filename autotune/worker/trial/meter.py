@@ -30,9 +30,6 @@ class Meter:
 
     device: torch.device
 
-    _earlier = PeakBytes(0, 0)
-    """Peaks from before ``begin_recent_peaks``."""
-
     def limit(self, cap_bytes: int) -> None:
         """Make every allocation beyond ``cap_bytes`` fail from now on."""
         raise NotImplementedError
@@ -52,25 +49,11 @@ class Meter:
         return float(end - start)
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to what is allocated now."""
-        if self._forget_peak():
-            self._earlier = PeakBytes(0, 0)
+        """Reset the peaks to what is allocated now, where that can be done."""
+        raise NotImplementedError
 
     def peaks(self) -> PeakBytes:
         """Return the peak bytes since ``reset_peaks``."""
-        return PeakBytes(*map(max, self._earlier, self.recent_peaks()))
-
-    def begin_recent_peaks(self) -> None:
-        """Have ``recent_peaks`` count from now on; frees nothing, and leaves ``peaks`` as they are."""
-        self._earlier = self.peaks()
-        self._forget_peak()
-
-    def recent_peaks(self) -> PeakBytes:
-        """Return the peak bytes since ``begin_recent_peaks``, or since ``reset_peaks`` if that was later."""
-        raise NotImplementedError
-
-    def _forget_peak(self) -> bool:
-        """Reset the peak to what is held now; return whether that can be done."""
         raise NotImplementedError
 
     def allocation_retries(self) -> int | None:
@@ -123,13 +106,9 @@ class CudaMeter(Meter):
 
     def reset_peaks(self) -> None:
         torch.cuda.empty_cache()
-        super().reset_peaks()
-
-    def _forget_peak(self) -> bool:
         torch.cuda.reset_peak_memory_stats(self.device)
-        return True
 
-    def recent_peaks(self) -> PeakBytes:
+    def peaks(self) -> PeakBytes:
         return PeakBytes(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
 
     def allocation_retries(self) -> int | None:
@@ -194,7 +173,6 @@ class CpuMeter(Meter):
         self._start_bytes = _status_bytes("VmHWM")
         self._start_file_bytes = _status_bytes("RssFile")
         self._peak_bytes = 0
-        self._earlier = PeakBytes(0, 0)
 
     def limit(self, cap_bytes: int) -> None:
         ceiling = _status_bytes("VmData") + cap_bytes
@@ -208,15 +186,13 @@ class CpuMeter(Meter):
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
-    def _forget_peak(self) -> bool:
+    def reset_peaks(self) -> None:
         # proc_pid_clear_refs(5): writing a 5 resets VmHWM.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
             self._peak_bytes = 0
-            return True
-        return False
 
-    def recent_peaks(self) -> PeakBytes:
+    def peaks(self) -> PeakBytes:
         file_bytes = max(0, _status_bytes("RssFile") - self._start_file_bytes)
         # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)

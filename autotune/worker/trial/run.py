@@ -218,9 +218,7 @@ class Trial:
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
         trainer: Any
-        timer = self._make_timer(
-            results.append, schedule=schedule, of=arguments.max_steps, wrapped_model=lambda: trainer.model_wrapped
-        )
+        timer = self._make_timer(results.append, schedule=schedule, of=arguments.max_steps)
         callback = TrainerSteps(timer)
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)

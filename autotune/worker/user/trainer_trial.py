@@ -183,7 +183,6 @@ class TrainerTrial(OwnTrial):
         self._timer = self._make_timer(
             lambda measured: self._end(self._measured(measured, trainer, watch)),
             rehearsing=rehearsing,
-            wrapped_model=lambda: trainer.model_wrapped,
         )
         trainer.add_callback(_WholeSteps(self._timer))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
