@@ -1,4 +1,4 @@
-"""Describe the jobs that the trial server runs: a trial, an inspection, a dataset to read, a prediction.
+"""Describe the jobs that the trial server runs: a trial, a look, an inspection, a dataset to read, a prediction.
 
 The controller sends a job as a line of JSON. The server decodes it once, and the process of the job gets the values.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.candidate import Candidate
+from autotune.core.look import LookWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import ArmsToTrace, PredictionWork
@@ -48,10 +49,11 @@ class DataWork:
     folder: str
 
 
-Work = TrialWork | InspectionWork | DataWork | PredictionWork
+Work = TrialWork | LookWork | InspectionWork | DataWork | PredictionWork
 
-_KINDS: dict[str, type[TrialWork] | type[InspectionWork] | type[DataWork] | type[PredictionWork]] = {
+_KINDS: dict[str, type[Work]] = {
     "trial": TrialWork,
+    "look": LookWork,
     "inspect": InspectionWork,
     "read_data": DataWork,
     "predict": PredictionWork,
@@ -72,7 +74,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What is to be done: ``trial``, ``inspect``, ``read_data`` or ``predict``."""
+        """What is to be done: ``trial``, ``look``, ``inspect``, ``read_data`` or ``predict``."""
         return next(name for name, kind in _KINDS.items() if isinstance(self.work, kind))
 
     @property

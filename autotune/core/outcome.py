@@ -235,9 +235,11 @@ FailureReason = Literal[
     "interrupted",
     "non_finite",
     "unavailable",
+    "other_training",
 ]
 """``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended.
-``unavailable``: the training cannot have a setting, at any batch."""
+``unavailable``: the training cannot have a setting, at any batch. ``other_training``: with the setting it is another
+training (``autotune.tuning.look``)."""
 
 TRANSIENT: frozenset[str] = frozenset({"killed", "lost", "device_lost", "malformed"})
 """Failures that may have an outside cause, so that the candidate is tried a second time.

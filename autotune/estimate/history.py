@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
@@ -76,6 +76,11 @@ class History:
             self.memory.learn(tried.candidate, tried.outcome)
         if self.steps is not None and tried.measurement is not None:
             self.steps.learn(tried.candidate, tried.measurement.samples_per_second)
+
+    def replace(self, tried: Tried, outcome: Outcome) -> None:
+        """Put another outcome in the place of a trial's: what is learned of it later."""
+        self.tried[self.tried.index(tried)] = replace(tried, outcome=outcome)
+        self._summed_up = None
 
     def begin(self, candidate: Candidate) -> None:
         """Take down that a trial of the candidate is under way."""

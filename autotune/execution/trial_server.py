@@ -16,6 +16,7 @@ from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job
+from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Answer,
     DataAnswer,
@@ -83,6 +84,7 @@ class TrialServer:
         self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
+        self._looks = 0
         self._protection = protection
         self._layer: Scratch | None = None
         """What the inspection of the user's own code wrote, which its trials find in place."""
@@ -383,6 +385,20 @@ class TrialServer:
         if answered.inspection is None:
             raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
         return merged(answered.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
+
+    def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
+        """Return the first steps of some settings, or why there are none."""
+        self._looks += 1
+        log_path = self._log_folder / f"look-{self._looks}.log"
+        answer = self._run_to_end(Job(f"look-{self._looks}", self.workload, work, timeout_seconds, str(log_path)))
+        try:
+            return (
+                LookAnswer(problem=how_it_ended(answer, str(log_path)))
+                if answer.result is None
+                else decode(answer.result, LookAnswer)
+            )
+        except ValueError as error:
+            return LookAnswer(problem=str(error))
 
     def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(

@@ -32,6 +32,7 @@ def notes(report: Report) -> list[str]:
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, not a multiple of 8: "
             + _why_no_multiple_of_8(report, best)
         )
+    lines += _look_notes(report)
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
         lines.append(
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
@@ -82,6 +83,18 @@ def notes(report: Report) -> list[str]:
         # A search that was killed could not record its end.
         lines.append(f"the search is running; if it was killed, autotune resume {report.study.name} continues it")
     return lines
+
+
+def _look_notes(report: Report) -> list[str]:
+    """Say how the winner's training differs from the one that was asked for."""
+    look = report.study.look
+    if look is None:
+        return []
+    cure = f"; {look.cure}" if look.cure is not None else ""
+    lines = [f"{each}{cure}" for each in look.differs]
+    if look.unknown is not None:
+        lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
+    return [*lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
 
 
 def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.look import Look
 from autotune.core.outcome import Outcome
 from autotune.core.stop import LeftOut, StopReason
 
@@ -50,6 +51,8 @@ class StudyRecord:
     """The reason in words, with its figures."""
     left_out: tuple[LeftOut, ...] = ()
     """The arms that had no trial, where the search ended because nothing was worth one."""
+    look: Look | None = None
+    """What the look at the winner's training found; ``None`` before it, and in studies of versions without one."""
     best_trial_id: str | None = None
     baseline_trial_id: str | None = None
     started_at: datetime = field(default_factory=now)

@@ -14,8 +14,9 @@ from sqlalchemy import Connection, Engine, Row, Select, Text, cast, func, insert
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
+from autotune.core.look import Look
 from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
-from autotune.core.schema import decode
+from autotune.core.schema import decode, encode
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.engine import Syncing, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
@@ -232,6 +233,12 @@ class Store:
                     "let one search at a time work on a study, then go on with autotune resume",
                 )
 
+    def refuse_trial(self, trial_id: str, outcome: Failed) -> None:
+        """Record that a trial which had completed is of another training."""
+        values = {"state": outcome.state, "outcome": outcome_document(outcome)}
+        with self._guarded() as connection:
+            connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))
+
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
         """Mark every running trial of the study as interrupted, and return how many there were.
 
@@ -370,7 +377,8 @@ def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
 
 
 def _study_columns(study: StudyRecord) -> dict[str, Any]:
-    return _columns(study) | {"left_out": [dataclasses.asdict(each) for each in study.left_out] or None}
+    left_out = [dataclasses.asdict(each) for each in study.left_out] or None
+    return _columns(study) | {"left_out": left_out, "look": encode(study.look) if study.look is not None else None}
 
 
 def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
@@ -378,6 +386,7 @@ def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
     reason, left_out = fields["stop_reason"], fields["left_out"]
     fields["stop_reason"] = None if reason is None else StopReason(reason)
     fields["left_out"] = decode(left_out or [], tuple[LeftOut, ...])
+    fields["look"] = decode(fields["look"], Look) if fields["look"] is not None else None
     return StudyRecord(**fields)
 
 

@@ -106,6 +106,7 @@ class StudyRow(Base):
     stop_reason: Mapped[str | None] = mapped_column(String(_WORD_LENGTH))
     stopped_because: Mapped[str | None] = mapped_column(Text)
     left_out: Mapped[list[dict[str, Any]] | None] = mapped_column(_DOCUMENT)
+    look: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     best_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
     baseline_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
     started_at: Mapped[datetime]

@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from autotune.training.batches import pad_to_multiples
 from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
+from autotune.training.division import divide_by_accumulation
 from autotune.training.during import leave_out_cudnn_attention
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
@@ -60,7 +61,10 @@ def apply(
     ``float8``: multiply in FP8 within the layers that repeat, another numeric.
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
+
+    Whatever the settings, a loss is divided by the accumulation, see ``autotune.training.division``.
     """
+    divide_by_accumulation(trainer)
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
     if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")

@@ -114,6 +114,10 @@ class Anytime:
         """By lever with which a trial ran out of memory, how many bytes it took at least beyond what was expected.
         Ways to compile are one lever here."""
 
+    def leave_out(self, levers: Collection[str]) -> None:
+        """Propose some levers no more."""
+        self._late -= set(levers)
+
     @property
     def has_levers(self) -> bool:
         """Whether there is any lever to try."""

@@ -31,6 +31,7 @@ from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.interruption import Interruption
+from autotune.tuning.look import Looker
 from autotune.tuning.look_ahead import LookAhead
 from autotune.tuning.no_result import no_result
 from autotune.tuning.optuna_policy import OptunaPolicy, make_sampler
@@ -99,8 +100,10 @@ class Search:
         interruption: Interruption | None = None,
         clock: Callable[[], float] = time.monotonic,
         forecast: Forecast | None = None,
+        looker: Looker | None = None,
     ) -> None:
         self._prepared = prepared
+        self._looker = looker
         self._request = prepared.request
         self._executor = executor
         self._store = store
@@ -134,6 +137,8 @@ class Search:
         self._observer.begins(self._prepared, self._records.study)
         try:
             stop = self._loop()
+            while self._looks_wrong():
+                stop = self._loop()
         except BaseException as error:
             self._stop_after(error)
             raise
@@ -250,6 +255,26 @@ class Search:
             if not self._running:
                 return stop or NOTHING_LEFT
             self._react()
+
+    def _looks_wrong(self) -> bool:
+        """Look whether the winner's training is the one that was asked for; return whether there are levers to leave
+        out, so that the search goes on without them."""
+        best = self._plan.best()
+        if self._looker is None or best is None or self._interruption.asked:
+            return False
+        verdict = self._looker.differences(best.candidate)
+        before = self._records.study.look
+        look = replace(verdict.look, seconds=verdict.look.seconds + (before.seconds if before else 0.0))
+        if before is not None:
+            look = replace(look, ruled_out=(*before.ruled_out, *look.ruled_out))
+        self._records.keep_look(look)
+        if not verdict.levers:
+            return False
+        why = f"another training: {'; '.join(verdict.look.ruled_out)}"
+        self._observer.note(f"{why}; going on without")
+        for trial in self._plan.rule_out(verdict.levers, best.candidate, why):
+            self._records.refuse(trial)
+        return True
 
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free; return why the search starts no more.

@@ -141,6 +141,20 @@ class Plan:
                 self.in_space.add(counts.candidate)
             self.history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
 
+    def rule_out(self, levers: Collection[str], of: Candidate, why: str) -> list[TrialRecord]:
+        """Go on without settings that a candidate has, since they make another training; return its trials, and those
+        of others with one of them, as failed ones."""
+        self._anytime.leave_out(levers)
+        refused, outcome = [], Failed("other_training", why)
+        for tried in list(self.history.tried):
+            arm = tried.candidate.arm
+            if any(getattr(arm, name) == getattr(of.arm, name) for name in levers) and tried.trial_id in self.records:
+                self.history.replace(tried, outcome)
+                record = replace(self.records[tried.trial_id], outcome=outcome)
+                self.records[tried.trial_id] = record
+                refused.append(record)
+        return refused
+
     def told_of_lever(self, trial: TrialRecord) -> str | None:
         """Return what a lever gave in a trial that has ended, in words; ``None`` for a trial that tried none."""
         idea = self._idea

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.core.outcome import Outcome
+from autotune.core.look import Look
+from autotune.core.outcome import Failed, Outcome
 from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.store.records import StudyRecord, TrialRecord, now
 from autotune.store.repository import Store
@@ -37,6 +38,15 @@ class StudyRecorder:
         self._store.start_trial(ended)
         self._optuna.tell(trial, ended.candidate, outcome)
         return ended
+
+    def refuse(self, trial: TrialRecord) -> None:
+        """Record that a trial which completed is of another training."""
+        assert isinstance(trial.outcome, Failed)
+        self._store.refuse_trial(trial.id, trial.outcome)
+
+    def keep_look(self, look: Look) -> None:
+        """Record what the look before the answer found; it is written with the end of the search."""
+        self.study = replace(self.study, look=look)
 
     def keep_best(self, best_trial_id: str | None, baseline_trial_id: str | None, seconds: float) -> None:
         """Record the best trial so far of a search that goes on."""

@@ -271,6 +271,7 @@ def _search(
     """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.tuning.answer_cache import KeptPredictions
     from autotune.tuning.forecasting import forecast_of
+    from autotune.tuning.look import looker_of
     from autotune.tuning.loop import Search
 
     interruption = Interruption()
@@ -279,7 +280,9 @@ def _search(
             kept = KeptPredictions(store.answers, prepared.request.workload)
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
-            return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
+            looker = looker_of(prepared, place.servers[0], _OWN_CODE_SECONDS)
+            search = Search(prepared, executor, store, observer, folder, interruption, forecast=forecast, looker=looker)
+            return search.run()
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
         on = f"autotune resume {study} goes on with it"

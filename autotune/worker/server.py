@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork
+from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Adopted,
     Ended,
@@ -129,12 +130,13 @@ class _RunningJob:
 
     def __init__(self, job: Job, ranks: list[_Rank], scratch: Scratch, store: Any) -> None:
         self.id = job.id
-        self.is_trial = isinstance(job.work, TrialWork)
+        self.work = job.work
         self.ranks = ranks
         self.deadline = time.monotonic() + job.timeout_seconds
         self.timed_out = False
         self.scratch = scratch
-        self.layer = job.protection.layer if job.protection is not None and not self.is_trial else None
+        is_inspection = isinstance(job.work, InspectionWork)
+        self.layer = job.protection.layer if job.protection is not None and is_inspection else None
         """A folder that gets what the inspection of the user's own code writes."""
         self.room = None if job.protection is None else Room(scratch.path)
         self.store = store
@@ -394,10 +396,13 @@ class Server:
             return
         if job.has_result:
             return
-        if job.is_trial:
-            result = outcome_document(Failed("error", why["message"]))
-        else:
-            result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
+        match job.work:
+            case TrialWork():
+                result = outcome_document(Failed("error", why["message"]))
+            case LookWork():
+                result = encode(LookAnswer(problem=why["message"]))
+            case _:
+                result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
         self.report(ResultLine(result, id=job.id))
 
     def _forward(self, job: _RunningJob, rank: _Rank) -> None:
@@ -447,7 +452,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
     if job.protection is not None and job.workload.source is not None:
         # Trials and ranks see each other's files; other runs of an inspection begin with the user's.
-        shares = isinstance(job.work, TrialWork) or job.ranks > 1
+        shares = isinstance(job.work, TrialWork | LookWork) or job.ranks > 1
         protect(job.protection, scratch, job.workload.source.cwd, ranks, shares=shares)
         # The kernel forgets it where a process gets other rights.
         process.die_with(os.getppid())
@@ -466,6 +471,10 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             from autotune.worker.user.run import run_own
 
             run_own(job.workload, work, scratch, send, ranks)
+        case LookWork() as work:
+            from autotune.worker.trial.look import look
+
+            send("result", look(job.workload, work, scratch.output_dir))
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

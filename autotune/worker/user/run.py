@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
+from autotune.core.look import LookAnswer, LookWork
 from autotune.core.outcome import Outcome, outcome_document
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
@@ -17,6 +18,7 @@ from autotune.worker.user import (
     placeholder_inspection,
     placeholder_trial,
     trainer_inspection,
+    trainer_look,
     trainer_trial,
 )
 from autotune.worker.user.inspection import Code
@@ -35,12 +37,12 @@ SendMessage = Callable[[str, Any], None]
 
 def run_own(
     workload: Workload,
-    work: TrialWork | InspectionWork,
+    work: TrialWork | LookWork | InspectionWork,
     scratch: Scratch,
     send: SendMessage,
     ranks: Ranks,
 ) -> NoReturn:
-    """Run a trial or an inspection, send its result with ``send``, end the process."""
+    """Run a trial, a look or an inspection, send its result with ``send``, end the process."""
     source = workload.source
     assert source is not None
 
@@ -55,6 +57,14 @@ def run_own(
         send("result", outcome_document(outcome))
         leave(0)
 
+    def finish_look(answer: LookAnswer) -> NoReturn:
+        send("result", answer)
+        leave(0)
+
+    if isinstance(work, LookWork):
+        if source.framework != "trainer":
+            finish_look(LookAnswer(problem="the first steps of two settings are compared for a Trainer alone"))
+        trainer_look.TrainerLook(workload, work, scratch, finish_look, ranks).run_and_end()
     if isinstance(work, TrialWork):
         kind = _TRIALS.get(source.framework, ScriptTrial)
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)

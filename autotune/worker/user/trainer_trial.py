@@ -163,8 +163,8 @@ class TrainerTrial(OwnTrial):
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
-        if settings := applied_settings(self._candidate.arm):
-            apply(trainer, **settings)
+        if not self._is_unmodified:
+            apply(trainer, **applied_settings(self._candidate.arm))
             if self._candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = self._checks.watch.take_replay
         rehearsing = None

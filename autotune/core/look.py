@@ -1,0 +1,165 @@
+"""Compare the first optimizer step of two settings on the same samples: is it the same training?
+
+Both steps begin from the same weights, in float32 and without dropout. Of each gradient only its norm and a few random
+projections are kept, which tell how far two gradients are apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.core.candidate import Candidate
+from autotune.core.placement import RankDevices
+from autotune.core.units import plural
+
+PROJECTIONS = 8
+"""Random projections of each gradient. The root of their mean square is its norm, ± 25 % (the deviation of a chi-square
+with 8 degrees of freedom, halved)."""
+LOSS_TOLERANCE = 1e-4
+"""Largest relative difference of two losses in float32, which differ by the order of sums."""
+GRADIENT_TOLERANCE = 2e-3
+"""Largest distance of two gradients of a parameter in float32, relative to their norm."""
+_ROUNDOFF = 2.0**-24
+_LEAST_NORM = 1e-3
+"""Share of the whole gradient's norm below which a parameter's own may be rounding, as that of the bias of attention's
+keys is: its distance is taken relative to this share. A choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What is kept of a parameter's gradient."""
+
+    norm: float
+    sketch: tuple[float, ...]
+    """Its products with random directions of variance 1, which depend on its shape alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """What an optimizer's first step was given to do."""
+
+    loss: float
+    """As the Trainer reports it: the sum over the micro-steps."""
+    gradients: dict[str, Gradient | None]
+    """By the name of each parameter that requires one; ``None`` where it got none."""
+    samples: int
+    micro_steps: int
+    weights: float
+    """The sum of the norms of all weights, by which two steps are seen to begin from the same ones."""
+    roundoff: float = _ROUNDOFF
+    """Unit roundoff of the weights' type: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
+    has_same_samples: bool = True
+    """Whether the samples were cut from one batch, so that every setting sees the same ones."""
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that got a gradient."""
+        return sum(gradient is not None for gradient in self.gradients.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LookWork:
+    """Train one optimizer step with each of some settings from the same weights; the result is a ``LookAnswer``."""
+
+    candidates: tuple[Candidate, ...]
+    """With the small batches of the look. The user's own code is run with one of them at a time."""
+    devices: RankDevices
+    cap_bytes: int
+    seed: int
+    noise: int = 0
+    """Added to the seed of whatever is random in the step itself; the weights stay the same."""
+    unmodified: bool = False
+    """Keep the settings of the user's own code, but for batch, accumulation and precision."""
+    data_folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LookAnswer:
+    """The first steps of a look, or why there are none."""
+
+    steps: tuple[FirstStep, ...] = ()
+    problem: str | None = None
+
+
+Kind = Literal["untrained", "scale", "loss", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a step differs from the one that was asked for, beyond rounding."""
+
+    kind: Kind
+    words: str
+    """``trains 2 of 14 tensors, not 14``, to be put after what differs."""
+    factor: float = 1.0
+    """By which loss and gradients are multiplied, of the kind ``scale``."""
+
+
+def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
+    """Return how a step differs from the one that was asked for; ``None`` where rounding explains it."""
+    lost = [name for name, gradient in asked.gradients.items() if gradient and not other.gradients.get(name)]
+    added = [name for name, gradient in other.gradients.items() if gradient and not asked.gradients.get(name)]
+    if lost or added:
+        every = len(asked.gradients)
+        return Difference("untrained", f"trains {other.trained} of {every} tensors, not {asked.trained}")
+    coarseness = max(asked.roundoff, other.roundoff) / _ROUNDOFF
+    # In 16 bits the roundoff itself decides: 16 of them differ by chance (tests/verify).
+    most = max(GRADIENT_TOLERANCE, 16 * max(asked.roundoff, other.roundoff))
+    most_loss = LOSS_TOLERANCE if coarseness == 1 else max(LOSS_TOLERANCE, 4 * max(asked.roundoff, other.roundoff))
+    loss_gap = abs(other.loss - asked.loss) / max(abs(asked.loss), 1e-6)
+    if not math.isfinite(loss_gap):
+        return Difference("loss", f"has a loss of {other.loss:.6g}, not {asked.loss:.6g}")
+    factor = _factor(asked, other)
+    if abs(factor - 1) > most and max((gap for _, gap in _gaps(asked, other, factor)), default=0.0) <= most:
+        return Difference("scale", f"has gradients {factor:.3g} times as large", factor)
+    far = [(name, gap) for name, gap in _gaps(asked, other) if not gap <= most]
+    if far:
+        name, gap = max(far, key=lambda each: each[1])
+        which = f"those of {plural(len(far), 'tensor')}, {name} by" if len(far) > 1 else f"that of {name} by"
+        loss = f"loss {other.loss:.5g}, not {asked.loss:.5g}; " if loss_gap > most_loss else ""
+        return Difference("gradient", f"has other gradients ({loss}{which} {gap:.2g} of its norm)")
+    if loss_gap > most_loss:
+        return Difference("loss", f"has a loss of {other.loss:.6g}, not {asked.loss:.6g}")
+    return None
+
+
+def _pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
+    for name, mine in asked.gradients.items():
+        if mine is not None and (theirs := other.gradients.get(name)) is not None:
+            yield name, mine, theirs
+
+
+def _factor(asked: FirstStep, other: FirstStep) -> float:
+    """Return the number by which the gradients asked for are multiplied to come closest to the others."""
+    products = squares = 0.0
+    for _, mine, theirs in _pairs(asked, other):
+        products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))
+        squares += sum(a * a for a in mine.sketch)
+    return products / squares if squares else 1.0
+
+
+def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0) -> Iterator[tuple[str, float]]:
+    """Yield how far the gradients of each parameter are apart, relative to their norm."""
+    whole = factor * math.sqrt(sum(mine.norm**2 for _, mine, _ in _pairs(asked, other)))
+    for name, mine, theirs in _pairs(asked, other):
+        squares = [(b - factor * a) ** 2 for a, b in zip(mine.sketch, theirs.sketch, strict=True)]
+        scale = max(abs(factor) * mine.norm, theirs.norm, _LEAST_NORM * abs(whole))
+        yield name, math.sqrt(sum(squares) / len(squares)) / scale if scale else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the look before an answer found, as it is kept with the study."""
+
+    differs: tuple[str, ...] = ()
+    """How the winner's training differs from the one asked for, a sentence for each cause."""
+    cure: str | None = None
+    """What to do about it."""
+    ruled_out: tuple[str, ...] = ()
+    """Settings that make another training of this one, each with how; the search went on without them."""
+    unknown: str | None = None
+    """Why nothing was compared; ``None`` where it was."""
+    seconds: float = 0.0

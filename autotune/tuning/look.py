@@ -1,0 +1,189 @@
+"""Look before an answer whether the winner's training is the one that was asked for, and find out what changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.look import Difference, FirstStep, Look, LookAnswer, LookWork, difference
+from autotune.core.placement import RankDevices
+from autotune.space.features import FLASH_ATTENTION
+from autotune.space.levers import BY_NAME, changed, without
+
+if TYPE_CHECKING:
+    from autotune.execution.trial_server import TrialServer
+    from autotune.tuning.prepare import Prepared
+
+Ask = Callable[[LookWork], LookAnswer]
+"""Runs the first steps of some settings; raises ``TrialServerError`` where no process can."""
+
+# What one process computes is the same with these.
+_BESIDE = ("strategy", "context_parallel", "expandable_segments", "cpu_affinity", "dataloader_num_workers")
+_SMALL = 2
+"""Samples of the smaller micro-batch of a look, where the settings have as many: what a batch shares shows in two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a look at a winner found."""
+
+    look: Look
+    levers: tuple[str, ...] = ()
+    """Fields of the winner's arm that make it another training."""
+
+
+def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return batch and accumulation of the two at which they are looked at, with as many samples in both.
+
+    Which is larger stays, and whether both accumulate. Settings with other effective batches are compared at the
+    winner's.
+    """
+    batches = asked.per_device_train_batch_size, winner.per_device_train_batch_size
+    if batches[0] == batches[1] or asked.samples_per_step != winner.samples_per_step:
+        split = min(_SMALL, batches[1]), min(2, winner.gradient_accumulation_steps)
+        return split, split
+    small = min(_SMALL, *batches)
+    both = min(2, asked.gradient_accumulation_steps, winner.gradient_accumulation_steps)
+    one, other = (small, 2 * both), (2 * small, both)
+    return (one, other) if batches[0] < batches[1] else (other, one)
+
+
+def as_looked_at(arm: Arm) -> Arm:
+    """Return an arm in float32 on one device and not compiled, so that what is left decides what is trained."""
+    plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
+    return changed(plain, attn_implementation="sdpa") if arm.attn_implementation == FLASH_ATTENTION else plain
+
+
+def _levers_between(asked: Arm, winner: Arm) -> list[str]:
+    """Return the fields in which two arms differ, without the optimizer and what is part of another field."""
+    names = [field.name for field in dataclasses.fields(Arm)]
+    differing = [name for name in names if name != "optim" and getattr(asked, name) != getattr(winner, name)]
+    return [name for name in differing if BY_NAME[name].part_of not in differing]
+
+
+class Looker:
+    """Looks at winners of one search."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        asked: Candidate,
+        devices: RankDevices,
+        *,
+        cap_bytes: int,
+        seed: int,
+        is_unmodified: bool,
+        is_own: bool,
+        data_folder: str | None = None,
+    ) -> None:
+        """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code."""
+        self._ask, self._asked = ask, asked
+        self._is_unmodified, self._is_own = is_unmodified, is_own
+        one = dataclasses.replace(devices, uuids=devices.uuids[:1])
+        self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder)
+
+    def differences(self, winner: Candidate) -> Verdict:
+        """Return how a winner's training differs from the one asked for; never raises for what a look meets."""
+        began = time.monotonic()
+        try:
+            verdict = self._verdict(winner)
+        except _UnknownError as error:
+            verdict = Verdict(Look(unknown=str(error)))
+        look = dataclasses.replace(verdict.look, seconds=round(time.monotonic() - began, 3))
+        return dataclasses.replace(verdict, look=look)
+
+    def _verdict(self, winner: Candidate) -> Verdict:
+        split, winners = small_splits(self._asked, winner)
+        arm, winners_arm = as_looked_at(self._asked.arm), as_looked_at(winner.arm)
+        levers = _levers_between(arm, winners_arm)
+        if not levers and split == winners:
+            return Verdict(Look())
+        own = Candidate(arm, *split)
+        asked, found = self._steps(own, [own, Candidate(winners_arm, *winners)])
+        if asked.weights != found.weights:
+            raise _UnknownError("its weights are other ones each time it is run; set a seed before the model is made")
+        whole = difference(asked, found)
+        if whole is None:
+            return Verdict(Look())
+        (again,) = self._steps(own, [own], noise=1)
+        if (random := difference(asked, again)) is not None:
+            raise _UnknownError(f"the same settings give other gradients each time: a second run {random.words}")
+        alone = [changed(arm, **{name: getattr(winners_arm, name)}) for name in levers]
+        tried = [Candidate(each, *split) for each in alone]
+        tried += [Candidate(arm, *winners)] if split != winners else []
+        *of_levers, of_split = [difference(asked, step) for step in self._steps(own, tried)] + [None] * (split == winners)
+        guilty = {name: each for name, each in zip(levers, of_levers, strict=True) if each is not None}
+        differs, cure = [], None
+        if of_split is not None:
+            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked)}: {_told(of_split, split)}")
+            cure = self._cure(of_split)
+        if not guilty and of_split is None:
+            differs.append(
+                f"these settings together are another training than {self._asked.describe()}: it {whole.words}"
+            )
+            cure = "compare a few hundred steps of both before you rely on it"
+        ruled_out = tuple(f"{name.replace('_', ' ')} {each.words}" for name, each in guilty.items())
+        return Verdict(Look(tuple(differs), cure, ruled_out), tuple(guilty))
+
+    def _steps(self, own: Candidate, candidates: Sequence[Candidate], noise: int = 0) -> list[FirstStep]:
+        """Return the first step with each of some settings, of which ``own`` is what the user's own code has.
+
+        Raises ``_UnknownError`` where one cannot be had.
+        """
+        # The user's own code ends with its first step, so that each of its settings has a process of its own.
+        jobs = [[each] for each in candidates] if self._is_own else [list(candidates)]
+        steps: list[FirstStep] = []
+        for job in filter(None, jobs):
+            unmodified = self._is_unmodified and job == [own]
+            work = dataclasses.replace(self._work, candidates=tuple(job), noise=noise, unmodified=unmodified)
+            answer = self._ask(work)
+            if answer.problem is not None or len(answer.steps) != len(job):
+                raise _UnknownError(answer.problem or "its process ended without an answer")
+            steps += answer.steps
+        return steps
+
+    def _cure(self, of_split: Difference) -> str:
+        batch, samples = self._asked.per_device_train_batch_size, self._asked.samples_per_step
+        keeps = f"--batch-multiple {batch} --effective-batch {batch} keeps a batch of {batch}"
+        if of_split.kind != "scale":
+            return (
+                keeps if samples == batch else f"--batch-multiple {batch} searches batches of {batch} and its multiples"
+            )
+        return (
+            "have the loss divided by the accumulation: trainer.model_accepts_loss_kwargs = False where the Trainer "
+            "leaves that to a model that does not do it"
+        )
+
+
+def looker_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Looker:
+    """Return what looks at the winners of a search, by jobs of a trial server."""
+    request, source = prepared.request, prepared.request.workload.source
+    return Looker(
+        lambda work: server.look(work, request.trial_timeout_seconds or timeout_seconds),
+        prepared.baseline,
+        server.placement.rank_devices,
+        cap_bytes=prepared.ceiling.cap_bytes,
+        seed=request.seed,
+        is_unmodified=source is not None and prepared.model.own is not None,
+        is_own=source is not None,
+        data_folder=str(server.data_folder) if server.data_folder else None,
+    )
+
+
+def _pair(candidate: Candidate) -> str:
+    return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
+
+
+def _told(of_split: Difference, split: tuple[int, int]) -> str:
+    """Say how the split changes a training; the numbers are those of the small batches of the look."""
+    if of_split.kind == "scale":
+        which = "its" if of_split.factor > 1 else "the latter's"
+        return f"{which} loss is not divided by the accumulation, so that gradients grow with it"
+    return f"with batches cut down to {split[0]} × {split[1]} samples, it {of_split.words}"
+
+
+class _UnknownError(Exception):
+    """A look cannot be had; the message says why."""

@@ -1,0 +1,285 @@
+"""Run a ``Trainer`` up to its first optimizer step on some samples, and keep what its gradients are.
+
+What differs between two settings is then the training itself: both begin from the same weights, in float32, without
+dropout, and see micro-batches that are cut from one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, set_seed
+
+from autotune.core.look import PROJECTIONS, FirstStep, Gradient, LookAnswer, LookWork
+from autotune.core.outcome import Effort
+from autotune.core.workload import Workload
+from autotune.space.levers import applied_settings
+from autotune.training import apply
+from autotune.training.errors import SettingUnavailableError
+from autotune.training.graphs import EAGER_MICRO_STEPS
+from autotune.worker.arrays import arrays_in
+from autotune.worker.dataset.prepared import PreparedDataset
+from autotune.worker.failures import classify
+from autotune.worker.private.transformers import is_reporting
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.losses import on_each_micro_step
+from autotune.worker.trial.meter import open_meter
+from autotune.worker.trial.run import trainer_arguments
+from autotune.worker.trial.synthetic import synthetic_dataset
+
+# A gradient is projected in rows of so many numbers: the random directions are products of one along the rows and one
+# across them, so that few random numbers make many.
+_COLUMNS = 4096
+
+
+@functools.cache
+def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random signs (rows, projections) and normal numbers (columns, projections), the same in every process."""
+    generator = torch.Generator().manual_seed(rows * 8191 + columns)
+    signs = torch.randint(0, 2, (rows, PROJECTIONS), generator=generator).float() * 2 - 1
+    return signs.to(device), torch.randn((columns, PROJECTIONS), generator=generator).to(device)
+
+
+@torch.no_grad()
+def gradient_of(tensor: torch.Tensor) -> Gradient:
+    """Return the norm and the random projections of a gradient."""
+    tensor = tensor.detach()
+    flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1)
+    columns = min(_COLUMNS, max(1, flat.numel()))
+    rows = -(-flat.numel() // columns)
+    signs, normal = _directions(rows, columns, flat.device)
+    grid = torch.nn.functional.pad(flat, (0, rows * columns - flat.numel())).view(rows, columns)
+    sketch = ((grid @ normal) * signs).sum(0)
+    return Gradient(float(flat.norm()), tuple(sketch.double().tolist()))
+
+
+def calm(model: Any) -> None:
+    """Turn every dropout of a model off: of its modules, and in its config, which some read in each forward pass."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                setattr(module, name, 0.0)
+        _calm_config(getattr(module, "config", None))
+
+
+def _calm_config(config: Any, depth: int = 0) -> None:
+    for name, value in list(getattr(config, "__dict__", {}).items()):
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+        elif name.endswith("config") and depth < 2:
+            _calm_config(value, depth + 1)
+
+
+class _EndedError(BaseException):
+    """Ends a training whose first step was seen; no handler of the Trainer takes it."""
+
+
+class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
+    """Hands what the first optimizer step was given to do to ``finish``, and does not let it happen."""
+
+    def __init__(self, finish: Callable[[FirstStep], Any], samples: int, *, after: int) -> None:
+        self._finish, self._samples = finish, samples
+        self._after = after
+        self._losses: list[torch.Tensor] = []
+        self._micro_steps = 0
+        self.has_same_samples = True
+
+    def take(self, _: Any, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-step."""
+        self._losses.append(loss)
+        self._micro_steps += 1
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Forget the losses of the step before."""
+        self._losses.clear()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the gradients, once enough micro-steps have run."""
+        if self._micro_steps < self._after:
+            return
+        named = [(_plain(name), each) for name, each in kwargs["model"].named_parameters()]
+        trained = {name: each for name, each in named if each.requires_grad}
+        self._finish(
+            FirstStep(
+                loss=float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
+                gradients={
+                    name: None if each.grad is None else gradient_of(each.grad) for name, each in trained.items()
+                },
+                samples=self._samples,
+                micro_steps=len(self._losses),
+                weights=float(sum(each.detach().float().norm().double() for _, each in named)),
+                roundoff=max((_roundoff(each.dtype) for each in trained.values()), default=2.0**-24),
+                has_same_samples=self.has_same_samples,
+            )
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have nothing logged, evaluated or saved."""
+        control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
+
+
+def _plain(name: str) -> str:
+    """Return a parameter's name without what compiled and wrapped modules add."""
+    return re.sub(r"(^|\.)(_orig_mod|module)\.", r"\1", name)
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-24
+
+
+def prepare_look(
+    trainer: Any,
+    samples: int,
+    settings: Mapping[str, Any] | None,
+    finish: Callable[[FirstStep], Any],
+    *,
+    seed: int = 0,
+    noise: int = 0,
+    most_bytes: int | None = None,
+) -> None:
+    """Have a ``Trainer`` that has not begun to train end its first step of so many samples in ``finish``.
+
+    ``settings`` are arguments of ``autotune.training.apply``, which ``None`` leaves out. Weights of 16 bits
+    become float32 where these and their gradients take no more than ``most_bytes``.
+    """
+    model, args = trainer.model, trainer.args
+    model = trainer.accelerator.unwrap_model(model)
+    calm(model)
+    _to_float32(model, most_bytes)
+    trainer.neftune_noise_alpha = args.neftune_noise_alpha = None
+    args.max_grad_norm, args.learning_rate, args.weight_decay, args.warmup_steps = 0.0, 0.0, 0.0, 0
+    args.max_steps, args.dataloader_num_workers, args.logging_nan_inf_filter = 1_000_000, 0, False
+    for callback in list(trainer.callback_handler.callbacks):
+        if is_reporting(type(callback)):
+            trainer.remove_callback(callback)
+    has_same_samples = _cut_from_one_batch(trainer, samples, seed)
+    if settings is not None:
+        apply(trainer, **settings)
+    # A graph is captured after some micro-steps, and the step that replays it is looked at.
+    after = EAGER_MICRO_STEPS + 1 if settings and settings.get("cuda_graphs") else 0
+    watch = FirstStepWatch(finish, samples, after=after)
+    watch.has_same_samples = has_same_samples
+    on_each_micro_step(trainer, watch.take)
+    trainer.add_callback(watch)
+    set_seed(seed + noise)
+
+
+def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = None, **others: Any) -> FirstStep:
+    """Train a ``Trainer`` up to its first optimizer step of so many samples, see ``prepare_look``; return that step.
+
+    Raises ``ValueError`` where it ends before.
+    """
+    steps: list[FirstStep] = []
+
+    def finish(step: FirstStep) -> None:
+        steps.append(step)
+        raise _EndedError
+
+    prepare_look(trainer, samples, settings, finish, **others)
+    try:
+        trainer.train()
+    except _EndedError:
+        return steps[0]
+    raise ValueError("the training ended before its first optimizer step")
+
+
+def _to_float32(model: Any, most_bytes: int | None) -> None:
+    weights = list(model.parameters())
+    # Quantized weights are no floating-point numbers.
+    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
+    if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
+        model.float()
+
+
+def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
+    """Give a ``Trainer`` micro-batches that are cut from the first batch of ``samples`` of its own loader.
+
+    So every split sees the same samples, masked at the same places and padded alike. Returns ``False`` where the batch
+    cannot be cut, since its tensors do not have one row a sample: then the Trainer's own micro-batches stay.
+    """
+    args, own = trainer.args, trainer.get_train_dataloader
+    size = args.per_device_train_batch_size
+    set_seed(seed)
+    args.per_device_train_batch_size = trainer._train_batch_size = samples
+    try:
+        batch = next(iter(own()))
+    finally:
+        args.per_device_train_batch_size = trainer._train_batch_size = size
+        trainer.accelerator.free_memory()
+    if not _has_rows(batch, samples):
+        return False
+    trainer.data_collator = lambda rows: _rows(batch, rows[0], rows[-1] + 1, samples)
+    # Looked up at call time: settings put their own collators around this one.
+    trainer.get_train_dataloader = lambda: DataLoader(range(samples), batch_size=size, collate_fn=trainer.data_collator)
+    return True
+
+
+def _has_rows(batch: Any, samples: int) -> bool:
+    arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
+    return isinstance(batch, Mapping) and bool(arrays) and all(len(array) == samples for array in arrays)
+
+
+def _rows(value: Any, start: int, end: int, samples: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[start:end].cpu() if value.dim() else value
+    if isinstance(value, Mapping):
+        return {name: _rows(each, start, end, samples) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) == samples and not any(isinstance(each, torch.Tensor | Mapping) for each in value):
+            return value[start:end]
+        return [_rows(each, start, end, samples) for each in value]
+    return value
+
+
+def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
+    """Look at the first step of each setting of a model by name, which is built anew for each."""
+    meter = open_meter(work.devices.kind, work.devices.uuids[0])
+    meter.limit(work.cap_bytes)
+    in_full_float32()
+    try:
+        return LookAnswer(tuple(_steps(workload, work, meter.device, output_dir)))
+    except SettingUnavailableError as error:
+        return LookAnswer(problem=str(error))
+    except Exception as error:
+        meter.lift_limit()
+        outcome = classify(error, during="look", on_cpu=work.devices.kind == "cpu", memory={})
+        return LookAnswer(problem=outcome.message)
+
+
+def in_full_float32() -> None:
+    """Have float32 mean float32 in the rest of this process: by default convolutions on a GPU round to TF32."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _steps(workload: Workload, work: LookWork, device: torch.device, output_dir: str) -> Iterator[FirstStep]:
+    for candidate in work.candidates:
+        set_seed(work.seed)
+        model = build_model(workload, candidate.arm.attn_implementation, device)
+        effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
+        make_arguments = functools.partial(
+            trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
+        )
+        if work.data_folder is not None:
+            prepared = PreparedDataset(workload, work.data_folder)
+            trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
+        else:
+            dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
+            trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
+        yield first_step(
+            trainer,
+            candidate.samples_per_step,
+            applied_settings(candidate.arm),
+            seed=work.seed,
+            noise=work.noise,
+            most_bytes=work.cap_bytes // 2,
+        )
+        del model, trainer
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
