@@ -114,8 +114,9 @@ class Looker:
         alone = [changed(arm, **{name: getattr(winners_arm, name)}) for name in levers]
         tried = [Candidate(each, *split) for each in alone]
         tried += [Candidate(arm, *winners)] if split != winners else []
-        *of_levers, of_split = [difference(asked, step) for step in self._steps(own, tried)] + [None] * (split == winners)
-        guilty = {name: each for name, each in zip(levers, of_levers, strict=True) if each is not None}
+        found_of = [difference(asked, step) for step in self._steps(own, tried)]
+        guilty = {name: each for name, each in zip(levers, found_of, strict=False) if each is not None}
+        of_split = found_of[-1] if split != winners else None
         differs, cure = [], None
         if of_split is not None:
             differs.append(f"{_pair(winner)} is another training than {_pair(self._asked)}: {_told(of_split, split)}")
