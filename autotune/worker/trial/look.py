@@ -216,7 +216,8 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
         return False
     trainer.data_collator = lambda rows: _rows(batch, rows[0], rows[-1] + 1, samples)
     # Looked up at call time: settings put their own collators around this one.
-    trainer.get_train_dataloader = lambda: DataLoader(range(samples), batch_size=size, collate_fn=trainer.data_collator)
+    numbers: Any = range(samples)
+    trainer.get_train_dataloader = lambda: DataLoader(numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
 
 
