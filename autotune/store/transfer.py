@@ -1,4 +1,4 @@
-"""Carry studies from one database to another: as JSON between machines, and in one transaction between two databases.
+"""Carry studies as JSON from one database to another: between a service and the machines that search for it.
 
 Rows keep their ids where those are unique, and get new ones where a database counts them. Workloads and environments
 are matched by fingerprint.
@@ -6,11 +6,8 @@ are matched by fingerprint.
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any
 
@@ -19,20 +16,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError, did_you_mean
+from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import outcome_from_document
 from autotune.store.engine import storage_errors, transaction
-from autotune.store.leases import name_of_study
-from autotune.store.location import resolve_location
-from autotune.store.opening import open_store
 from autotune.store.optuna_private import OPTUNA_TABLES
-from autotune.store.queue import ENDED
 from autotune.store.repository import Store
 from autotune.store.tables import (
-    AnswerRow,
     EnvironmentRow,
-    JobEventRow,
-    JobRow,
     StudyRow,
     TrialRow,
     UtcDateTime,
@@ -46,9 +36,8 @@ _HINT = "both sides must be of the same version"
 _WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 _Rows = list[dict[str, Any]]
-_STUDIES, _TRIALS, _WORKLOADS, _ENVIRONMENTS, _ANSWERS, _JOBS, _EVENTS = (
-    row.metadata.tables[row.__tablename__]
-    for row in (StudyRow, TrialRow, WorkloadRow, EnvironmentRow, AnswerRow, JobRow, JobEventRow)
+_STUDIES, _TRIALS, _WORKLOADS, _ENVIRONMENTS = (
+    row.metadata.tables[row.__tablename__] for row in (StudyRow, TrialRow, WorkloadRow, EnvironmentRow)
 )
 _INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRONMENTS, "environment_id"))
 
@@ -228,106 +217,7 @@ def _write_optuna(connection: Connection, name: str, recorded: dict[str, list[Do
             connection.execute(insert(table), rows)
 
 
-# Whole databases
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """What was copied."""
-
-    studies: tuple[str, ...]
-    trials: int
-    jobs: int
-    """Searches of a service that have ended."""
-    jobs_left: int
-    """Searches that wait or run there, which stay with their service."""
-
-
-def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
-    """Copy studies between the databases at two paths or URLs: those of these names, or every one.
-
-    ``target`` is created where it is missing. Everything is read as it is at one moment and written in one
-    transaction. Raises ``StorageError`` where a study of one of the names is there already, or is being searched, and
-    ``UnknownStudyError`` where there is none of a name; nothing is written then.
-    """
-    with contextlib.ExitStack() as stack:
-        here = stack.enter_context(open_store(source, create=False))
-        stack.enter_context(storage_errors(here.label))
-        reading = stack.enter_context(transaction(here.engine, writes=False))
-        wanted = _wanted(reading, here, names)
-        places = resolve_location(source), resolve_location(target)
-        # A server may have two names, which are not told.
-        if len({os.path.realpath(place.path) if place.path is not None else place.url for place in places}) == 1:
-            raise InvalidRequestError(f"{here.label!r} is both FROM and TO", "name two different databases")
-        # Opened late: what cannot be copied leaves no new file behind.
-        there = stack.enter_context(open_store(target))
-        with storage_errors(there.label), transaction(there.engine, writes=True) as writing:
-            _refuse_taken(writing, there, wanted)
-            trials = 0
-            for name in wanted:
-                document = _read(reading, name, with_optuna=True)
-                assert document is not None
-                take_in(writing, document)
-                trials += len(document["trials"])
-            if not names:
-                _insert_missing(writing, _ANSWERS, _all(reading, _ANSWERS))
-            jobs, left = _copy_jobs(reading, writing, names)
-            return Copied(tuple(wanted), trials, jobs, left)
-
-
-def _wanted(connection: Connection, store: Store, names: Sequence[str]) -> list[str]:
-    """Return the names of the studies that are copied, and refuse those that cannot be."""
-    known = list(connection.execute(select(StudyRow.name).order_by(StudyRow.started_at)).scalars())
-    for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known, most=3, least_ratio=0.5) or "autotune studies lists those that there are"
-            raise UnknownStudyError(f"there is no study {name!r} in {store.label}", hint)
-    wanted = [name for name in known if not names or name in names]
-    for name in wanted:
-        holder = store.leases.held_in(connection, name_of_study(name))
-        if holder is not None:
-            raise StorageError(
-                f"the study {name!r} is searched by {holder.describe()}",
-                "wait for its end, or copy the others by name with --study",
-            )
-    return wanted
-
-
-def _refuse_taken(connection: Connection, store: Store, wanted: Sequence[str]) -> None:
-    taken = {row["name"] for row in _rows(connection, _STUDIES, "name", wanted)}
-    taken |= {row["study_name"] for row in _rows(connection, OPTUNA_TABLES["studies"], "study_name", wanted)}
-    if taken:
-        first = [name for name in wanted if name in taken]
-        more = f" and {len(first) - 1} more of these studies" if len(first) > 1 else ""
-        raise StorageError(
-            f"{store.label} has a study named {first[0]!r}{more} already, so nothing was copied",
-            "copy the others by name with --study, or choose another database",
-        )
-
-
-def _copy_jobs(reading: Connection, writing: Connection, names: Sequence[str]) -> tuple[int, int]:
-    """Copy the searches of a service that have ended, of these studies or all; return how many, and how many not."""
-    rows = _rows(reading, _JOBS, "study", names) if names else _all(reading, _JOBS)
-    ended = [row for row in rows if row["state"] in ENDED]
-    known = {row["id"] for row in _rows(writing, _JOBS, "id", (row["id"] for row in ended))}
-    new = [row for row in ended if row["id"] not in known]
-    for row in new:
-        # Jobs are numbered by the database; a key counts for the service that it was sent to.
-        del row["number"]
-        row["idempotency_key"] = None
-    if new:
-        writing.execute(insert(_JOBS), new)
-        events = _rows(reading, _EVENTS, "job_id", (row["id"] for row in new))
-        if events:
-            writing.execute(insert(_EVENTS), events)
-    return len(new), len(rows) - len(ended)
-
-
 # Rows
-
-
-def _all(connection: Connection, table: Table) -> _Rows:
-    return [dict(row) for row in connection.execute(select(table).order_by(*table.primary_key)).mappings()]
 
 
 def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
