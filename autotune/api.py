@@ -136,16 +136,15 @@ class Result:
         """
         return plot_trials(self.report)
 
-    def verify(self, steps: int | None = None, *, again: bool = False) -> Verification:
+    def verify(self, steps: int | None = None) -> Verification:
         """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.
 
         It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 10 at least.
-        Where the speed is not kept, or with ``again``, the winner's trial is measured once more: ``again_lines()``.
         """
-        given = check_arguments({"steps": steps, "again": again})
+        given = check_arguments({"steps": steps})
         target = target_of(self.report, placement_of(self.report))
         log_path = log_folder(self.storage, self.study) / "verify.log"
-        return verify(target, given["steps"], log_path, again=given["again"])
+        return verify(target, given["steps"], log_path)
 
     def document(self) -> Document:
         """Return the whole study as ``autotune show --json`` prints it."""

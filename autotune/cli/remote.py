@@ -134,10 +134,10 @@ def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Docume
     return predicted
 
 
-def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool, again: bool = False) -> None:
+def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool) -> None:
     """Have a service verify one of its studies, and print the result; raises where a promise was not kept."""
     client = Client(server)
-    asked = client.request("POST", "/v1/verify", {"study": study, "again": again} | ({"steps": steps} if steps else {}))
+    asked = client.request("POST", "/v1/verify", {"study": study} | ({"steps": steps} if steps else {}))
     problem = _watch(client, asked)
     if problem is not None:
         raise error_of(problem)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 def verify(
     study_or_file: str,
     steps: int | None,
-    again: bool,
     same_loss: bool,
     study: str | None,
     storage: str,
@@ -47,17 +46,14 @@ def verify(
       autotune verify STUDY --same-loss
 
     A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
-    between them (in a temporary folder); their memory is told apart and their time is left out. Where the speed
-    is not as promised, the winner's trial is measured once more, to tell a slower machine from a slower run.
+    between them (in a temporary folder); their memory is told apart and their time is left out.
     """
-    if again and same_loss:
-        raise InvalidRequestError("--again cannot be used with --same-loss", "leave one of them out")
     if server is not None:
         from autotune.cli.remote import verify_remotely
 
         if same_loss:
             raise InvalidRequestError("--same-loss cannot be used with --server", "leave one of them out")
-        verify_remotely(server, study or study_or_file, steps, again=again, as_json=as_json)
+        verify_remotely(server, study or study_or_file, steps, as_json=as_json)
         return
     from autotune.store.opening import open_store
     from autotune.verify.json_document import verification_document
@@ -68,7 +64,7 @@ def verify(
     if same_loss:
         compare_and_print(target, storage, as_json=as_json)
         return
-    verification = _verified(target, steps, storage, again=again)
+    verification = _verified(target, steps, storage)
     if as_json:
         print_json(encode(verification_document(verification)))
     else:
@@ -113,7 +109,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     verification.check()
 
 
-def _verified(target: Target, asked: int | None, storage: str, *, again: bool = False) -> Verification:
+def _verified(target: Target, asked: int | None, storage: str) -> Verification:
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import steps_of, verify
@@ -127,7 +123,7 @@ def _verified(target: Target, asked: int | None, storage: str, *, again: bool = 
             f"{target.best.candidate.describe()} on {target.placement.label} in a process of its own, "
             "without instruments …"
         )
-        return verify(target, steps, log_path, again=again, note=view.now)
+        return verify(target, steps, log_path, note=view.now)
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:

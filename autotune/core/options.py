@@ -436,9 +436,6 @@ class _Verified(TypedDict, total=False):
     steps: Annotated[int | None, Option(
         "Optimizer steps of the stock run [default: 100, or what two minutes take, 10 at least].", VERIFY,
     )]
-    again: Annotated[bool, Option(
-        "Measure the winner's trial again after the stock run, also where the promise is kept.", VERIFY,
-    )]
 
 
 class _Shown(TypedDict, total=False):

@@ -320,9 +320,8 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     teller.note(f"training {report.workload['model']} for {work.options['steps']} steps with a stock Trainer")
     log_path = log_folder(storage, work.study) / "verify.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    again = bool(work.options.get("again"))
     wait = teller.waits if work.wait else None
-    verification = verify(target, work.options.get("steps"), log_path, again=again, wait=wait, note=teller.note)
+    verification = verify(target, work.options.get("steps"), log_path, wait=wait, note=teller.note)
     missed = None
     try:
         verification.check()

@@ -181,7 +181,7 @@ def advice_body() -> Document:
 
 def verification_body() -> Document:
     """Return how a verification is asked for."""
-    body = _options_schema(("steps", "again"))
+    body = _options_schema(("steps",))
     body["properties"] |= {"study": {"type": "string"}, "priority": _PRIORITY}
     return _json_body({**body, "required": ["study"]})
 

@@ -15,7 +15,7 @@ from autotune.verify.throughput import check_steps
 
 VERIFIES = "verify_study"
 """The name in a job's request under which the study is that it verifies."""
-_NAMES = ("study", "steps", "again", "priority")
+_NAMES = ("study", "steps", "priority")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,9 @@ def read_verification(document: Any) -> VerificationSubmission:
             raise InvalidRequestError(f"{str(name)[:60]!r} is not an option of verify", f"use {', '.join(_NAMES)}")
     check_study_name(document["study"])
     options: Document = {VERIFIES: document["study"]}
-    # Both are recorded only where they are asked for.
     if document.get("steps") is not None:
         options["steps"] = int(BY_NAME["steps"].kind.check("steps", document["steps"]))
         check_steps(options["steps"])
-    if BY_NAME["again"].kind.check("again", document.get("again", False)):
-        options["again"] = True
     return VerificationSubmission(document["study"], options, read_priority(document))
 
 

@@ -56,15 +56,6 @@ def describe_ends(interval: Interval) -> str:
     return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
 
 
-def describe_width(interval: Interval, unit: str) -> str:
-    """Return ``, ± 1.2%``, or both ends where the interval is lopsided; empty where it has no upper end."""
-    if math.isinf(interval.high):
-        return ""
-    if interval.is_lopsided:
-        return f", {describe_ends(interval)} {unit}"
-    return f",{format_spread(interval.relative_half_width)}"
-
-
 def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interval:
     """Return the interval of a run's mean speed, from the speeds of its consecutive stretches.
 

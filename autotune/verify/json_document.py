@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.core.verification import RunState
-from autotune.verify.again import Finding, NotMeasured
 from autotune.verify.comparison import Verdict, slack
 from autotune.verify.loss import LossComparison
 from autotune.verify.throughput import MEMORY_TOLERANCE, Verification, notes
@@ -63,29 +62,6 @@ class ObtainedDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredAgainDocument:
-    """The winner's trial, measured once more right after the stock run."""
-
-    samples_per_second: float
-    samples_per_second_low: float
-    samples_per_second_high: float | None
-    """``None`` where a single step was timed, whose interval is unbounded."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    samples_per_second_ratio: float
-    """Its speed over the promised one."""
-    stock_ratio: float
-    """The stock run's speed over its speed."""
-    disturbed: list[str]
-    """What disturbed it from outside."""
-    finding: Finding
-    """``agrees``: it is not below the promise, and is compatible with the stock run. ``machine_slower``: it is below
-    the promise, as the stock run is. ``run_differs``: it is as fast as promised, and the stock run is slower.
-    ``machine_varies``: it is compatible with neither, or the stock run is faster than it. ``between``: the stock run
-    missed the promise, and it is compatible with both."""
-
-
-@dataclass(frozen=True, slots=True)
 class VerificationDocument:
     """A verification of speed and memory."""
 
@@ -97,7 +73,7 @@ class VerificationDocument:
     steps: int
     verdict: Verdict
     why: list[str]
-    """Why the speeds differ, or why the intervals cannot tell; empty where the promise was kept."""
+    """Why the intervals cannot tell, or how the run is faster; empty where the promise was kept or missed."""
     kept: bool
     misses: list[str]
     """The promises that were not kept, each in a sentence."""
@@ -114,10 +90,6 @@ class VerificationDocument:
     memory_slack_bytes: int
     cap_bytes: int | None
     notes: list[str]
-    measured_again: MeasuredAgainDocument | None = None
-    """The repeated trial. Where the speed was kept there is one only with ``--again``."""
-    not_measured_again: str | None = None
-    """Why there is none, where it was wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +127,7 @@ def verification_document(verification: Verification) -> VerificationDocument:
         candidate=target.best.candidate.parameters(),
         steps=verification.steps,
         verdict=verification.verdict(),
-        # With what a repeated trial tells of it.
-        why=[*verification.why(), *(verification.again_lines() if verification.verdict() != "kept" else ())],
+        why=[why] if (why := verification.why()) is not None else [],
         kept=verification.verdict() in ("kept", "faster"),
         misses=verification.misses(),
         promised=PromisedDocument(
@@ -202,26 +173,6 @@ def verification_document(verification: Verification) -> VerificationDocument:
         memory_slack_bytes=verification.slack_bytes,
         cap_bytes=target.cap_bytes,
         notes=notes(verification),
-        measured_again=_measured_again(verification),
-        not_measured_again=verification.again.why if isinstance(verification.again, NotMeasured) else None,
-    )
-
-
-def _measured_again(verification: Verification) -> MeasuredAgainDocument | None:
-    again, scaled, speed = verification.measured_again, verification.speed_of_again, verification.speed
-    finding = verification.finding
-    if again is None or scaled is None or speed is None or finding is None:
-        return None
-    return MeasuredAgainDocument(
-        samples_per_second=again.speed.mean,
-        samples_per_second_low=again.speed.low,
-        samples_per_second_high=_finite(again.speed.high),
-        peak_allocated_bytes=again.measurement.peak_allocated_bytes,
-        peak_reserved_bytes=again.measurement.peak_reserved_bytes,
-        samples_per_second_ratio=again.speed.mean / verification.target.promise.mean,
-        stock_ratio=speed.mean / scaled.mean,
-        disturbed=list(again.disturbed),
-        finding=finding,
     )
 
 

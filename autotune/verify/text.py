@@ -36,8 +36,5 @@ def verification_lines(verification: Verification) -> list[str]:
             before = f", {joules:.3g} J promised" if joules is not None else ""
             lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
-    lines += [f"  {line}" for line in verification.again_lines()]
     lines += [f"  note: {note}" for note in notes(verification)]
-    if verification.misses():
-        return [*lines, *(f"  note: {why}" for why in verification.why())]
-    return [*lines, verification.verdict_line()]
+    return lines if verification.misses() else [*lines, verification.verdict_line()]

@@ -5,32 +5,28 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds, plural
+from autotune.core.units import MIB, format_bytes, format_count, format_rate
 from autotune.core.verification import StockResult
-from autotune.estimate.bottleneck import what_limits
 from autotune.estimate.pooling import replays_graphs
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.results.wording import rate_unit
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.tuning.exclusive import Wait, take_devices
-from autotune.verify.again import Again, Finding, NotMeasured, conclusion, find, hint_of, measure_again
 from autotune.verify.comparison import (
     Interval,
     Verdict,
     compare,
     describe_ends,
     describe_speed,
-    describe_width,
     mean_speed,
     slack,
 )
@@ -45,8 +41,6 @@ CPU_SLACK_BYTES = 96 * MIB
 # Imports took 10 s on a cold disk. Evaluating and writing a checkpoint of a few GiB may take minutes.
 _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
-# From this multiple of the median seconds a sample on, a stretch is told as a stall. A choice.
-_STALL = 3.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,8 +51,6 @@ class Verification:
     steps: int
     obtained: StockResult
     """What ``autotune.worker.verify.stock`` measured."""
-    again: Again | NotMeasured | None = None
-    """The winner's trial measured once more after the run; ``None`` where nobody asked for that."""
 
     def __str__(self) -> str:
         """Return the result in one line, for a notebook."""
@@ -67,7 +59,7 @@ class Verification:
         peak, most = format_bytes(self.training_peak_bytes or 0), format_bytes(self.promised_peak_bytes)
         return (
             f"{self.target.report.study.name}: {format_rate(obtained)} {self.rate_unit} of {format_rate(promised)} "
-            f"promised, peak {peak} of {most}: {verdict}" + "".join(f"; {line}" for line in self.again_lines())
+            f"promised, peak {peak} of {most}: {verdict}"
         )
 
     # The default representation would print a whole study.
@@ -122,45 +114,6 @@ class Verification:
             # The extra time of new lengths varies, so it is never taken for most of a stretch.
             each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
         return mean_speed(self.samples_per_second, each)
-
-    @property
-    def measured_again(self) -> Again | None:
-        """The winner's trial measured again; ``None`` where that was not done, or gave no result."""
-        return self.again if isinstance(self.again, Again) else None
-
-    @property
-    def speed_of_again(self) -> Interval | None:
-        """Speed that the repeated trial promises of the timed steps, with the extra time of their new lengths."""
-        again = self.measured_again
-        return again.speed.scaled(self.promise.mean / self.target.promise.mean) if again is not None else None
-
-    @property
-    def finding(self) -> Finding | None:
-        """What the repeated trial shows, beside the promise and the run; ``None`` without one."""
-        again, speed = self.speed_of_again, self.speed
-        return find(self.promise, speed, again) if again is not None and speed is not None else None
-
-    def again_lines(self) -> list[str]:
-        """Say what the repeated trial measured and shows, or why there is none; empty where nobody asked for it."""
-        if isinstance(self.again, NotMeasured):
-            return [f"the winner's trial could not be measured again: {self.again.why}"]
-        again, scaled, speed, finding = self.measured_again, self.speed_of_again, self.speed, self.finding
-        if again is None or scaled is None or speed is None or finding is None:
-            return []
-        promise = self.target.promise
-        lines = [
-            f"measured again just now as in the search: {describe_speed(again.speed)} {self.rate_unit}, "
-            f"{_compared(again.speed.mean / promise.mean)} the search's {format_rate(promise.mean)}",
-            f"the stock run is {_compared(speed.mean / scaled.mean)} that",
-        ]
-        machine, run = conclusion(finding, self._where, has_changed=bool(self.changed_packages()))
-        lines = [line + (f": {told}" if told else "") for line, told in zip(lines, (machine, run), strict=True)]
-        return [*lines, *(f"this trial was disturbed: {why}" for why in again.disturbed)]
-
-    @property
-    def _where(self) -> str:
-        """What is slow where the run and the repeated trial are."""
-        return "this host" if self._is_host_bound else "this machine"
 
     def changed_packages(self) -> list[str]:
         """Name the libraries whose versions are not those of the search, each with both versions."""
@@ -253,65 +206,25 @@ class Verification:
         """Say the result of a run without a miss in one sentence, and how certain it is."""
         match self.verdict():
             case "cannot_tell":
-                return "cannot tell: " + "; ".join(self.why())
+                return f"cannot tell: {self.why()}"
             case "faster":
-                return "faster than promised: " + "; ".join(self.why())
+                return f"faster than promised: {self.why()}"
             case _:
                 return "kept: a stock Trainer does what was promised"
 
-    def why(self) -> list[str]:
-        """Say why the speeds differ, or why the intervals cannot tell; empty where the promise was kept."""
+    def why(self) -> str | None:
+        """Say why the intervals cannot tell, or how the run is faster; ``None`` for any other verdict."""
         promise, speed = self.promise, self.speed
-        if speed is None or compare(promise, speed) == "kept":
-            return []
-        if compare(promise, speed) == "faster":
-            above = speed.mean / promise.mean - 1
-            return [
-                f"{describe_speed(speed)} {self.rate_unit} lie above the promised {describe_ends(promise)}; the search "
-                f"measured {above / (1 + above):.0%} too low, and what it compared may be as uncertain"
-            ]
-        lines = []
-        open_share = slack(promise, speed)
-        if compare(promise, speed) == "cannot_tell":
-            if speed.mean < promise.low:
-                promised = describe_ends(promise)
-                lines.append(
-                    f"{describe_speed(speed)} {self.rate_unit} lie below the promised {promised}, but reach into them"
-                )
-            else:
-                lines.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
-        if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
-            lines.append(f"the promise is wide{describe_width(promise, self.rate_unit)}: {self._why_promise_is_wide()}")
-        else:
-            lines.append(f"the run is noisy{describe_width(speed, self.rate_unit)}: {self._why_run_is_noisy()}")
-        if not self._is_host_bound:
-            return lines
-        return [*lines, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
-
-    def _why_run_is_noisy(self) -> str:
-        each = [stretch.seconds / stretch.samples for stretch in self.obtained.stretches]
-        usual = statistics.median(each)
-        stalls = [stretch for stretch in self.obtained.stretches if stretch.seconds > _STALL * usual * stretch.samples]
-        if not stalls:
-            return "its own steps differ by that much"
-        stall = max(stalls, key=lambda stretch: stretch.seconds)
-        times, expected = "once" if len(stalls) == 1 else f"{len(stalls)} times", usual * stall.samples
-        return (
-            f"it stood still {times}, {plural(stall.steps, 'step')} took {format_seconds(stall.seconds)} where "
-            f"such steps take {format_seconds(expected)}; give --steps more, or verify again"
-        )
-
-    @property
-    def _is_host_bound(self) -> bool:
-        return what_limits(self.target.promised).kind == "host"
-
-    def _why_promise_is_wide(self) -> str:
-        processes, busy = self.target.processes, self.target.promised.gpu_busy_share
-        if self._is_host_bound and busy is not None:
-            return f"the GPU computes {busy:.0%} of a step, the rest waits for the host"
-        if processes == 1:
-            return "one process was measured"
-        return f"the {processes} measured processes differ"
+        verdict = None if speed is None else compare(promise, speed)
+        if speed is None or verdict in ("kept", "missed"):
+            return None
+        obtained, promised = f"{describe_speed(speed)} {self.rate_unit}", describe_ends(promise)
+        if verdict == "faster":
+            low = 1 - promise.mean / speed.mean
+            return f"{obtained} lie above the promised {promised}; the search measured {low:.0%} too low"
+        if speed.mean < promise.low:
+            return f"{obtained} lie below the promised {promised}, but reach into them"
+        return f"the intervals are too wide: a run {slack(promise, speed):.0%} slower would go unnoticed"
 
     def check(self) -> None:
         """Raise ``PromiseMissedError`` where a promise was not kept."""
@@ -324,20 +237,8 @@ class Verification:
         batch = self.target.best.candidate.per_device_train_batch_size
         if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
-        finding = self.finding
-        if finding is not None and misses == self._too_slow():
-            told = hint_of(finding, self._where, has_changed=bool(self.changed_packages()))
-            if told is not None:
-                return told
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
         return f"search again {how}; autotune devices shows other processes"
-
-
-def _compared(ratio: float) -> str:
-    """Return ``21.2% below``, ``3.0% above`` or ``as fast as``."""
-    if abs(ratio - 1) < 0.0005:
-        return "as fast as"
-    return f"{1 - ratio:.1%} below" if ratio < 1 else f"{ratio - 1:.1%} above"
 
 
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
@@ -363,15 +264,12 @@ def verify(
     steps: int | None,
     log_path: Path,
     *,
-    again: bool = False,
     wait: Wait | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
     """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
 
-    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not as
-    promised, or with ``again``, the winner's trial is then measured once more: that tells a machine that has become
-    slower from a run that differs. ``note`` is told when that begins.
+    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for, of which ``note`` is told.
     """
     steps = steps_of(target, steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
@@ -390,13 +288,9 @@ def verify(
             offline=work.workload.weights is None,
             variables=target.variables,
         )
-        if obtained.state == "failed":
-            raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
-        verification = Verification(target, steps, obtained)
-        speed = verification.speed
-        if speed is None or (compare(verification.promise, speed) == "kept" and not again):
-            return verification
-        return replace(verification, again=measure_again(target, log_path, note))
+    if obtained.state == "failed":
+        raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
+    return Verification(target, steps, obtained)
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:

@@ -103,11 +103,10 @@ def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, pla
     data = place / "logs" / ".data"
     before = [(path.name, path.stat().st_mtime_ns) for path in data.iterdir()]
     assert len(before) == 1
-    verify = ("verify", "own", "--steps", "20", "--again", "--storage", "s.db", "--json")
+    verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
     ran = run_process(*verify, folder=place)
     assert ran.code in (0, 11), ran.stderr
     document = json.loads(ran.stdout)
-    assert document["measured_again"] is not None, document["not_measured_again"]
     obtained, best = document["obtained"], json.loads(searched.stdout)["best"]
     assert obtained["state"] == "completed"
     assert obtained["measured_steps"] == 15

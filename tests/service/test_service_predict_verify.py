@@ -120,14 +120,6 @@ def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
     assert writer.get(f"/v1/searches/{STUDY}").json()["request"]["model"] == "bert-large-uncased"
 
 
-def test_a_repeated_trial_is_asked_for_by_name(searched: None, writer: TestClient) -> None:
-    asked = {"study": STUDY, "steps": 50}
-    with_it = writer.post("/v1/verify", json={**asked, "again": True}).json()
-    assert with_it["request"] == {"verify_study": STUDY, "steps": 50, "again": True}
-    without = writer.post("/v1/verify", json={**asked, "again": False}).json()
-    assert without["request"] == {"verify_study": STUDY, "steps": 50}
-
-
 def test_a_verification_is_printed_as_text_or_json_and_raises_what_was_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -155,7 +147,6 @@ def test_a_verification_is_printed_as_text_or_json_and_raises_what_was_missed(
         ({"study": "nobody"}, 404, "nobody"),
         ({"study": STUDY, "steps": 1}, 422, "too few"),
         ({"study": STUDY, "steps": "many"}, 422, "many"),
-        ({"study": STUDY, "again": "twice"}, 422, "again='twice' is not True or False"),
         ({"study": STUDY, "storage": "x"}, 422, "'storage' is not an option of verify"),
     ],
 )

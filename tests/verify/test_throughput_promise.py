@@ -98,7 +98,7 @@ def test_the_speed_is_compared_with_the_interval_of_the_next_run(
     assert verification.verdict() == verdict
     document = encode(verification_document(verification))
     assert (document["verdict"], document["kept"]) == (verdict, verdict in ("kept", "faster"))
-    assert bool(document["why"]) == (verdict != "kept")
+    assert bool(document["why"]) == (verdict in ("cannot_tell", "faster"))
     if verdict == "missed":
         with pytest.raises(PromiseMissedError, match=r"below the promised 320.0, and below the 310.4 to 329.6"):
             verification.check()
@@ -122,24 +122,18 @@ def test_both_intervals_are_told() -> None:
     assert found["samples_per_second_low"] == pytest.approx(found["samples_per_second"] * (1 - half_width), rel=1e-3)
 
 
-def test_it_is_said_which_side_cannot_tell_and_why() -> None:
-    host_bound = Verification(target(0.40, busy=0.46), 100, stock_result(260.0))
-    assert host_bound.verdict() == "cannot_tell"
-    assert "the promise is wide, ± 40.0%: the GPU computes 46% of a step, the rest waits for the host" in " ".join(
-        host_bound.why()
-    )
-    alone = Verification(target(0.40, busy=0.97), 100, stock_result(260.0))
-    assert "one process was measured" in alone.verdict_line()
-    noisy = Verification(target(0.01), 100, stock_result(stretches=stretches([250.0, 430.0] * 5)))
-    assert noisy.verdict() == "cannot_tell"
-    # Seconds a sample of ± 20 % are a lopsided interval of speeds.
-    assert "316.2 (263.6 to 395.0) samples/s lie below the promised" in noisy.verdict_line()
-    assert "the run is noisy, 263.6 to 395.0 samples/s: its own steps differ" in noisy.verdict_line()
-    uneven = Verification(target(0.01), 100, stock_result(stretches=stretches([285.0, 345.0] * 5)))
-    assert "the run is noisy, ± 7." in uneven.verdict_line()
+def test_it_is_said_in_one_sentence_why_nobody_can_tell() -> None:
+    wide = Verification(target(0.40), 100, stock_result(260.0))
+    assert wide.verdict() == "cannot_tell"
+    assert wide.verdict_line() == "cannot tell: the intervals are too wide: a run 40% slower would go unnoticed"
     reaching = Verification(target(0.01), 100, stock_result(stretches=stretches([300.0, 324.0] * 5)))
     assert reaching.verdict() == "cannot_tell"
     assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
+    # Seconds a sample of ± 20 % are a lopsided interval of speeds.
+    noisy = Verification(target(0.01), 100, stock_result(stretches=stretches([250.0, 430.0] * 5)))
+    assert "316.2 (263.6 to 395.0) samples/s lie below the promised" in noisy.verdict_line()
+    stalled = Verification(target(), 100, stock_result(stretches=stretches([315.0] * 10 + [10.0] * 2, steps=3)))
+    assert "51.8 (15.4 or more) samples/s lie below the promised" in stalled.verdict_line()
 
 
 def test_rows_of_packed_samples_are_called_rows() -> None:
@@ -154,21 +148,6 @@ def test_rows_of_packed_samples_are_called_rows() -> None:
         assert "rows/s" in text
         assert " rows, were timed" in text
         assert "sample" not in text
-
-
-def test_a_stall_is_told_apart_from_steps_that_differ() -> None:
-    stalled = Verification(
-        target(), 100, stock_result(stretches=stretches([315.0] * 6 + [20.0] + [325.0] * 5, steps=3))
-    )
-    assert stalled.verdict() == "cannot_tell"
-    assert "it stood still once, 3 steps took 9.6 s where such steps take" in stalled.verdict_line()
-
-
-def test_of_two_stalls_no_upper_end_is_known() -> None:
-    stalled = Verification(target(), 100, stock_result(stretches=stretches([315.0] * 10 + [10.0] * 2, steps=3)))
-    assert stalled.verdict() == "cannot_tell"
-    assert "51.8 (15.4 or more) samples/s lie below the promised" in stalled.verdict_line()
-    assert "the run is noisy: it stood still 2 times, " in stalled.verdict_line()
 
 
 def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:

@@ -61,7 +61,7 @@ def again(search: str, token: Submitter, searches: Known) -> Response:
     job = searches.job(search)
     if VERIFIES in job.request:
         same = {"study": job.request[VERIFIES], "steps": job.request.get("steps"), "priority": job.priority}
-        made, _ = searches.submit_verification({**same, "again": True}, by=token.name)
+        made, _ = searches.submit_verification(same, by=token.name)
     else:
         continues = job.state != "finished" and may_change(token, job)
         made, _ = searches.submit(request_again(job, continues=continues), by=token)
