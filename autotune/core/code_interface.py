@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune.core.candidate import Precision
+from autotune.core.lengths import SampleLengths
 from autotune.core.protection import ProtectionKind
 
 Framework = Literal["trainer", "loop", "accelerate", "fabric", "lightning", "placeholders"]
@@ -98,6 +99,8 @@ class CodeInterface:
     """Options of the script's own parser, by what they decide: one of ``SETTINGS``, or ``workers``."""
     samples: int | None = None
     """Those of an epoch; ``None`` where that is not known."""
+    lengths: SampleLengths | None = None
+    """Of the training samples; ``None`` where they were not looked at, as of code whose samples are no text."""
     fixed: Fixed = Fixed()
     precisions: tuple[Precision, ...] = ()
     """Those that a placeholder says the script's names of; none where it says no names."""

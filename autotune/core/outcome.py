@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Document
@@ -52,9 +52,10 @@ class Measurement:
     """Mean of the measured steps. Of five or more, one that was delayed from outside is dropped. Where not all
     micro-steps were run, the time of the missing ones is added.
 
-    With the user's own data, whose batches differ in length: the mean step of an epoch."""
+    Of batches that differ in length: the mean step of the run, with what its new shapes take."""
     step_seconds_each: tuple[float, ...]
-    """Every measured step in order, without warm-up steps; missing micro-steps are added as in ``step_seconds``."""
+    """Every measured step in order, without warm-up steps and those of new shapes; missing micro-steps are added as in
+    ``step_seconds``."""
     relative_spread: float
     """Half the 95 % interval of ``step_seconds``, relative to it; 0 where only one step was measured."""
     samples_per_second: float
@@ -95,13 +96,25 @@ class Measurement:
     compile_seconds: float | None = None
     """Extra time of the warm-up steps, compared with as many measured ones, where ``torch.compile`` compiles in
     them."""
-    new_length_seconds: float | None = None
-    """Extra time of the first step at a padded length that is new to the GPU (kernels are chosen, compiled, loaded).
+    steady_step_seconds: float | None = None
+    """Mean step of the run once all its shapes were seen; ``step_seconds`` has those that are new in it."""
+    new_shape_seconds: float | None = None
+    """Extra time of the first step with a shape that is new to the process (kernels are chosen, compiled, loaded).
 
-    No other figure includes it. ``None`` where no length was new."""
-    epoch_lengths: int | None = None
-    """Number of different padded lengths among the batches of an epoch."""
-
+    ``None`` where no shape was new."""
+    shapes_seen: int | None = None
+    """Shapes of batches that the trial met; ``None`` where they were not looked at."""
+    run_shapes: int | None = None
+    """Micro-steps of the run with a shape that is new to a process, by the lengths of the samples; ``None`` where these
+    are not known."""
+    epoch_shapes: int | None = None
+    """Those of its first epoch."""
+    run_steps: int | None = None
+    """Optimizer steps of the run that ``samples_per_second`` is of: an epoch, or what the training asks for."""
+    run_epochs: float | None = None
+    """Epochs of that run; ``None`` where the training says its steps, and where nothing is known of it."""
+    batches_vary: bool = False
+    """Whether batches may differ in length, which ``relative_spread`` allows for."""
     worst_batch_tokens: int | None = None
     """Padded length of the largest batch that the user's data can make. The warm-up steps train on such batches."""
     worst_batch_step_seconds: float | None = None
@@ -144,6 +157,36 @@ class Measurement:
     last_micro_step_seconds: float | None = None
     """Median time of the last micro-step of a step, which exchanges the gradients between the ranks, with clipping;
     ``None`` for one rank."""
+
+    @property
+    def steady_share(self) -> float:
+        """Speed of the run over that of its steps once all shapes were seen; at most 1."""
+        return (self.steady_step_seconds or self.step_seconds) / self.step_seconds
+
+    @property
+    def steady_samples_per_second(self) -> float:
+        """Speed of the steps once all shapes were seen."""
+        return self.samples_per_second / self.steady_share
+
+    @property
+    def first_epoch_samples_per_second(self) -> float:
+        """Speed of the first epoch of the run, of the whole run where that is not longer."""
+        if not (self.run_epochs and self.run_epochs > 1 and self.run_steps and self.epoch_shapes is not None):
+            return self.samples_per_second
+        steps, steady = self.run_steps / self.run_epochs, self.steady_share * self.step_seconds
+        seconds = steady + (self.new_shape_seconds or 0.0) * self.epoch_shapes / steps
+        return self.samples_per_second * self.step_seconds / seconds
+
+    def at_speed(self, samples_per_second: float) -> Measurement:
+        """Return it with another speed of the run, and times that are as many times others."""
+        factor = self.samples_per_second / samples_per_second
+        steady = self.steady_step_seconds
+        return replace(
+            self,
+            samples_per_second=samples_per_second,
+            step_seconds=self.step_seconds * factor,
+            steady_step_seconds=None if steady is None else steady * factor,
+        )
 
     @property
     def known_spread(self) -> float | None:

@@ -207,9 +207,7 @@ class Pool:
         if speed is None or last.measurement is None or len(counting) == 1:
             return last
         measured = replace(
-            last.measurement,
-            samples_per_second=speed.samples_per_second,
-            step_seconds=candidate.samples_per_step / speed.samples_per_second,
+            last.measurement.at_speed(speed.samples_per_second),
             peak_allocated_bytes=max(t.measurement.peak_allocated_bytes for t in counting if t.measurement),
             peak_reserved_bytes=max(t.measurement.peak_reserved_bytes for t in counting if t.measurement),
             gpu_busy_share=self.busy_share(candidate),
@@ -287,7 +285,7 @@ def _variance_of_steps(tried: Tried) -> float:
     0 where they do not tell: of one step, and of batches whose lengths differ.
     """
     measured = tried.measurement
-    if measured is None or measured.epoch_lengths is not None:
+    if measured is None or measured.batches_vary:
         return 0.0
     steps = without_delay(measured.step_seconds_each)
     if len(steps) < 2:
@@ -303,7 +301,7 @@ def _within_error(tried: Tried) -> float:
     if len(measured.step_seconds_each) < 2:
         # A single step has no spread of its own.
         return _ONE_STEP_ERROR
-    if measured.epoch_lengths is not None:
+    if measured.batches_vary:
         # With batches of different lengths, the trial's own interval accounts for them. Half of it is about two errors.
         return measured.relative_spread / 2
     own = mean_step(measured.step_seconds_each)

@@ -21,8 +21,10 @@ _MEASURED = (
     "micro_steps_run",
     "device_used_bytes",
     "compile_seconds",
-    "new_length_seconds",
-    "epoch_lengths",
+    "first_epoch_samples_per_second",
+    "steady_samples_per_second",
+    "run_steps",
+    "run_epochs",
     "allocation_retries",
     "skipped_steps",
     "loss_of_batch",
@@ -37,6 +39,18 @@ _MEASURED = (
     "worst_batch_step_seconds",
     "worst_batch_peak_reserved_bytes",
 )
+
+
+@dataclass(frozen=True)
+class ShapesDocument:
+    """Shapes of batches that are new to a process, each of which costs host time once."""
+
+    expected: int | None
+    """In the first epoch; ``None`` where the lengths of the samples are not known."""
+    seconds_each: float | None
+    """``None`` where the trial met none beside shapes that it had seen."""
+    seen: int
+    """In the trial."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,8 @@ def trial_type() -> type[Any]:
             *((field.name, arm[field.name]) for field in dataclasses.fields(Arm)),
             ("state", TrialState),
             ("feasible", bool),
-            *((name, measured[name] | None) for name in _MEASURED),
+            *((name, measured.get(name, float) | None) for name in _MEASURED),
+            ("shapes", ShapesDocument | None),
             ("relative_spread", float | None),
             ("tokens_per_second", float | None),
             ("peak_allocated_bytes", int | None),
@@ -189,6 +204,9 @@ def trial_document(view: TrialView) -> Document:
             "state": trial.state,
             "feasible": view.is_feasible,
             **{name: getattr(measured, name, None) for name in _MEASURED},
+            "shapes": ShapesDocument(measured.epoch_shapes, measured.new_shape_seconds, measured.shapes_seen)
+            if measured is not None and measured.shapes_seen is not None
+            else None,
             "relative_spread": measured.known_spread if measured else None,
             "tokens_per_second": view.tokens_per_second,
             "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
@@ -139,11 +139,7 @@ class Report:
         found, speed = self.history.believed({trial.candidate}), self.speed(trial)
         if not found or found[0].measurement is None or speed is None:
             return measurement(trial)
-        return replace(
-            found[0].measurement,
-            samples_per_second=speed.samples_per_second,
-            step_seconds=trial.candidate.samples_per_step / speed.samples_per_second,
-        )
+        return found[0].measurement.at_speed(speed.samples_per_second)
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
         """Return the mean tokens a second of a measurement, padding left out; ``None`` where samples are not text."""

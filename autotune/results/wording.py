@@ -8,7 +8,7 @@ from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.core.stop import StopReason
-from autotune.core.units import GIB, format_bytes, format_seconds, plural
+from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, plural
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import DATA_BOUND, what_limits
 from autotune.results.report import Report, measurement
@@ -132,13 +132,13 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
 
 
 def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Return more about the winner: energy, waiting for data, the first epoch, the boundary of the largest batch."""
+    """Return more about the winner: energy, waiting for data, the boundary of the largest batch."""
     lines = []
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
-    lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
+    lines += _data_lines(measured, report.workload)
     if (measured.host_bytes_to_build or 0) > _MUCH_HOST_BYTES:
         lines.append(
             f"building the model took up to {format_bytes(measured.host_bytes_to_build or 0)} of the host's memory"
@@ -173,24 +173,42 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
     return [*lines, waiting if which is None else f"{which} is the bottleneck: {waiting}"]
 
 
-def _first_epoch_lines(measured: Measurement) -> list[str]:
-    """Return the extra time of padded lengths that are new to the GPU, where it is noticeable."""
-    each, count = measured.new_length_seconds, measured.epoch_lengths
+def run_lines(measured: Measurement, unit: str, half_width: float) -> list[str]:
+    """Return what new shapes cost the run: where its steady speed differs by more than the interval, or by seconds."""
+    each = measured.new_shape_seconds
     if each is None:
         return []
-    if count is None:
-        # The lengths of an epoch are not known for the user's own code.
+    if measured.epoch_shapes is None:
         line = (
             f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not include: "
-            "a first epoch with many shapes is slower"
+            "how many shapes an epoch has is not known"
         )
         return [line] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
-    if each * count < _NOTICEABLE_SECONDS:
+    seconds = each * measured.epoch_shapes
+    if 1 / measured.steady_share - 1 <= half_width and seconds < _NOTICEABLE_SECONDS:
         return []
+    of = "the first epoch" if (measured.run_epochs or 1) > 1 else "an epoch" if measured.run_epochs else "the run"
     return [
-        f"the first epoch takes about {format_seconds(each * count)} longer: {format_seconds(each)} for each of its "
-        f"{count} padded lengths (--pad-to-multiple-of makes fewer)"
+        f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: {of} meets about "
+        f"{measured.epoch_shapes}, each of which takes {format_seconds(each)} longer the first time"
     ]
+
+
+def duration_line(best: Measurement, samples: int, others: str, other_samples_per_second: float | None) -> str | None:
+    """Return ``3 epochs: 41m00s instead of 1h36m, with your own settings``; ``None`` where the run is not known.
+
+    ``samples`` are those of one optimizer step.
+    """
+    if best.run_steps is None:
+        return None
+    of_run = samples * best.run_steps
+    seconds = of_run / best.samples_per_second + (best.compile_seconds or 0.0)
+    epochs = best.run_epochs
+    what = plural(best.run_steps, "step") if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+    line = f"{what}: {format_seconds(seconds)}"
+    if other_samples_per_second is None:
+        return line
+    return f"{line} instead of {format_seconds(of_run / other_samples_per_second)} with {others}"
 
 
 def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:

@@ -162,10 +162,12 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
         return (seconds - optimizer) * ratio + optimizer
 
     step_seconds = scaled(measurement.step_seconds)
-    waiting = measurement.data_seconds
+    waiting, steady = measurement.data_seconds, measurement.steady_step_seconds
     return dataclasses.replace(
         measurement,
         step_seconds=step_seconds,
+        steady_step_seconds=None if steady is None else scaled(steady),
+        run_steps=None if measurement.run_steps is None else max(1, round(measurement.run_steps / ratio)),
         step_seconds_each=tuple(map(scaled, measurement.step_seconds_each)),
         samples_per_second=wanted.samples_per_step / step_seconds,
         peak_allocated_bytes=measurement.peak_allocated_bytes + more_bytes,

@@ -92,9 +92,14 @@ class Verification:
         return sum(stretch.new_shapes for stretch in self.obtained.stretches)
 
     @property
+    def steady_promise(self) -> Interval:
+        """The promised speed of steps whose shapes were all seen before."""
+        return self.target.promise.scaled(1 / self.target.promised.steady_share)
+
+    @property
     def promise(self) -> Interval:
         """The promised speed of the timed steps: padded lengths that are new to the GPU take extra time."""
-        promise = self.target.promise
+        promise = self.steady_promise
         if not self.samples_timed:
             return promise
         seconds = self.samples_timed / promise.mean
@@ -126,7 +131,7 @@ class Verification:
 
     def _new_seconds(self, new_shapes: int) -> float:
         """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
-        return new_shapes * (self.target.promised.new_length_seconds or 0.0)
+        return new_shapes * (self.target.promised.new_shape_seconds or 0.0)
 
     @property
     def judges_allocated(self) -> bool:
@@ -311,10 +316,10 @@ def notes(verification: Verification) -> list[str]:
     if changed := verification.changed_packages():
         notes.append(f"the study was measured with {'; '.join(changed)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
-    if verification.new_shapes and promised.new_length_seconds:
+    if verification.new_shapes and promised.new_shape_seconds:
         notes.append(
             f"{format_count(verification.new_shapes)} padded lengths were new to the GPU in these steps; the promise "
-            f"allows for their extra time ({format_rate(verification.target.promise.mean)} without it)"
+            f"allows for their extra time ({format_rate(verification.steady_promise.mean)} without it)"
         )
     reserved = verification.peak_bytes("reserved") or 0
     graphed = replays_graphs(verification.target.best.candidate.arm)

@@ -242,12 +242,14 @@ def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
     ("changes", "told"),
     [
         (
-            {"new_length_seconds": 0.1, "epoch_lengths": 30},
-            "the first epoch takes about 3.0 s longer: 100 ms for each of",
+            {"new_shape_seconds": 0.1, "epoch_shapes": 30, "steady_step_seconds": 0.1},
+            "640.0 samples/s once all shapes were seen: the run meets about 30, each of which takes 100 ms longer",
         ),
-        ({"new_length_seconds": 0.1, "epoch_lengths": 9}, None),
-        ({"new_length_seconds": 0.1}, "the first batch of each new shape takes 100 ms longer"),
-        ({"new_length_seconds": 0.01}, None),
+        ({"new_shape_seconds": 0.1, "epoch_shapes": 9}, None),
+        ({"new_shape_seconds": 0.1}, "the first batch of each new shape takes 100 ms longer"),
+        ({"new_shape_seconds": 0.01}, None),
+        ({"run_steps": 3000, "run_epochs": 3.0}, "3 epochs: 10m15s instead of 1h16m"),
+        ({"run_steps": 3000}, "3000 steps: 10m15s instead of 1h16m"),
     ],
 )
 def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, Any], told: str | None) -> None:

@@ -204,7 +204,7 @@ def target_with_data(**promised: Any) -> Target:
 def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     """20 steps of 0.2 s in the first stretch, in which 8 lengths of 0.5 s are new, and 20 in the second."""
     answer = stock_result(stretches=(Stretch(20, 1280, 8.0, 8), Stretch(20, 1280, 4.0, 0)))
-    run = Verification(target_with_data(new_length_seconds=0.5), 100, answer)
+    run = Verification(target_with_data(new_shape_seconds=0.5), 100, answer)
     assert run.samples_per_second == pytest.approx(2560 / 12)
     assert run.promise.mean == pytest.approx(2560 / 12)
     assert run.promise.relative_half_width == pytest.approx(0.03)

@@ -9,9 +9,10 @@ from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
-from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import gpu_busy
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
 from autotune.worker.trial.measure import micro_steps_to_run
 
@@ -132,7 +133,8 @@ def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def profiled(clock: FakeClock, accumulation: int, profiler: Any, effort: Effort = ONE, **drive: Any) -> Measurement:
     candidate = Candidate(Arm(), 8, accumulation)
-    driven = Drive(candidate, effort, clock, schedule=drive.pop("schedule", None))
+    of_batches = {name: drive.pop(name) for name in ("run_of", "shapes", "lengths") if name in drive}
+    driven = Drive(candidate, effort, clock, **of_batches)
     run = micro_steps_to_run(candidate, effort)
     driven.timer._busy = BusyStep(profiler, driven.meter, run, accumulation)
     driven.run(data=1.0, micro=drive.pop("micro", (2.0,)), optimizer=1.0, **drive)
@@ -200,18 +202,20 @@ def test_a_profiler_that_fails_costs_the_share_alone(clock: FakeClock, profiler:
 
 def test_batches_of_other_lengths_are_set_right(clock: FakeClock) -> None:
     # The two timed steps are of the epoch's mean, the profiled one is half as long.
-    schedule = Schedule((), 1, (100.0, 100.0, 50.0), 100.0, 512)
+    of_batches = {"run_of": PlannedRun(step_tokens=800.0), "lengths": (100, 100, 100, 50)}
+    shapes = BatchShapes(tells_new=False)
     # Of each step: extra seconds that its batch takes.
-    measured = profiled(clock, 1, FakeProfiler(clock, 0.5), schedule=schedule, micro=(0.0,), extra=(3, 3, 3, 1))
+    profiler = FakeProfiler(clock, 0.5)
+    measured = profiled(clock, 1, profiler, micro=(0.0,), extra=(3, 3, 3, 1), shapes=shapes, **of_batches)
     assert measured.step_seconds == pytest.approx(5.0)
     # Half of 1 + 1 seconds, in a step that is half as long as the mean.
     assert measured.gpu_busy_share == pytest.approx(0.5 * 2.0 * 2 / 5.0)
 
 
-def test_a_rehearsal_is_not_profiled(clock: FakeClock) -> None:
+def test_a_step_with_a_new_shape_is_not_profiled(clock: FakeClock) -> None:
     profiler = FakeProfiler(clock, 0.5)
-    schedule = Schedule((), 1, (1.0, 1.0, 1.0), 1.0, 512, new_lengths=(0, 0, 2, 0))
-    profiled(clock, 1, profiler, schedule=schedule, extra=(0, 0, 0, 99.0))
+    shapes = BatchShapes(tells_new=True)
+    profiled(clock, 1, profiler, shapes=shapes, lengths=(5, 5, 5, 9, 5), extra=(0, 0, 0, 99.0))
     assert profiler.windows == pytest.approx([3.0])
 
 

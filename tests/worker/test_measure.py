@@ -1,5 +1,6 @@
 """Test the step timer's arithmetic and stopping rules, with a clock that the test controls."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +9,12 @@ import torch
 from fake_meter import FakeClock, FakeMeter, unwatched
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.schedule import Schedule
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
-from autotune.worker.trial.rehearsal import Rehearsing
 
 STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0)
 
@@ -28,7 +30,10 @@ class Drive:
     steps: list[int] = field(default_factory=list)
 
     schedule: Schedule | None = None
-    rehearsing: Rehearsing | None = None
+    run_of: PlannedRun | None = None
+    shapes: BatchShapes | None = None
+    lengths: Sequence[int] = ()
+    """Of the batch of each step."""
 
     def __post_init__(self) -> None:
         self.meter = FakeMeter(self.clock)
@@ -40,7 +45,8 @@ class Drive:
             self.steps.append,
             unwatched(),
             self.schedule,
-            self.rehearsing,
+            self.run_of,
+            self.shapes,
         )
 
     def run(
@@ -64,6 +70,12 @@ class Drive:
     ) -> None:
         run = micro_steps_to_run(self.candidate, self.effort)
         self.clock.sleep(data)
+        if self.lengths:
+            batch = {
+                "input_ids": torch.zeros(self.candidate.per_device_train_batch_size, self.lengths[len(self.steps)])
+            }
+            for _ in range(run):
+                self.timer.takes(batch)
         self.timer.step_begins()
         for index in range(run):
             self.clock.sleep(micro[min(index, len(micro) - 1)])
@@ -197,59 +209,63 @@ def test_a_reading_of_the_energy_is_in_no_step(clock: FakeClock, monkeypatch: py
     assert drive.measured.data_seconds == pytest.approx(0.0)
 
 
-def test_what_new_lengths_cost_is_told_apart(clock: FakeClock) -> None:
-    # After the warm-up: a rehearsal with two new lengths, its step, a step of old ones, a rehearsal with one, its step.
-    schedule = Schedule((), 1, (1.0,) * 3, 1.0, 128, new_lengths=(2, 0, 0, 1, 0), epoch_lengths=40)
-    drive = Drive(candidate(8), Effort(1, 3, 3, 0.01, 1000.0), clock, schedule=schedule)
-    drive.run(extra=(7.0, 5.0, 0.0, 0.0, 1.0, 0.0))
-    assert drive.steps == [1, 2, 3, 4, 5, 6]
-    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0, 1.0])
-    assert drive.measured.new_length_seconds == pytest.approx((5.0 + 1.0) / 3)
-    assert drive.measured.epoch_lengths == 40
-    assert drive.measured.joules_per_sample == pytest.approx(300.0 / 8)
+def by_length(clock: FakeClock, effort: Effort, lengths: Sequence[int], run: PlannedRun, new_seconds: float) -> Drive:
+    """Drive steps of a second and another for 100 tokens, and so many seconds for each length that is new."""
+    drive = Drive(candidate(8), effort, clock, run_of=run, shapes=BatchShapes(tells_new=True), lengths=lengths)
+    first = [at for at, length in enumerate(lengths) if length not in lengths[:at]]
+    extra = [length * 8 / 100 + new_seconds * (at in first) for at, length in enumerate(lengths)]
+    drive.run(extra=extra)
+    return drive
 
 
-def test_a_step_that_is_dropped_takes_no_energy_and_ends_a_rehearsal(clock: FakeClock) -> None:
-    schedule = Schedule((), 0, (1.0,) * 3, 1.0, 128, new_lengths=(1, 0, 0, 0))
-    drive = Drive(candidate(8), Effort(0, 3, 3, 0.0, 1000.0), clock, schedule=schedule)
-    end, dropped = drive.timer.step_ends, []
-
-    def end_step(marks: tuple[Any, Any]) -> None:
-        if len(drive.steps) == 1 and not dropped:
-            clock.sleep(10.0)
-            dropped.append(True)
-            drive.timer.step_is_dropped()
-        else:
-            end(marks)
-
-    drive.timer.step_ends = end_step  # type: ignore[method-assign,assignment]
-    drive.run(extra=(5.0,))
-    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0, 1.0])
-    assert drive.measured.new_length_seconds is None, "what would have been compared was dropped"
-    assert drive.measured.joules_per_sample == pytest.approx(300.0 / 8)
+def test_what_new_shapes_take_is_part_of_the_run_and_told_apart(clock: FakeClock) -> None:
+    run = PlannedRun(steps=100, epochs=2.0, new_shapes=40, epoch_shapes=30, step_tokens=160.0, varies=True)
+    lengths = (40, 10, 30, 20, 10, 30, 20, 12, 28, 12, 28)
+    measured = by_length(clock, Effort(1, 5, 5, 0.0, 1000.0), lengths, run, 5.0).measured
+    assert measured.steady_step_seconds == pytest.approx(1.0 + 1.6), "the mean batch of the run has 160 tokens"
+    assert measured.step_seconds_each == pytest.approx([1.8, 3.4, 2.6, 1.96, 3.24]), "the second visits"
+    assert measured.new_shape_seconds == pytest.approx(5.0)
+    assert (measured.shapes_seen, measured.run_shapes) == (6, 40)
+    assert measured.step_seconds == pytest.approx(2.6 + 5.0 * 40 / 100)
+    assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
+    assert measured.steady_samples_per_second == pytest.approx(8 / 2.6)
+    assert measured.first_epoch_samples_per_second == pytest.approx(8 / (2.6 + 5.0 * 30 / 50))
+    assert measured.relative_spread == pytest.approx(0.0, abs=1e-6)
 
 
-def test_rehearsals_are_not_gone_on_with_for_ever(clock: FakeClock) -> None:
-    schedule = Schedule((), 0, (1.0,) * 9, 1.0, 128, new_lengths=(1, 0) * 9)
-    drive = Drive(candidate(8), Effort(0, 5, 9, 0.0, 4.0), clock, schedule=schedule)
-    drive.run(micro=(0.5,), extra=(4.0, 0.1) * 9)
-    assert len(drive.measured.step_seconds_each) == 3, "12 s of rehearsals are three times 4 s"
+def test_new_shapes_alone_are_what_is_measured_where_none_comes_again(clock: FakeClock) -> None:
+    drive = by_length(clock, Effort(0, 3, 4, 0.0, 1000.0), range(10, 40), PlannedRun(), 5.0)
+    assert len(drive.steps) == 8, "twice the most steps"
+    assert drive.measured.new_shape_seconds is None
+    assert drive.measured.step_seconds > 6.0
+
+
+def test_new_shapes_are_not_waited_for_for_ever(clock: FakeClock) -> None:
+    lengths = [10, 20, 30, 10, *range(40, 80)]
+    drive = by_length(clock, Effort(0, 5, 9, 0.0, 4.0), lengths, PlannedRun(), 9.0)
+    assert len(drive.steps) == 3, "30 s of new shapes are more than three times 4 s"
 
 
 def test_waiting_for_data_is_no_cost_of_a_new_shape(clock: FakeClock) -> None:
-    rehearsing = Rehearsing(1)
-    drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, rehearsing=rehearsing)
-    batches = rehearsing.batches([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5)])
+    shapes = BatchShapes(tells_new=True)
+    drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=shapes, lengths=[5] * 9)
     begin = drive.timer.step_begins
 
     def fetch() -> None:
-        next(batches)
-        clock.sleep(0.1 if rehearsing.new_shapes else 0.4)
+        clock.sleep(0.4 if drive.steps else 0.9)
         begin()
 
     drive.timer.step_begins = fetch  # type: ignore[method-assign]
     drive.run(extra=(3.0,))
-    assert drive.steps == [1, 2, 3]
     assert drive.measured.step_seconds_each == pytest.approx([1.4, 1.4])
-    assert drive.measured.data_seconds == pytest.approx(0.4)
-    assert drive.measured.new_length_seconds == pytest.approx(3.0)
+    assert drive.measured.new_shape_seconds == pytest.approx(3.0)
+
+
+def test_a_new_shape_is_new_in_one_of_the_micro_steps_that_were_left_out(clock: FakeClock) -> None:
+    """Three micro-steps are run of six; the shape is new in the first step."""
+    shapes = BatchShapes(tells_new=True)
+    drive = Drive(candidate(8, 6), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=shapes, lengths=[5] * 9)
+    drive.timer.begin()
+    drive.step(micro=(1.0, 4.0, 1.0))
+    drive.run()
+    assert drive.measured.new_shape_seconds == pytest.approx(3.0)

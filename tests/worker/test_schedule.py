@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.measured_steps import StepEstimate
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
+from autotune.worker.trial.batch_shapes import Timed, estimate_run
 
 SPEC = DataSpec("/x.jsonl", "json", "")
 GROUPED = DataSpec("/x.jsonl", "json", "", group_by_length=True)
@@ -17,6 +19,13 @@ def micro_batches(schedule: Schedule, shape: BatchShape) -> list[list[list[int]]
     batches = [list(schedule.order[start : start + shape.batch]) for start in starts]
     run = shape.micro_steps_run
     return [batches[start : start + run] for start in range(0, len(batches), run)]
+
+
+def costs(schedule: Schedule, shape: BatchShape, spec: DataSpec = SPEC) -> list[float]:
+    """Padded tokens of each measured step."""
+    steps = micro_batches(schedule, shape)[shape.worst_steps + shape.ordinary_steps :]
+    padded = [[spec.padded(int(LENGTHS[batch].max()), 512) for batch in step] for step in steps]
+    return [shape.batch * float(np.mean(step)) * shape.micro_steps for step in padded]
 
 
 @pytest.mark.parametrize("spec", [SPEC, GROUPED])
@@ -45,55 +54,41 @@ def test_the_worst_batches_come_first(spec: DataSpec, shape: BatchShape) -> None
 def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: BatchShape) -> None:
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
     for count in (3, 5, 7, 15, 24):
-        assert np.mean(schedule.costs[:count]) == pytest.approx(schedule.epoch_cost, rel=0.08)
+        assert np.mean(costs(schedule, shape, spec)[:count]) == pytest.approx(schedule.run.step_tokens, rel=0.08)
     # Shuffled batches of 8 are padded by about two fifths, those of like lengths hardly.
-    padded = schedule.epoch_cost / (shape.batch * shape.micro_steps) / LENGTHS.mean()
+    padded = schedule.run.step_tokens / (shape.batch * shape.micro_steps) / LENGTHS.mean()
     assert padded < 1.1 if spec.group_by_length else padded > 1.5
 
 
-def test_a_step_with_padded_lengths_that_are_new_comes_twice() -> None:
-    shape = BatchShape(8, 2, 2, 3, 1, 12, rehearses=True)
+def test_steps_with_padded_lengths_that_are_new_come_twice() -> None:
+    shape = BatchShape(8, 2, 2, 3, 1, 12, revisits=True)
     spec = DataSpec("/x", "json", "", group_by_length=True, pad_to_multiple_of=32)
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
     steps = micro_batches(schedule, shape)[4:]
-    assert len(steps) == len(schedule.new_lengths) == 12 + schedule.rehearsals
-    assert 3 < schedule.rehearsals < 12, "of some steps all lengths have come before"
-    before = micro_batches(schedule, shape)[3]
-    seen = {-(-int(LENGTHS[batch].max()) // 32) for batch in before}
-    for number, (step, new) in enumerate(zip(steps, schedule.new_lengths, strict=True)):
-        lengths = {-(-int(LENGTHS[batch].max()) // 32) for batch in step}
-        if number and schedule.new_lengths[number - 1]:
-            assert new == 0
-            assert step == steps[number - 1]
-        else:
-            assert new == len(lengths - seen)
-        seen |= lengths
-    assert schedule.epoch_lengths == len({-(-int(length) // 32) for length in LENGTHS})
+    assert len(steps) == 12 + schedule.repeats
+    assert 3 < schedule.repeats < 12, "of some steps all lengths have come before"
+    again = [number for number, step in enumerate(steps) if step in steps[:number]]
+    assert len(again) == schedule.repeats
+    assert again[0] == 3, "a group of steps, then those of them with new lengths once more"
+    assert schedule.run.new_shapes == len({-(-int(length) // 32) for length in LENGTHS})
+    assert schedule.run.steps == 5000 // 16
 
 
 def test_padded_targets_are_shapes_as_well() -> None:
     targets = np.random.default_rng(2).integers(5, 100, 5000)
-    shape = BatchShape(8, 1, 1, 3, 0, 12, rehearses=True)
+    shape = BatchShape(8, 1, 1, 3, 0, 12, revisits=True)
     schedule = make_schedule(5000, np.full(5000, 512), targets, SPEC, 512, shape, 0)
-    assert schedule.rehearsals > 3
-    assert schedule.epoch_lengths > 10
+    assert schedule.repeats > 3
+    assert schedule.run.new_shapes is not None
+    assert schedule.run.new_shapes > 10
     alone = make_schedule(5000, np.full(5000, 512), None, SPEC, 512, shape, 0)
-    assert (alone.rehearsals, alone.epoch_lengths) == (1, 1)
+    assert (alone.repeats, alone.run.new_shapes) == (1, 1)
 
 
 def test_nothing_comes_twice_where_shapes_make_no_difference() -> None:
     schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 12), 0)
-    assert schedule.new_lengths == ()
-    assert schedule.rehearsals == 0
+    assert schedule.repeats == 0
     assert len(schedule.order) == 15 * 16
-
-
-def test_costs_are_those_of_the_batches_in_the_order() -> None:
-    shape = BatchShape(4, 6, 3, 2, 0, 5)
-    schedule = make_schedule(5000, LENGTHS, None, DataSpec("/x", "json", "", pad_to_multiple_of=32), 512, shape, 0)
-    for step, cost in zip(micro_batches(schedule, shape)[2:], schedule.costs, strict=True):
-        run = sum(4 * -(-max(LENGTHS[batch]) // 32) * 32 for batch in step)
-        assert cost == pytest.approx(run * 6 / 3)
 
 
 def test_few_samples_are_repeated() -> None:
@@ -112,33 +107,43 @@ def test_both_the_longest_input_and_the_longest_target_are_in_the_worst_batch() 
 
 def test_padding_to_the_full_length_makes_all_steps_alike() -> None:
     spec = DataSpec("/x", "json", "", padding="max_length")
-    schedule = make_schedule(5000, LENGTHS, None, spec, 512, BatchShape(8, 2, 2, 3, 0, 9), 0)
-    assert set(schedule.costs) == {schedule.epoch_cost} == {8 * 2 * 512.0}
+    shape = BatchShape(8, 2, 2, 3, 0, 9)
+    schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
+    assert set(costs(schedule, shape, spec)) == {schedule.run.step_tokens} == {8 * 2 * 512.0}
+    assert schedule.run.new_shapes == 1
     assert schedule.worst_tokens == 512
 
 
 def test_images_have_no_length() -> None:
     schedule = make_schedule(30, None, None, SPEC, 1, BatchShape(8, 2, 2, 2, 0, 3), 0)
     assert schedule.worst_tokens is None
-    assert len(set(schedule.costs)) == 1
+    assert not schedule.run.varies
+
+
+def estimated(schedule: Schedule, seconds: list[float], tokens: list[float]) -> StepEstimate:
+    return estimate_run([Timed(*step, 0) for step in zip(seconds, tokens, strict=True)], schedule.run).step
 
 
 def test_what_the_lengths_explain_is_no_uncertainty() -> None:
-    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 12), 0)
-    exact = [0.1 + cost * 1e-4 for cost in schedule.costs]
-    mean, spread = schedule.estimate(exact)
-    assert mean == pytest.approx(0.1 + schedule.epoch_cost * 1e-4, rel=1e-6)
+    shape = BatchShape(8, 2, 2, 3, 0, 12)
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, shape, 0)
+    tokens = costs(schedule, shape)
+    assert schedule.run.step_tokens is not None
+    exact = [0.1 + cost * 1e-4 for cost in tokens]
+    mean, spread = estimated(schedule, exact, tokens)
+    assert mean == pytest.approx(0.1 + schedule.run.step_tokens * 1e-4, rel=1e-6)
     assert spread < 1e-6
     noisy = [seconds * (1.1 if index % 2 else 0.9) for index, seconds in enumerate(exact)]
-    assert 0.02 < schedule.estimate(noisy)[1] < 0.15
-    assert schedule.estimate(exact[:1]) == (exact[0], float("inf"))
-    assert schedule.estimate(exact[:2])[1] > 0
+    assert 0.02 < estimated(schedule, noisy, tokens).relative_half_width < 0.15
+    assert estimated(schedule, exact[:1], tokens[:1]) == (exact[0], float("inf"))
+    assert estimated(schedule, exact[:2], tokens[:2]).relative_half_width > 0
 
 
 def test_noise_is_not_taken_for_a_slope_that_cannot_be() -> None:
-    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 6), 0)
-    falling = [1.0 / cost for cost in schedule.costs]
-    assert schedule.estimate(falling)[0] == pytest.approx(np.mean(falling))
+    shape = BatchShape(8, 2, 2, 3, 0, 6)
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, shape, 0)
+    falling = [1.0 / cost for cost in costs(schedule, shape)]
+    assert estimated(schedule, falling, costs(schedule, shape)).seconds == pytest.approx(np.mean(falling))
 
 
 def test_ranks_take_the_batches_in_turn_and_the_slowest_decides() -> None:
@@ -148,6 +153,7 @@ def test_ranks_take_the_batches_in_turn_and_the_slowest_decides() -> None:
     steps = np.array(schedule.order).reshape(-1, 3, 2, 4)
     # Both ranks have the longest samples in the warm-up.
     assert (LENGTHS[steps[:2]].max(axis=3) == LENGTHS.max()).all()
-    padded = LENGTHS[steps[-5:]].max(axis=3)
-    # A rank pads its own batches only, and waits for the other once a step.
-    assert schedule.costs == pytest.approx((4 * padded).sum(axis=1).max(axis=1))
+    assert schedule.run.step_tokens is not None
+    # A rank pads its own batches only, and waits for the other once a step, so that a step has more than its mean.
+    padded = LENGTHS[steps].max(axis=3)
+    assert schedule.run.step_tokens > (4 * padded[3:]).sum(axis=1).mean()

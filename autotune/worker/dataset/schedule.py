@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,63 +10,31 @@ from typing import Any
 import numpy as np
 
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.measured_steps import StepEstimate
-from autotune.core.statistics import quantile
+from autotune.core.lengths import MOST_SAMPLES, PlannedRun, first_visits
 from autotune.worker.private.transformers import length_grouped_order
 
-# An epoch is drawn from at most this many samples: more take time to shuffle and change nothing.
-_MOST_SAMPLES = 100_000
 _MOST_TOKENS = 2**31
+GROUP = 3
+"""So many steps of an epoch, a fast, a slow and a medium one, come one after the other, then once more. A choice."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a trial's samples, and what its measured steps represent."""
+    """The order of a trial's samples, and what the epoch is that they stand for."""
 
     order: tuple[int, ...]
     """Indices of samples, batch after batch."""
     worst_steps: int
     """Number of steps on the largest batches, which come first."""
-    costs: tuple[float, ...]
-    """Padded tokens of each measured step, in order; all equal where lengths do not vary."""
-    epoch_cost: float
-    """Padded tokens of the mean step of an epoch."""
+    repeats: int
+    """Number of steps that come a second time, so that their shapes are known to the GPU then."""
     worst_tokens: int | None
     """Padded length of the largest batches; ``None`` for images."""
-    new_lengths: tuple[int, ...] = ()
-    """For each step after the warm-up, how many of its padded lengths no earlier step had; 0 where it is measured.
-
-    A step with new lengths is a rehearsal: it is repeated, and measured then. Empty where nothing is rehearsed."""
-    epoch_lengths: int = 1
-    """Number of different padded lengths among the batches of an epoch."""
-
-    @property
-    def rehearsals(self) -> int:
-        """Number of steps after the warm-up that are not measured."""
-        return sum(1 for new in self.new_lengths if new)
-
-    def estimate(self, seconds: list[float]) -> StepEstimate:
-        """Estimate the mean step time of an epoch, in seconds; the half-width is infinite with fewer than two steps.
-
-        Steps differ since their batches differ, which is known. A regression on padded tokens removes that part from
-        the residuals, and corrects the mean where the measured steps are larger or smaller than the epoch's mean step.
-        """
-        mean = statistics.fmean(seconds)
-        count = len(seconds)
-        if count < 2:
-            return StepEstimate(mean, math.inf)
-        costs = np.array(self.costs[:count]) / self.epoch_cost
-        slope, residuals, unknowns = 0.0, np.array(seconds) - mean, 1
-        if count > 3 and costs.std() > 1e-6:
-            slope = max(0.0, float(np.polyfit(costs, seconds, 1)[0]))
-            residuals, unknowns = residuals - slope * (costs - costs.mean()), 2
-        mean += slope * (1 - float(costs.mean()))
-        error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count))
-        return StepEstimate(mean, quantile(count - unknowns) * error / mean)
+    run: PlannedRun
 
 
-def _spread_positions(count: int) -> Iterator[int]:
-    """Yield positions below ``count``, of which the first few are spread evenly at any time.
+def spread_positions(count: int) -> Iterator[int]:
+    """Yield positions below ``count`` without end, of which the first few are spread evenly at any time.
 
     The middle comes first, then one below and one above in turn (van der Corput's sequence, mirrored).
     """
@@ -96,8 +62,8 @@ class BatchShape:
     ordinary_steps: int
     """Steps between those on the largest batches and the measured ones."""
     measured_steps: int
-    rehearses: bool = False
-    """Whether measured steps with new padded lengths are run twice."""
+    revisits: bool = False
+    """Whether steps with new padded lengths come a second time."""
     ranks: int = 1
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
@@ -116,7 +82,7 @@ def make_schedule(
     sizes = np.ones(samples, dtype=np.int64) if lengths is None else np.asarray(lengths)
     worst = _worst_steps(sizes, targets, image_tokens, shape)
     random = np.random.default_rng(seed)
-    epoch = random.permutation(samples)[:_MOST_SAMPLES]
+    epoch = random.permutation(samples)[:MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
     if spec.group_by_length and lengths is not None:
         epoch = epoch[length_grouped_order(sizes[epoch].tolist(), step_samples, seed)]
@@ -138,30 +104,33 @@ def make_schedule(
     # Ranks wait for each other once a step, so the one with the most to do decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
     by_cost = np.argsort(costs, kind="stable")
-    order, measured_costs, new_lengths = list(worst), [], []
-    positions = _spread_positions(len(by_cost))
+    order, repeats = list(worst), 0
+    positions = spread_positions(len(by_cost))
     worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
     # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
         seen.update(shapes[step, : shape.micro_steps_run].reshape(-1).tolist())
-    for _ in range(shape.measured_steps):
-        step = by_cost[next(positions)]
-        run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-        new = set(shapes[step, run].reshape(-1).tolist()) - seen if shape.rehearses else set()
-        seen |= new
-        order += steps[step, run].reshape(-1).tolist() * (2 if new else 1)
-        measured_costs.append(float(micro_costs[step, run].mean(axis=0).max()) * shape.micro_steps)
-        new_lengths += [len(new), 0] if new else [0]
+    for begin in range(0, shape.measured_steps, GROUP):
+        again: list[int] = []
+        for _ in range(begin, min(begin + GROUP, shape.measured_steps)):
+            step = by_cost[next(positions)]
+            run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
+            taken, met = steps[step, run].reshape(-1).tolist(), set(shapes[step, run].reshape(-1).tolist())
+            order += taken
+            if shape.revisits and not met <= seen:
+                again += taken
+                repeats += 1
+            seen |= met
+        order += again
+    drawn = first_visits(shapes.reshape(-1, shape.ranks))
     return Schedule(
         tuple(order),
         shape.worst_steps,
-        tuple(measured_costs),
-        float(costs.mean()),
+        repeats,
         worst_tokens,
-        tuple(new_lengths) if shape.rehearses else (),
-        len(np.unique(shapes)),
+        PlannedRun(max(1, samples // step_samples), 1.0, drawn, drawn, float(costs.mean()), lengths is not None),
     )
 
 

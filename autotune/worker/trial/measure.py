@@ -1,7 +1,6 @@
 """Time the optimizer steps of a training, whatever runs them, and decide when they are enough.
 
-A step whose shapes are new to the GPU is run twice: the first run, called a rehearsal, loads and compiles kernels and
-is not counted; the second is timed.
+Steps whose shapes are new to the GPU are told apart: what they take longer is the time of a new shape.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ from time import perf_counter
 from typing import Any
 
 from autotune.core.candidate import Candidate
-from autotune.core.measured_steps import StepEstimate, is_enough, mean_step
+from autotune.core.lengths import PlannedRun
+from autotune.core.measured_steps import is_enough
 from autotune.core.outcome import Effort, Measurement
 from autotune.space.dataloader import batches_ahead
 from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
+from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
-from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
 from autotune.worker.trial.training_watch import Seen
 
-# Once three steps are measured, stop when rehearsals took this many times ``max_seconds``. A choice, not measured.
-_REHEARSAL_PATIENCE = 3.0
-# NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show,
-# and more so where rehearsals come between measured steps, so that it is read more often.
+# Once three steps are timed, stop when those with new shapes took this many times ``max_seconds``, or are as many times
+# ``max_steps``. Choices.
+_PATIENCE = 3.0
+_MOST_NEW = 2
+# NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
-_LEAST_REHEARSED_SECONDS = 1.0
 
 
 MOST_SKIPPED_STEPS = 20
@@ -44,7 +44,7 @@ Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
 
 def most_steps(candidate: Candidate, effort: Effort) -> int:
-    """Return the most steps that a trial may run, without rehearsals."""
+    """Return the most steps that a trial may run, without those that come a second time."""
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
     return effort.warmup_steps + effort.max_steps + effort.busy_steps + skipped
 
@@ -74,39 +74,9 @@ class _Step:
     run."""
     last_micro_seconds: float
     """Time of the last micro-step, which exchanges the gradients between ranks, with gradient clipping."""
-
-
-class _Rehearsals:
-    """Compares steps with new shapes, which are rehearsals, with the same batches run again right after."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self._shapes = 0
-        self._extra_seconds = 0.0
-        self._last: tuple[_Step, int] | None = None
-
-    def begin(self, step: _Step, new_shapes: int) -> None:
-        """Record a rehearsal."""
-        self.steps += 1
-        self.seconds += step.seconds
-        self._last = step, new_shapes
-
-    def end(self, step: _Step) -> None:
-        """Record a measured step, and compare it with its rehearsal if it had one, without waits for data."""
-        if self._last is not None:
-            rehearsal, new_shapes = self._last
-            self._extra_seconds += rehearsal.seconds - rehearsal.data_seconds - step.seconds + step.data_seconds
-            self._shapes += new_shapes
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the last rehearsal: the next step does not repeat it."""
-        self._last = None
-
-    def seconds_a_shape(self) -> float | None:
-        """Return the extra time of a shape's first run; ``None`` where no shape was new."""
-        return max(0.0, self._extra_seconds / self._shapes) if self._shapes else None
+    new_shapes: int = 0
+    tokens: float = 0.0
+    """Of the candidate's whole step, with padding; 0 where they are not known."""
 
 
 class _Energy:
@@ -136,7 +106,8 @@ class StepTimer(StepListener):
     Whatever runs the training tells it of its steps (``StepListener``). ``on_enough`` is called with the measurement
     inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each of them trained,
     outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to
-    measure follows from ``effort`` alone.
+    measure follows from ``effort`` alone. ``run`` is the training that the speed is promised for; ``shapes`` tells
+    which shapes are new.
 
     Of several ranks each has such a timer. They meet after every step, outside the timed part, and go on with the
     step of the slowest, so that all of them stop after the same step.
@@ -151,12 +122,15 @@ class StepTimer(StepListener):
         on_step: Callable[[int], None],
         checks: StepChecks,
         schedule: Schedule | None = None,
-        rehearsing: Rehearsing | None = None,
+        run: PlannedRun | None = None,
+        shapes: BatchShapes | None = None,
         busy: BusyStep | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._meter = meter
         self.checks = checks
+        self._run = run or (schedule.run if schedule is not None else PlannedRun())
+        self._shapes = shapes
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
         """Seconds of the measured steps of each rank, added up."""
@@ -165,11 +139,9 @@ class StepTimer(StepListener):
         self._on_enough = on_enough
         self._on_step = on_step
         self._schedule = schedule
-        self._rehearsing = rehearsing
-        self._rehearsals = _Rehearsals()
         self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
-        self._measured: list[_Step] = []
+        self._timed: list[_Step] = []
         self._tokens: list[int | None] = []
         """Tokens of each measured step, over all ranks; ``None`` where they were not seen."""
         self._marks: list[Any] = []
@@ -184,8 +156,6 @@ class StepTimer(StepListener):
         self._steps_seen = 0
         self._steps_run_again = 0
         self._warmup_steps = effort.warmup_steps
-        self._costs: list[float] = []
-        """Padded tokens of each measured step's batches, where a schedule knows them."""
         self._busy = busy
         self._busy_steps = 0
         self._is_profiled = False
@@ -214,7 +184,7 @@ class StepTimer(StepListener):
         """Note when the batches are there: the time since the last step was spent waiting for data."""
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
-        self._is_profiled = self.pending is not None and not self._new_shapes()
+        self._is_profiled = self.pending is not None and not (self._shapes and self._shapes.new)
         if self._is_profiled and self._busy is not None:
             self._busy.step_begins()
 
@@ -242,28 +212,23 @@ class StepTimer(StepListener):
         told = self._ranks.gather((astuple(step), self._was_skipped(seen), seen.tokens))
         each, tokens = [_Step(*figures) for figures, _, _ in told], [count for _, _, count in told]
         step, again = max(each, key=lambda one: one.seconds), any(skipped for _, skipped, _ in told)
-        is_warm, new_shapes = self._is_warm, self._new_shapes()
-        is_measured = is_warm and not new_shapes and not again
-        if is_measured:
+        step.new_shapes, step.tokens = max(one.new_shapes for one in each), max(one.tokens for one in each)
+        is_warm = self._is_warm
+        is_timed = is_warm and not again
+        if is_timed:
             self._energy.add()
-            self._rehearsals.end(step)
-            self._measured.append(step)
+            self._timed.append(step)
             self._rank_seconds = [sum_ + one.seconds for sum_, one in zip(self._rank_seconds, each, strict=True)]
             known = [count for count in tokens if count is not None]
             self._tokens.append(sum(known) if len(known) == len(tokens) else None)
-            self._costs += self._cost_of_step()
         elif not is_warm:
             self._warmup.append(step)
             self._warmup_steps += again
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
-        elif new_shapes:
-            self._rehearsals.begin(step, new_shapes)
-        else:
-            self._rehearsals.forget()
         self._steps_run_again += again
         self._step_is_over()
-        if is_measured and self._enough():
+        if is_timed and self._enough():
             self.pending = self.measurement()
             if self._busy is not None and self._effort.busy_steps:
                 self._busy.begin()
@@ -298,13 +263,13 @@ class StepTimer(StepListener):
         self._on_step(self._steps_seen)
 
     def _end_profiled(self, measured: Measurement) -> None:
-        """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
+        """Record a step after the timed ones, which is profiled unless its shapes are new."""
         assert self._busy is not None
+        tokens = self._end_batches()[1]
         if self._is_profiled:
-            # Over that of the epoch's mean step.
-            costs = self._cost_of_step()
-            cost = costs[0] / self._schedule.epoch_cost if costs and self._schedule else 1.0
-            self._busy.step_ends(measured.step_seconds, cost)
+            # Over that of the run's mean step.
+            cost = tokens / self._run.step_tokens if tokens and self._run.step_tokens else 1.0
+            self._busy.step_ends(measured.steady_step_seconds or measured.step_seconds, cost)
             self._busy_steps += 1
         self._step_is_over()
         self.checks.step_is_dropped()
@@ -325,25 +290,17 @@ class StepTimer(StepListener):
             measured = replace(measured, gpu_busy_share=share, gpu_busy_cost_seconds=cost, gpu_seconds_by_kind=kinds)
         self._on_enough(measured)
 
-    def _cost_of_step(self) -> list[float]:
-        """Return the padded tokens of the step that ends, as a list of one; empty where no schedule knows them."""
-        if self._schedule is None:
-            return []
-        timed = [not new for new in self._schedule.new_lengths[: self._position]]
-        index = sum(timed) if self._schedule.new_lengths else self._position
-        return list(self._schedule.costs[index : index + 1])
+    def takes(self, batch: Any) -> None:
+        """Note a batch that is about to be trained with."""
+        if self._shapes is not None:
+            self._shapes.take(batch)
 
-    @property
-    def _position(self) -> int:
-        """Index of the current step among those of the schedule that follow the warm-up."""
-        return self._steps_seen - self._effort.warmup_steps
-
-    def _new_shapes(self) -> int:
-        """Return how many shapes of the current step are new, if the step is run again; 0 during warm-up."""
-        if self._rehearsing is not None:
-            return self._rehearsing.new_shapes
-        new = self._schedule.new_lengths if self._schedule else ()
-        return new[self._position] if 0 <= self._position < len(new) else 0
+    def _end_batches(self) -> tuple[int, float]:
+        """Return the new shapes of the step that ends, and the tokens that the candidate's whole step has."""
+        if self._shapes is None:
+            return 0, 0.0
+        new, tokens = self._shapes.end_step()
+        return new, tokens * self._candidate.gradient_accumulation_steps
 
     def start_clock(self) -> None:
         """Start the clock of a step, after reading the energy counter, which takes time itself."""
@@ -358,7 +315,7 @@ class StepTimer(StepListener):
     @property
     def has_measured(self) -> bool:
         """Whether a step was measured, so that a training that ends is none too soon."""
-        return bool(self._measured)
+        return bool(self._timed)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -381,7 +338,7 @@ class StepTimer(StepListener):
         if self._is_profiled and self._busy is not None:
             self._busy.stop()
         self._meter.synchronize()
-        self._rehearsals.forget()
+        self._end_batches()
         self.checks.step_is_dropped()
         self.start_clock()
 
@@ -391,6 +348,7 @@ class StepTimer(StepListener):
         # in length, the mean over more of them matters more than that difference.
         first = 1 if self._schedule is None else 0
         data_seconds = self._begin - self._previous_end
+        new_shapes, tokens = self._end_batches()
         micro_seconds = between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0
         if self._wait_seconds is not None:
             data_seconds += self._wait_seconds
@@ -402,53 +360,66 @@ class StepTimer(StepListener):
             optimizer_seconds=between(marks[-2], marks[-1]),
             micro_seconds=micro_seconds,
             last_micro_seconds=between(marks[-3], marks[-2]),
+            new_shapes=new_shapes,
+            tokens=tokens,
         )
 
     def _enough(self) -> bool:
-        measured = [step.seconds for step in self._measured]
         if self._is_behind():
             return True
-        if len(measured) >= 3 and self._rehearsals.seconds >= _REHEARSAL_PATIENCE * self._effort.max_seconds:
+        new = [step.seconds for step in self._timed if step.new_shapes]
+        most = self._effort.max_seconds, self._effort.max_steps
+        if len(self._timed) >= 3 and (sum(new) >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
             return True
-        return is_enough(measured, self._effort, self._estimate().relative_half_width)
+        known = [step.seconds for step in self._timed if not step.new_shapes]
+        return is_enough(known, self._effort, self._estimate().step.relative_half_width)
 
     def _is_behind(self) -> bool:
         """Return whether the first steps show that the candidate cannot win. One slow step may have another cause."""
         behind = self._effort.behind_step_seconds
-        whole = self._whole_steps()
-        if behind is None or len(whole) < 2:
+        known = [step.seconds for step in self._whole_steps() if not step.new_shapes]
+        if behind is None or len(known) < 2:
             return False
         # The first three steps of a schedule are a fast, a slow and a medium one.
-        return min(whole) > behind if self._schedule is None else len(whole) == 3 and statistics.fmean(whole) > behind
+        return min(known) > behind if self._schedule is None else len(known) == 3 and statistics.fmean(known) > behind
 
-    def _estimate(self) -> StepEstimate:
-        """Return the estimated step time; its half-width is infinite with fewer than two steps."""
-        whole = self._whole_steps()
-        if self._schedule is not None:
-            return replace(self._schedule, costs=tuple(self._costs)).estimate(whole)
-        estimate = mean_step(whole)
-        return StepEstimate(estimate.mean, estimate.relative_half_width() if len(whole) > 1 else math.inf)
+    def _estimate(self) -> RunEstimate:
+        """Return the estimated step time of the run."""
+        return estimate_run(self._whole_steps(), self._run)
 
-    def _whole_steps(self) -> list[float]:
-        """Return the times of the candidate's whole steps, with the missing micro-steps added."""
+    def _whole_steps(self) -> list[Timed]:
+        """Return the candidate's whole steps, with the missing micro-steps added."""
         run = micro_steps_to_run(self._candidate, self._effort)
         missing = self._candidate.gradient_accumulation_steps - run
-        return [step.seconds + missing * (step.micro_seconds + step.data_seconds / run) for step in self._measured]
+
+        known = [step for step in self._timed if not step.new_shapes]
+
+        def whole(step: _Step) -> Timed:
+            micro_seconds = step.micro_seconds
+            if step.new_shapes and known:
+                # Shapes are new once, not in each of the missing micro-steps.
+                like = min(known, key=lambda one: abs(one.tokens - step.tokens))
+                micro_seconds = like.micro_seconds * (step.tokens / like.tokens if like.tokens else 1.0)
+            added = missing * (micro_seconds + step.data_seconds / run)
+            return Timed(step.seconds + added, step.tokens, step.new_shapes, step.data_seconds)
+
+        return [whole(step) for step in self._timed]
 
     def measurement(self) -> Measurement:
         """Return the measurement so far; needs at least one measured step."""
-        whole = self._whole_steps()
-        seconds, spread = self._estimate()
+        estimate = self._estimate()
+        seconds, spread = estimate.step
+        whole = tuple(step.seconds for step in without_new(self._whole_steps()))
         peaks = self._largest(self._meter.peaks())
         joules_per_sample = self._joules_per_sample(seconds)
         ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
-        data = average([step.data_seconds for step in self._measured])
+        data = average([step.data_seconds for step in self._timed])
         worst = self._largest(self._worst_peaks) if self._worst_peaks else None
         return Measurement(
             step_seconds=seconds,
-            step_seconds_each=tuple(whole),
+            step_seconds_each=whole,
             relative_spread=spread if len(whole) > 1 else 0.0,
             samples_per_second=self._candidate.samples_per_step / seconds,
             peak_allocated_bytes=peaks.allocated,
@@ -465,8 +436,14 @@ class StepTimer(StepListener):
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
-            new_length_seconds=self._rehearsals.seconds_a_shape(),
-            epoch_lengths=self._schedule.epoch_lengths if self._schedule else None,
+            steady_step_seconds=estimate.steady_seconds,
+            new_shape_seconds=estimate.shape_seconds,
+            shapes_seen=self._shapes.count if self._shapes is not None else None,
+            run_shapes=self._run.new_shapes,
+            epoch_shapes=self._run.epoch_shapes,
+            run_steps=self._run.steps,
+            run_epochs=self._run.epochs,
+            batches_vary=self._run.varies,
             worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
@@ -479,16 +456,16 @@ class StepTimer(StepListener):
         """Return the time of an update; ``None`` under DeepSpeed, which updates within the last micro-step."""
         if self._candidate.arm.zero_stage is not None:
             return None
-        return statistics.median(step.optimizer_seconds for step in self._measured)
+        return statistics.median(step.optimizer_seconds for step in self._timed)
 
     def _of_ranks(self) -> dict[str, Any]:
         """Return the figures that only several ranks have."""
-        micro = [step.micro_seconds for step in self._measured if step.micro_seconds > 0]
+        micro = [step.micro_seconds for step in self._timed if step.micro_seconds > 0]
         return {
             "ranks": self._ranks.count,
-            "rank_step_seconds": tuple(seconds / len(self._measured) for seconds in self._rank_seconds),
+            "rank_step_seconds": tuple(seconds / len(self._timed) for seconds in self._rank_seconds),
             "micro_step_seconds": statistics.median(micro) if micro else None,
-            "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._measured),
+            "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._timed),
         }
 
     def _tokens_per_sample(self) -> float | None:
@@ -512,17 +489,16 @@ class StepTimer(StepListener):
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
-        run_seconds = sum(step.seconds for step in self._measured)
+        run_seconds = sum(step.seconds for step in self._timed)
         each = [joules for joules in self._ranks.gather(self._energy.joules) if joules is not None]
         joules = sum(each) if len(each) == self._ranks.count else None
-        least = _LEAST_REHEARSED_SECONDS if self._rehearsals.steps else _LEAST_ENERGY_SECONDS
-        if joules is None or run_seconds < least:
+        if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 
     def _compile_seconds(self) -> float:
         """Return the extra time of the warm-up steps, compared with as many measured ones."""
-        usual = statistics.median(step.seconds for step in self._measured)
+        usual = statistics.median(step.seconds for step in self._timed)
         return max(0.0, sum(step.seconds - usual for step in self._warmup))
 
     def _worst_step_seconds(self) -> float | None:

@@ -31,6 +31,7 @@ from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.arithmetic import Arithmetic
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.build import (
     built_or_on_meta,
     check_attends_to_all,
@@ -80,7 +81,7 @@ def trainer_arguments(
     output_dir: str,
     seed: int,
     *,
-    rehearsals: int = 0,
+    repeats: int = 0,
     **others: Any,
 ) -> Any:
     """Return the candidate's arguments without reporting and saving, and with enough steps to measure."""
@@ -90,7 +91,7 @@ def trainer_arguments(
     return TrainingArguments(
         **arguments,
         output_dir=output_dir,
-        max_steps=most_steps(candidate, effort) + rehearsals,
+        max_steps=most_steps(candidate, effort) + repeats,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -197,7 +198,7 @@ class Trial:
             self._effort,
             output_dir,
             self._seed,
-            rehearsals=schedule.rehearsals if schedule else 0,
+            repeats=schedule.repeats if schedule else 0,
             **(prepared.arguments if prepared else {}),
         )
         self._phases.enter("model")
@@ -244,7 +245,7 @@ class Trial:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if arguments.world_size != self._ranks.count:
             raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {self._ranks.count} were started")
-        self._hold_inputs(trainer)
+        self._hold_inputs(trainer, timer)
         watch = LossWatch(trainer)
         self._phases.enter("train")
         loss = _train_until_measured(trainer, timer, is_alone=self._ranks.count == 1)
@@ -268,6 +269,7 @@ class Trial:
             on_enough,
             on_step=lambda step: self._send(Progress(step=step, of=of)),
             checks=self._checks,
+            shapes=BatchShapes(tells_new=self._device_kind == "cuda"),
             busy=busy_step(self._meter, run, accumulation) if self._effort.busy_steps else None,
             ranks=self._ranks,
             **others,
@@ -298,10 +300,11 @@ class Trial:
             samples = counted.tokens / mean
         return counted.forward_flops / samples, counted.flops / samples
 
-    def _hold_inputs(self, trainer: Any) -> None:
+    def _hold_inputs(self, trainer: Any, timer: StepTimer) -> None:
         """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""
         run = trainer.args.gradient_accumulation_steps
-        self._inputs = LeftOutInputs(trainer, max(0, self._candidate.gradient_accumulation_steps - run))
+        left_out = max(0, self._candidate.gradient_accumulation_steps - run)
+        self._inputs = LeftOutInputs(trainer, left_out, timer.takes)
 
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one.
@@ -330,7 +333,7 @@ class Trial:
             self._effort.warmup_steps - self._worst_steps,
             most_steps(candidate, self._effort) - self._effort.warmup_steps,
             # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
-            rehearses=dataset.makes_new_shapes and self._device_kind == "cuda",
+            revisits=dataset.makes_new_shapes and self._device_kind == "cuda",
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
         )

@@ -6,7 +6,7 @@ the micro-steps would otherwise show too small a peak, and complete where the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,14 +63,15 @@ _EXCHANGES = 2
 class LeftOutInputs:
     """Copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
 
-    def __init__(self, trainer: Any, left_out: int) -> None:
-        """Copy the inputs at the start of each of the trainer's steps."""
+    def __init__(self, trainer: Any, left_out: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
+        """Copy the inputs at the start of each of the trainer's steps; ``on_batch`` is told of each of them."""
         self.micro_batch_bytes: int | None = None
         """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
         self._left_out = left_out
         self._held: list[list[torch.Tensor]] = []
         self._exchanges = 0
         self._device_type = trainer.args.device.type
+        self._on_batch = on_batch
         self._fetch = trainer.get_batch_samples
         trainer.get_batch_samples = self._get_batch_samples
 
@@ -78,6 +79,8 @@ class LeftOutInputs:
         fetched = self._fetch(*args, **kwargs)
         if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
             self._hold(fetched[0])
+            for inputs in fetched[0]:
+                self._on_batch(inputs)
         return fetched
 
     def _hold(self, micro_batches: list[Any]) -> None:

@@ -82,7 +82,7 @@ class Measured(Protocol):
     def begins(self) -> None:
         """Measure from now on."""
 
-    def steps(self, *, rehearses: bool) -> LoopSteps:
+    def steps(self) -> LoopSteps:
         """Return what is to be told of the batches and steps, after ``begins``."""
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:

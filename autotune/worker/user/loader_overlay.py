@@ -46,6 +46,7 @@ class LoaderOverlay:
         *,
         least_batches: int = 0,
         accumulation: int = 1,
+        on_made: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._key = key
         self._batch = batch
@@ -55,6 +56,8 @@ class LoaderOverlay:
         self._least_batches = least_batches
         """As many batches as the loader has to say that it has: it is gone over again where its data ends before."""
         self._accumulation = accumulation
+        self._on_made = on_made
+        """Given that loader once it is made."""
         self._made: Counter[str] = Counter()
 
     def install(self) -> None:
@@ -72,6 +75,7 @@ class LoaderOverlay:
                 if self._workers:
                     given.arguments |= {"num_workers": self._workers, "prefetch_factor": self._prefetch}
                 make(*given.args, **given.kwargs)
+                self._on_made(loader)
             else:
                 make(loader, *words, **options)
             setattr(loader, _KEY, key)

@@ -13,7 +13,6 @@ from typing import Any
 
 from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.listener import Listener, StepListener
-from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError
 
 # So many steps that cannot be counted, one after the other, mean that none will come that can.
@@ -58,16 +57,15 @@ class LoopSteps(MarkedSteps):
         listener: StepListener,
         *,
         may_skip: bool = False,
-        rehearsing: Rehearsing | None = None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
         super().__init__(name, listener)
-        self._on_batch = on_batch
+        self.takes = on_batch
+        """Told of each batch before it is trained with."""
         self._accumulation = accumulation
         """Micro-steps of a step; ``None``: as many as come before the optimizer steps."""
         self._may_skip = may_skip
         """Whether a gradient scaler may leave an optimizer's step out."""
-        self._rehearsing = rehearsing
         self._is_open = False
         self._has_begun = False
         self._micro_steps = 0
@@ -114,7 +112,7 @@ class LoopSteps(MarkedSteps):
 
     def _once(self, loader: Iterable[Any]) -> Generator[Any, None, bool]:
         """Give the batches of a loader once; whether there were any."""
-        batches = iter(loader) if self._rehearsing is None else self._rehearsing.batches(loader)
+        batches = iter(loader)
         given = 0
         while True:
             began = perf_counter()
@@ -123,7 +121,7 @@ class LoopSteps(MarkedSteps):
             except StopIteration:
                 return given > 0
             given += 1
-            self._on_batch(batch)
+            self.takes(batch)
             self.micro_step_begins(perf_counter() - began, batch_samples(batch))
             try:
                 yield batch

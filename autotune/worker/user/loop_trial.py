@@ -7,6 +7,7 @@ those of the framework, its batch over that of the training ``DataLoader``, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -21,17 +22,17 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run, most_steps
-from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
+from autotune.worker.user.epoch_order import spread_loader
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, check_gradients, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
-from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.protection import keep_run
 
 # Steps that the ends of the data cut short are not counted. A choice.
@@ -59,6 +60,7 @@ class StepsTrial(OwnTrial):
             arm.dataloader_prefetch_factor,
             least_batches=least_batches,
             accumulation=accumulation,
+            on_made=functools.partial(spread_loader, accumulation=accumulation, revisits=self._device_kind == "cuda"),
         ).install()
 
     def _set_tf32(self) -> None:
@@ -69,27 +71,33 @@ class StepsTrial(OwnTrial):
         if "precision" in self._source.interface.searched:
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
-    def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
+    def _watch(self, accumulation: int | None) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         arm, interface = self._candidate.arm, self._source.interface
         self._warm_up_loading(
             arm.dataloader_num_workers or interface.loader_workers,
             arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
         )
-        rehearses = rehearses and self._device_kind == "cuda"
-        rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
-        self._timer = self._make_timer(self._enough, rehearsing=rehearsing)
+        samples = interface.samples
+        steps = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
+        timer = self._timer = self._make_timer(
+            self._enough, run=planned_run(interface.lengths, self._candidate, steps, 1.0 if steps else None)
+        )
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
-        steps = self._steps = self._checks.watch.listener = LoopSteps(
+
+        def take(batch: Any) -> None:
+            self._checks.give(batch)
+            timer.takes(batch)
+
+        watched = self._steps = self._checks.watch.listener = LoopSteps(
             self._source.name,
             accumulation,
             self._timer,
             may_skip=arm.precision == "fp16",
-            rehearsing=rehearsing,
-            on_batch=self._checks.give,
+            on_batch=take,
         )
-        return steps
+        return watched
 
     def begins(self) -> None:
         """Let the code train, and measure it from now on."""
@@ -163,15 +171,16 @@ class ScriptTrial(StepsTrial):
             self._run = micro_steps_to_run(candidate, self._effort)
         if self._run == accumulation:
             self._run_all_micro_steps()
-        self._overlay_loader(candidate.per_device_train_batch_size if "batch" in takes else None)
+        batch = candidate.per_device_train_batch_size if "batch" in takes else None
+        self._overlay_loader(batch, accumulation=self._run)
         self.output_dir, self.is_on_cpu = output_dir, self._device_kind == "cpu"
         self._announced: Announced | None = None
         ADAPTERS[source.framework].measure(Changes.of(source, candidate, takes, self._run, lambda _: None), self)
         run_script(source, output_dir)
 
-    def steps(self, *, rehearses: bool) -> LoopSteps:
+    def steps(self) -> LoopSteps:
         """Return what is to be told of the batches and steps, after ``begins``."""
-        return self._watch(self._run, rehearses=rehearses)
+        return self._watch(self._run)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader, and measure from the first one on."""

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from autotune.core.candidate import Candidate
 from autotune.core.jobs import TrialWork
+from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
 from autotune.core.outcome import Completed, Failed, FailureReason, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
@@ -124,6 +126,22 @@ class OwnTrial(Trial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+
+
+def planned_run(
+    lengths: SampleLengths | None, candidate: Candidate, steps: int | None, epochs: float | None
+) -> PlannedRun:
+    """Return a run of so many optimizer steps, with what its batches are where the lengths of the samples are known."""
+    if lengths is None or not lengths.counts:
+        return PlannedRun(steps, epochs)
+    arm, ranks = candidate.arm, candidate.arm.data_parallel
+    batching = lengths.batching(candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps, ranks)
+    if arm.padding_free:
+        batching = dataclasses.replace(batching, padding="rows", multiple=1)
+    shapes, of_epoch = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
+    tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
+    varies = lengths.vary and batching.padding != "max_length"
+    return PlannedRun(shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), tokens, varies)
 
 
 def note_cache_files(list_file: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autotune.core.candidate import Document
+from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Completed, Failed, LossOfBatch, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
@@ -19,13 +20,13 @@ from autotune.worker.private.transformers import is_reporting, loss_of, mean_tra
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.trial.objective import loss_of_batch, without_tensors
-from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
+from autotune.worker.user.epoch_order import SpreadSampler, can_spread
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
-from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.trainer_code import (
     Overlay,
     generates,
@@ -167,12 +168,8 @@ class TrainerTrial(OwnTrial):
             apply(trainer, **applied_settings(self._candidate.arm))
             if self._candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = self._checks.watch.take_replay
-        rehearsing = None
-        if self._device_kind == "cuda":
-            # The steps of its training data come twice where their shapes are new.
-            rehearsing, load = Rehearsing(trainer.args.gradient_accumulation_steps), trainer.get_train_dataloader
-            trainer.get_train_dataloader = lambda: rehearsing.over(load())
-        self._hold_inputs(trainer)
+        run = self._planned_run(trainer)
+        self._spread_steps(trainer)
         watch = LossWatch(trainer)
         self._look_at_loss(trainer)
         if self._overlay.shortened is None:
@@ -182,11 +179,45 @@ class TrainerTrial(OwnTrial):
         self._warm_up_loading(trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor)
         self._timer = self._make_timer(
             lambda measured: self._end(self._measured(measured, trainer, watch)),
-            rehearsing=rehearsing,
+            run=run,
         )
+        self._hold_inputs(trainer, self._timer)
         trainer.add_callback(_WholeSteps(self._timer))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
+
+    def _planned_run(self, trainer: Any) -> PlannedRun:
+        """Return what the training would run by itself, with the candidate's batch."""
+        args, own = trainer.args, self._source.interface.lengths
+        step_samples = self._candidate.samples_per_step
+        samples = length(getattr(trainer, "train_dataset", None))
+        by_steps = args.max_steps > 0
+        steps = args.max_steps if by_steps else None
+        if steps is None and samples is not None:
+            steps = max(1, round(samples * args.num_train_epochs / step_samples))
+        epochs = None if by_steps else float(args.num_train_epochs)
+        return planned_run(own, self._candidate, steps, epochs)
+
+    def _spread_steps(self, trainer: Any) -> None:
+        """Have the steps drawn evenly from an epoch of the training's own order, where that may be changed."""
+        find, lengths = trainer._get_train_sampler, self._source.interface.lengths
+        batch = trainer.args.train_batch_size
+        step_samples = batch * trainer.args.gradient_accumulation_steps * self._ranks.count
+
+        def spread(*words: Any, **options: Any) -> Any:
+            sampler = find(*words, **options)
+            if not can_spread(sampler):
+                return sampler
+            return SpreadSampler(
+                sampler,
+                batch,
+                step_samples,
+                longest=lengths.longest_samples if lengths is not None else (),
+                longest_steps=self._effort.warmup_steps,
+                revisits=self._device_kind == "cuda" and (lengths is None or lengths.vary),
+            )
+
+        trainer._get_train_sampler = spread
 
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:

@@ -51,7 +51,7 @@ def overlay(changes: Changes) -> None:
 
 def measure(changes: Changes, trial: Measured) -> None:
     """Do that in a trial, and tell it of the steps."""
-    steps = trial.steps(rehearses=False)
+    steps = trial.steps()
     quiet = _quiet(trial.output_dir, on_cpu=trial.is_on_cpu)
     LightningOverlay(changes, quiet, lambda *_: trial.begins(), steps).install()
 
@@ -187,6 +187,7 @@ class LightningOverlay:
                 self._asked = time.perf_counter()
 
             def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                steps.takes(batch)
                 steps.micro_step_begins(time.perf_counter() - self._asked, batch_samples(batch))
 
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -1,0 +1,216 @@
+"""Compute what the batches of a training are from the lengths of its samples: shapes, tokens, padding.
+
+A shape that a process has not run yet costs host time once, so that a run costs its tokens and its shapes. Both follow
+from the lengths, the order of the samples and the padding; nothing is trained. Orders are drawn with a seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Order = Literal["random", "group_by_length", "batch_rebalance"]
+"""As ``TrainingArguments.train_sampling_strategy`` has it; ``random`` also stands for the order of the data."""
+Padding = Literal["longest", "max_length", "rows"]
+"""To the longest sample of a micro-batch, to the longest of all, or none: its samples come in one row."""
+
+SHAPE_SECONDS = 0.2
+"""Host time of a new shape. bert-base (batches of 32) took 0.16 s, Qwen2.5-0.5B (of 8) 0.17 to 0.25 s longer at the
+first visit of a length than at the second (H100, torch 2.11.0, transformers 5.17.0, 25 November 2026)."""
+
+# An epoch is drawn from at most this many samples, and a run from as many: more change nothing but the time it takes.
+MOST_SAMPLES = 100_000
+# Of lengths more than this differ in steps of several tokens in what is recorded. A choice.
+_MOST_COUNTS = 1024
+# The sizes that a length is rounded up to where one is chosen begin here: tensor cores take multiples of 8.
+_LEAST_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLengths:
+    """Tokens of the samples of a training, of all or of some that were drawn."""
+
+    counts: tuple[tuple[int, int], ...] = ()
+    """Each length in tokens, ascending, with the number of samples that have it."""
+    samples: int | None = None
+    """Samples of the training data; ``None`` where it has no length."""
+    order: Order = "random"
+    padding: Padding = "longest"
+    multiple: int = 1
+    """Padded lengths are multiples of it."""
+    longest_samples: tuple[int, ...] = ()
+    """Indices of the longest samples that were seen, the longest first."""
+    unknown: str | None = None
+    """Why they could not be read; there are no counts then."""
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], **others: Any) -> SampleLengths:
+        """Return those of samples with these lengths."""
+        counts = Counter(map(int, lengths))
+        step = -(-max(counts, default=1) // _MOST_COUNTS)
+        rounded: Counter[int] = Counter()
+        for tokens, count in counts.items():
+            rounded[-(-tokens // step) * step] += count
+        return cls(tuple(sorted(rounded.items())), **others)
+
+    @property
+    def vary(self) -> bool:
+        """Whether samples differ in length."""
+        return len(self.counts) > 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample; 0 where none was seen."""
+        return self.counts[-1][0] if self.counts else 0
+
+    def batching(self, batch: int, accumulation: int = 1, ranks: int = 1) -> Batching:
+        """Return how the training's own settings make micro-batches of so many samples."""
+        return Batching(batch, accumulation, ranks, self.order, self.padding, self.multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How samples become micro-batches."""
+
+    batch: int
+    accumulation: int = 1
+    ranks: int = 1
+    order: Order = "random"
+    padding: Padding = "longest"
+    multiple: int = 1
+    """Padded lengths, and rows, are filled up to a multiple of it."""
+
+    def padded(self, lengths: Any, longest: int) -> Any:
+        """Return the length of each micro-batch: of each row of an array (…, samples) of tokens, an array (…)."""
+        import numpy as np
+
+        if self.padding == "max_length":
+            tokens = np.full(lengths.shape[:-1], longest)
+        else:
+            tokens = lengths.sum(axis=-1) if self.padding == "rows" else lengths.max(axis=-1)
+        return -(-tokens // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What the micro-batches of a run are."""
+
+    steps: int
+    new: int
+    """Micro-steps of the run in which a rank meets a shape for the first time."""
+    mean_tokens: float
+    """Tokens of a micro-batch, padding included."""
+    longest_tokens: int
+    """Those of the largest."""
+    padding: float
+    """Share of the tokens that is padding."""
+    seen: dict[int, int] = field(default_factory=dict)
+    """Padded lengths, or lengths of rows, with the number of micro-batches that have each, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The run that a trial's speed is promised for; ``None`` for what is not known of it."""
+
+    steps: int | None = None
+    """Its optimizer steps."""
+    epochs: float | None = None
+    """As asked for; ``None`` where the training says how many steps it takes."""
+    new_shapes: int | None = None
+    """See ``Shapes.new``."""
+    epoch_shapes: int | None = None
+    """Those of its first epoch."""
+    step_tokens: float | None = None
+    """Tokens of the mean step, padding included."""
+    varies: bool = False
+    """Whether its batches may differ in size."""
+
+
+def first_visits(shapes: Any) -> int:
+    """Return in how many micro-steps a rank meets a shape for the first time.
+
+    ``shapes`` is an array (micro-steps, ranks) of numbers that tell shapes apart. Each rank has a process of its own,
+    and all wait for the slowest.
+    """
+    import numpy as np
+
+    firsts = [np.unique(of_rank, return_index=True)[1] for of_rank in shapes.T]
+    return len(np.unique(np.concatenate(firsts))) if firsts else 0
+
+
+def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = None, seed: int = 0) -> Shapes:
+    """Draw the micro-batches of so many optimizer steps, or of an epoch, and return what they are.
+
+    At most about ``MOST_SAMPLES`` samples are drawn: a longer run meets hardly a new shape after so many. Raises
+    ``ValueError`` where no length is known.
+    """
+    import numpy as np
+
+    if not lengths.counts:
+        raise ValueError("the lengths of the samples are not known")
+    random = np.random.default_rng(seed)
+    tokens, counts = np.array(lengths.counts).T
+    samples = lengths.samples or int(counts.sum())
+    # As many as the data has, so that a small one has its own lengths in each epoch.
+    population = np.repeat(tokens, counts)
+    if samples != len(population):
+        population = random.choice(population, min(samples, MOST_SAMPLES))
+    step_samples = batching.batch * batching.accumulation * batching.ranks
+    wanted = steps if steps is not None else max(1, samples // step_samples)
+    drawn_steps = min(wanted, max(1, MOST_SAMPLES // step_samples))
+    epochs: list[Any] = []
+    while sum(map(len, epochs)) < drawn_steps:
+        epochs.append(_epoch(random, population, batching))
+    drawn = np.concatenate(epochs)[:drawn_steps]
+    padded = batching.padded(drawn, lengths.longest)
+    rows = 1 if batching.padding == "rows" else batching.batch
+    mean = float(padded.mean()) * rows
+    values, times = np.unique(padded, return_counts=True)
+    return Shapes(
+        wanted,
+        first_visits(padded.reshape(-1, batching.ranks)),
+        mean,
+        int(padded.max()) * rows,
+        1 - float(drawn.sum(axis=-1).mean()) / mean,
+        dict(zip(values.tolist(), times.tolist(), strict=True)),
+    )
+
+
+def _epoch(random: Any, population: Any, batching: Batching) -> Any:
+    """Return the lengths of an epoch's samples: an array (steps, micro-steps, ranks, samples of a micro-batch)."""
+    import numpy as np
+
+    step_samples = batching.batch * batching.accumulation
+    order = random.permutation(population)
+    if batching.order == "group_by_length":
+        # As transformers' LengthGroupedSampler: stretches of 50 steps, or a quarter of the data, are sorted.
+        stretch = step_samples * max(1, min(50, len(order) // (4 * step_samples)))
+        order = np.concatenate([-np.sort(-order[at : at + stretch]) for at in range(0, len(order), stretch)])
+    whole = step_samples * batching.ranks
+    order = np.resize(order, max(1, len(order) // whole) * whole)
+    if batching.order == "batch_rebalance":
+        # Its groups differ in size as well, which is left out.
+        order = -np.sort(-order.reshape(-1, whole), axis=1)
+    return order.reshape(-1, batching.accumulation, batching.ranks, batching.batch)
+
+
+def choose_multiple(
+    lengths: SampleLengths, batching: Batching, token_seconds: float, *, steps: int | None = None,
+    shape_seconds: float = SHAPE_SECONDS,
+) -> int | None:  # fmt: skip
+    """Return the power of two to whose multiples it costs least to round micro-batches up; ``None``: to none.
+
+    A token of a micro-batch costs ``token_seconds``, a shape that is new to the process ``shape_seconds``.
+    """
+    longest = lengths.longest * (batching.batch if batching.padding == "rows" else 1)
+    powers = [2**n for n in range(longest.bit_length() + 1) if _LEAST_MULTIPLE <= 2**n < 2 * longest]
+
+    def seconds(multiple: int) -> float:
+        found = shapes_of(lengths, replace(batching, multiple=multiple), steps)
+        micro_steps = found.steps * batching.accumulation
+        return micro_steps * found.mean_tokens * token_seconds + found.new * shape_seconds
+
+    best = min([batching.multiple, *powers], key=seconds)
+    return best if best != batching.multiple else None

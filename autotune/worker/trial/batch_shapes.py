@@ -1,0 +1,138 @@
+"""See which shapes of a training's batches are new to its process, and estimate what a step and a new shape take.
+
+For a shape that it has not run yet, a GPU's libraries choose, compile and load kernels. With batches padded to their
+longest sample nearly all of the first steps have new shapes, and few of a long training's steps do.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autotune.core.lengths import PlannedRun
+from autotune.core.measured_steps import StepEstimate, mean_step
+from autotune.core.statistics import quantile
+from autotune.worker.arrays import arrays_by_place
+
+
+class BatchShapes:
+    """What the batches of the step under way are, and which shapes came before.
+
+    No shape is called new without ``tells_new``: to a CPU it makes no difference.
+    """
+
+    def __init__(self, *, tells_new: bool) -> None:
+        self._tells_new = tells_new
+        self._seen: set[Hashable] = set()
+        self._tokens: list[int] = []
+        self.new = 0
+        """Shapes of this step that are new."""
+
+    def take(self, batch: Any) -> None:
+        """Record a batch that is about to be trained with."""
+        shapes = {place: tuple(array.shape) for place, array in arrays_by_place(batch)}
+        key = tuple(shapes.items())
+        self.new += self._tells_new and key not in self._seen
+        self._seen.add(key)
+        rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
+        self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
+
+    @property
+    def count(self) -> int:
+        """Number of shapes that were seen."""
+        return len(self._seen)
+
+    def end_step(self) -> tuple[int, float]:
+        """Begin another step; return the new shapes of this one, and the tokens of its mean micro-batch (0: unknown).
+
+        Padding counts.
+        """
+        ended = self.new, statistics.fmean(self._tokens) if self._tokens else 0.0
+        self.new, self._tokens = 0, []
+        return ended
+
+
+class Timed(NamedTuple):
+    """A timed step."""
+
+    seconds: float
+    tokens: float
+    """Of its batches, padding included; 0 where they are not known."""
+    new_shapes: int
+    data_seconds: float = 0.0
+
+
+class RunEstimate(NamedTuple):
+    """The mean step of a run, and what it is made of."""
+
+    step: StepEstimate
+    """New shapes included."""
+    steady_seconds: float
+    """The mean step whose shapes were all seen before; of steps with new ones, where there are no others."""
+    shape_seconds: float | None
+    """Extra time of a new shape; ``None`` where none was timed beside steps of known shapes."""
+
+
+def without_new(steps: Sequence[Timed]) -> list[Timed]:
+    """Return the steps whose shapes were all seen before; all where there are none."""
+    return [step for step in steps if not step.new_shapes] or list(steps)
+
+
+def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
+    """Estimate the mean step of a run from timed steps; the half-width is infinite with fewer than two steps.
+
+    Steps differ since their batches do, which is known. A regression on tokens removes that part from the residuals,
+    and corrects the mean where the timed steps are larger or smaller than the run's mean step. What steps with new
+    shapes take beyond it is the time of those.
+    """
+    known = without_new(steps)
+    line = _Line(known, run)
+    new = [step for step in steps if step.new_shapes and len(known) < len(steps)]
+    if not new:
+        return RunEstimate(line.mean, line.mean.seconds, None)
+    extras = [step.seconds - step.data_seconds - line.without_data_at(step.tokens) for step in new]
+    each = max(0.0, sum(extras) / sum(step.new_shapes for step in new))
+    if run.steps is None or run.new_shapes is None:
+        return RunEstimate(line.mean, line.mean.seconds, each)
+    per_step = run.new_shapes / run.steps
+    seconds = line.mean.seconds + each * per_step
+    of_each = [extra / step.new_shapes for extra, step in zip(extras, new, strict=True)]
+    # Of a single one nothing is known but its size.
+    error = quantile(len(new) - 1) * statistics.stdev(of_each) / math.sqrt(len(new)) if new[1:] else each
+    half_width = math.hypot(line.mean.seconds * line.mean.relative_half_width, error * per_step)
+    return RunEstimate(StepEstimate(seconds, half_width / seconds), line.mean.seconds, each)
+
+
+class _Line:
+    """Seconds of steps as a line over their tokens."""
+
+    def __init__(self, steps: Sequence[Timed], run: PlannedRun) -> None:
+        seconds = np.array([step.seconds for step in steps])
+        tokens = np.array([step.tokens for step in steps])
+        count, mean = len(seconds), float(seconds.mean())
+        self._slope, self._tokens = 0.0, float(tokens.mean())
+        self._without_data = mean - statistics.fmean(step.data_seconds for step in steps)
+        if count < 2:
+            self.mean = StepEstimate(mean, math.inf)
+            return
+        differ = float(tokens.std()) > 1e-6 * self._tokens
+        if not run.varies and not differ:
+            own = mean_step(seconds.tolist())
+            self.mean = StepEstimate(own.mean, own.relative_half_width())
+            return
+        residuals, unknowns = seconds - mean, 1
+        if count > 3 and differ:
+            self._slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
+            residuals, unknowns = residuals - self._slope * (tokens - self._tokens), 2
+        if run.step_tokens:
+            mean += self._slope * (run.step_tokens - self._tokens)
+        error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count))
+        self.mean = StepEstimate(mean, quantile(count - unknowns) * error / mean)
+
+    def without_data_at(self, tokens: float) -> float:
+        """Return the seconds of a step of so many tokens, without waiting for data."""
+        return self._without_data + self._slope * (tokens - self._tokens)
