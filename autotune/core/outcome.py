@@ -196,7 +196,7 @@ class Measurement:
     @property
     def step_deviation(self) -> float:
         """Relative standard deviation between the measured steps; 0 of one step, and where batches differ in length."""
-        if len(self.step_seconds_each) < 2 or self.epoch_lengths is not None:
+        if len(self.step_seconds_each) < 2 or self.batches_vary:
             return 0.0
         return statistics.stdev(self.step_seconds_each) / statistics.fmean(self.step_seconds_each)
 

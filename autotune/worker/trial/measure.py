@@ -443,7 +443,7 @@ class StepTimer(StepListener):
             epoch_shapes=self._run.epoch_shapes,
             run_steps=self._run.steps,
             run_epochs=self._run.epochs,
-            batches_vary=self._run.varies,
+            batches_vary=self._run.varies or len({step.tokens for step in self._timed}) > 1,
             worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
