@@ -43,6 +43,7 @@ def _measurements() -> st.SearchStrategy[Measurement]:
     """Every field of its own, those that may be missing sometimes so."""
     named = st.tuples(st.text(max_size=20), _SECONDS)
     kinds = {
+        "bool": st.booleans(),
         "LossOfBatch": st.sampled_from(get_args(LossOfBatch)),
         "float": _SECONDS,
         "int": _BYTES,

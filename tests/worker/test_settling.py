@@ -1,6 +1,7 @@
 """Test that steps whose update fp16's gradient scaler skips are not measured."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from fake_meter import FakeClock, FakeMeter, unwatched
 from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort
-from autotune.worker.dataset.schedule import Schedule
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.measure import StepTimer, most_steps
 from autotune.worker.user.trainer_trial import _WholeSteps
@@ -42,9 +44,9 @@ class Scaling:
         return bool(self.optimizer.state)
 
 
-def run(clock: FakeClock, effort: Effort, overflows: tuple[bool, ...], schedule: Schedule | None = None) -> Drive:
+def run(clock: FakeClock, effort: Effort, overflows: tuple[bool, ...], **batches: Any) -> Drive:
     """Steps until the timer has enough; those beyond ``overflows`` are whole."""
-    scaling, drive = Scaling(), Drive(FP16, effort, clock, schedule=schedule)
+    scaling, drive = Scaling(), Drive(FP16, effort, clock, **batches)
     drive.timer.begin(SimpleNamespace(scaler=scaling.scaler))
     while not drive.timer.is_finished:
         done = len(drive.steps)
@@ -80,9 +82,10 @@ def test_two_whole_steps_come_before_the_measured_ones(clock: FakeClock) -> None
 
 
 def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
-    # The first measured step is skipped, so that the second to fourth of the schedule count; all are of the mean.
-    schedule = Schedule((), 1, (9.0, 1.0, 1.0, 1.0), 1.0, 512)
-    measured = run(clock, EFFORT, (False, False, True), schedule).measured
+    # The third step is skipped, so that the ones after it count; all are of the mean.
+    lengths, run_of = (5, 5, 45, 5, 5, 5), PlannedRun(step_tokens=40.0, varies=True)
+    shapes = BatchShapes(tells_new=False)
+    measured = run(clock, EFFORT, (False, False, True), run_of=run_of, shapes=shapes, lengths=lengths).measured
     assert measured.step_seconds == pytest.approx(WHOLE)
     assert measured.step_seconds_each == pytest.approx([WHOLE] * 3)
 
