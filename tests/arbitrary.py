@@ -48,6 +48,7 @@ def _measurements() -> st.SearchStrategy[Measurement]:
         "float": _SECONDS,
         "int": _BYTES,
         "tuple[int, int]": st.tuples(_BYTES, _BYTES),
+        "tuple[float, float]": st.tuples(_SECONDS, _SECONDS),
         "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple),
         "tuple[tuple[str, float], ...]": st.lists(named, max_size=3).map(tuple),
     }
