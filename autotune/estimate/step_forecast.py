@@ -17,8 +17,8 @@ _SURELY_SLOWER = 0.97
 """A batch predicted to reach less than this share of another one of its arm is not tried beside it. Errors of the two
 are much the same, and cancel."""
 
-# Factors that hold 95 of 100 step times after a measured step corrected them (studies/corrections.py). Limited by the
-# GPU, on the H200: 428 pairs of steps of one arm, 1,014 of one precision. On other GPUs: 166 pairs of published
+# Factors that hold 95 of 100 step times after a measured step corrected them (docs/explanation/speed.md). Limited by
+# the GPU, on the H200: 428 pairs of steps of one arm, 1,014 of one precision. On other GPUs: 166 pairs of published
 # throughputs of one GPU, source and precision. Limited by the host: 86 pairs of one arm, 638 in all.
 _OF_ARM, _OF_PRECISION, _OF_OTHER_CHIPS, _OF_HOST = 1.07, 1.09, 1.4, 1.42
 _FITTED_CHIP = "h200"

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import other_codes
 import pytest
 from checkout import ROOT
-from pages import DOCS, README, blocks, pages, read
+from pages import DOCS, README, blocks, pages
 
 # Elements that a browser loads by itself, with the attribute that says from where.
 _LOADED = {"link": "href", "script": "src", "img": "src", "source": "srcset", "iframe": "src", "video": "src"}
@@ -105,8 +104,3 @@ def test_the_transcript_of_the_readme_was_recorded() -> None:
     _, printed = blocks(README.read_text(encoding="utf-8"), "console")[0].split("\n", 1)
     recorded = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_search.txt"
     assert re.sub(" +", " ", printed) in re.sub(" +", " ", recorded.read_text(encoding="utf-8"))
-
-
-def test_the_table_of_other_peoples_codes_was_recorded() -> None:
-    """Whoever adds a run to the record puts the table that it gives into the page."""
-    assert "\n".join((*other_codes.HEAD, *other_codes.table(other_codes.RECORDED))) in read("gallery/placeholders.md")
