@@ -227,7 +227,9 @@ class SearchRequest:
         """Return how long each trial measures."""
         if self.objective == "max-batch":
             return MAX_BATCH_EFFORT
-        return Effort() if self.workload.data is None else DATA_EFFORT
+        source = self.workload.source
+        varies = source is not None and source.interface.lengths is not None and source.interface.lengths.vary
+        return DATA_EFFORT if varies or self.workload.data is not None else Effort()
 
     def document(self) -> Document:
         """Return it as JSON-ready data; searches with the same document and environment are the same search."""

@@ -604,6 +604,25 @@ def test_a_trainer_of_texts_is_looked_at_for_its_levers(trial_server: ServerClie
     workload, model = trial_server.prepared(script("run.py"))
     assert model.interface.shapes_vary
     assert set(model.interface.obstacles) == {"sparse_prediction"}
+    lengths = model.interface.lengths
+    assert lengths is not None
+    assert (sum(count for _, count in lengths.counts), lengths.longest, lengths.multiple) == (64, 22, 1)
+    assert set(lengths.longest_samples[:3]) == {18, 37, 56}
     levers = Arm(length_multiple=16, fused_loss=True)
-    completed = trial_server.trial(workload, Candidate(levers, 4, 2)).completed
-    assert completed.measurement.samples_per_second > 0
+    measured = trial_server.trial(workload, Candidate(levers, 4, 2)).completed.measurement
+    assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
+    assert (measured.run_steps, measured.run_epochs, measured.run_shapes) == (24, 3.0, 2), "16 and 32 tokens"
+
+
+def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(trial_server: ServerClient, folder: Path) -> None:
+    """Its first steps have the longest samples, of 22 tokens; the mean is 13, and batches are hardly padded."""
+    grouped = LENGTHS.replace("range(64)", "range(640)").replace(
+        "remove_", 'train_sampling_strategy="group_by_length", remove_'
+    )
+    (folder / "run.py").write_text(grouped.replace("KIND", "Own"))
+    workload, model = trial_server.prepared(script("run.py"))
+    assert model.interface.lengths is not None
+    assert model.interface.lengths.order == "group_by_length"
+    effort = Effort(warmup_steps=1, min_steps=8, max_steps=8, max_seconds=100.0)
+    measured = trial_server.trial(workload, Candidate(Arm(), 4, 2), effort).completed.measurement
+    assert measured.tokens_per_sample == pytest.approx(13, rel=0.15)

@@ -68,6 +68,8 @@ class BatchShape:
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
     """Whether the samples of a micro-step come in one row, without padding."""
+    multiple: int = 1
+    """To multiples of so many tokens a row is filled up, or batches are padded beyond their own rule."""
 
 
 def make_schedule(
@@ -90,17 +92,15 @@ def make_schedule(
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
     # Axes: step, micro-step, rank, sample.
     steps = epoch.reshape(-1, shape.micro_steps, shape.ranks, shape.batch)
-    if shape.joins:
-        # As many tokens as a batch of samples of the mean length has.
-        padded = sizes[steps].mean(axis=3)
-    else:
-        longest = sizes[steps].max(axis=3)
-        padded = longest if lengths is None else np.broadcast_to(spec.padded(longest, seq_len), longest.shape)
+    padded = sizes[steps].sum(axis=3) if shape.joins else sizes[steps].max(axis=3)
+    if lengths is not None:
+        own = padded if shape.joins else np.broadcast_to(spec.padded(padded, seq_len), padded.shape)
+        padded = -(-own // shape.multiple) * shape.multiple
     # Inputs and targets are padded separately: both lengths in one number.
     shapes = padded
     if targets is not None:
         shapes = padded * _MOST_TOKENS + spec.padded(np.asarray(targets)[steps].max(axis=3), seq_len)
-    micro_costs = shape.batch * padded
+    micro_costs = padded * (1 if shape.joins else shape.batch)
     # Ranks wait for each other once a step, so the one with the most to do decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
     by_cost = np.argsort(costs, kind="stable")

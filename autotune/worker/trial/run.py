@@ -336,6 +336,7 @@ class Trial:
             revisits=dataset.makes_new_shapes and self._device_kind == "cuda",
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
+            multiple=candidate.arm.length_multiple or 1,
         )
         return dataset.schedule(shape, self._seed)
 

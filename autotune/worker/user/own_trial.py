@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -138,6 +139,8 @@ def planned_run(
     batching = lengths.batching(candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps, ranks)
     if arm.padding_free:
         batching = dataclasses.replace(batching, padding="rows", multiple=1)
+    if arm.length_multiple is not None:
+        batching = dataclasses.replace(batching, multiple=math.lcm(batching.multiple, arm.length_multiple))
     shapes, of_epoch = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
     tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
     varies = lengths.vary and batching.padding != "max_length"

@@ -34,6 +34,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.protection import keep_run
+from autotune.worker.user.sample_lengths import sample_lengths
 from autotune.worker.user.trainer_code import (
     Overlay,
     build_trainer,
@@ -338,7 +339,8 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
             break
     ids = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
     vary = len({shape[1:] for shape in ids if shape}) > 1 if any(ids) else None
-    return dataclasses.replace(interface, shapes_vary=vary, obstacles=obstacles(trainer, batches))
+    lengths = sample_lengths(trainer, batches)
+    return dataclasses.replace(interface, shapes_vary=vary, lengths=lengths, obstacles=obstacles(trainer, batches))
 
 
 def _engine_share(args: Any) -> float | None:

@@ -1,0 +1,88 @@
+"""Read how long the samples of a user's own Trainer are, and how its collator pads them, within seconds."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autotune.core.lengths import Order, SampleLengths
+from autotune.worker.user.inspection import length
+
+# So many samples tell how many shapes an epoch has; a dataset may make each as it is asked for. Choices.
+_MOST_SAMPLES = 4_000
+_MOST_SECONDS = 2.0
+_LONGEST = 64
+_IDS, _MASK = "input_ids", "attention_mask"
+
+
+def sample_lengths(trainer: Any, batches: Sequence[Any]) -> SampleLengths | None:
+    """Return the lengths of a Trainer's samples; ``batches`` are some that its collator made.
+
+    ``None`` where batches are no text. Read from samples that are drawn at random where they hold tokens, else from the
+    batches.
+    """
+    texts = [batch for batch in batches if isinstance(batch, Mapping) and getattr(batch.get(_IDS), "ndim", 0) == 2]
+    if not texts or len(texts) < len(batches):
+        return None
+    samples, order = length(trainer.train_dataset), _order(trainer.args)
+    drawn = dict(_of_samples(trainer.train_dataset, samples)) if samples is not None else {}
+    by_length = sorted(drawn, key=lambda index: -drawn[index])
+    each = list(drawn.values()) or [tokens for batch in texts for tokens in _real_lengths(batch)]
+    is_row = trainer.args.train_batch_size > 1 and all(len(batch[_IDS]) == 1 for batch in texts)
+    if is_row and not drawn:
+        return SampleLengths(unknown="its collator puts the samples of a batch in one row", samples=samples)
+    return SampleLengths.of(
+        each,
+        samples=samples,
+        order=order,
+        padding="rows" if is_row else "longest",
+        multiple=1 if is_row else _multiple(texts),
+        longest_samples=tuple(by_length[:_LONGEST]),
+    )
+
+
+def _of_samples(dataset: Any, samples: int) -> Iterator[tuple[int, int]]:
+    """Yield indices of samples drawn at random, with their tokens; none where a sample holds no tokens."""
+    end = time.monotonic() + _MOST_SECONDS
+    for index in random.Random(0).sample(range(samples), min(samples, _MOST_SAMPLES)):
+        try:
+            sample = dataset[index]
+            if _IDS not in sample or getattr(sample[_IDS], "ndim", 1) != 1:
+                return
+            mask = sample.get(_MASK)
+            yield index, len(sample[_IDS]) if mask is None else int(sum(mask))
+        except Exception:
+            # Whatever their data may raise: the loader has had other samples.
+            return
+        if time.monotonic() > end:
+            return
+
+
+def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of each sample of a batch, without padding where a mask tells it."""
+    ids, mask = batch[_IDS], batch.get(_MASK)
+    if mask is None or mask.shape != ids.shape:
+        return [ids.shape[1]] * len(ids)
+    return [int(tokens) for tokens in mask.sum(dim=1).tolist()]
+
+
+def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return to multiples of which power of two, or to which one length, batches are padded; 1: to their longest."""
+    pairs: list[tuple[int, int]] = [(batch[_IDS].shape[1], max(_real_lengths(batch))) for batch in batches]
+    sizes = {padded for padded, _ in pairs}
+    if all(padded == longest for padded, longest in pairs):
+        return 1
+    for multiple in (*(sizes if len(sizes) == 1 else ()), *(1 << n for n in range(12, 0, -1))):
+        if all(padded == -(-longest // multiple) * multiple for padded, longest in pairs):
+            return multiple
+    return 1
+
+
+def _order(args: Any) -> Order:
+    """Return how the Trainer orders its samples, whatever its version calls it."""
+    asked = getattr(args, "train_sampling_strategy", None)
+    if asked == "batch_rebalance":
+        return "batch_rebalance"
+    return "group_by_length" if asked == "group_by_length" or getattr(args, "group_by_length", False) else "random"
