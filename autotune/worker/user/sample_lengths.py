@@ -70,11 +70,12 @@ def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
 
 def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
     """Return to multiples of which power of two, or to which one length, batches are padded; 1: to their longest."""
-    pairs: list[tuple[int, int]] = [(batch[_IDS].shape[1], max(_real_lengths(batch))) for batch in batches]
+    pairs = [(int(batch[_IDS].shape[1]), max(_real_lengths(batch))) for batch in batches]
     sizes = {padded for padded, _ in pairs}
     if all(padded == longest for padded, longest in pairs):
         return 1
-    for multiple in (*(sizes if len(sizes) == 1 else ()), *(1 << n for n in range(12, 0, -1))):
+    multiples: list[int] = [*(sizes if len(sizes) == 1 else ()), *(1 << n for n in range(12, 0, -1))]
+    for multiple in multiples:
         if all(padded == -(-longest // multiple) * multiple for padded, longest in pairs):
             return multiple
     return 1
