@@ -64,7 +64,6 @@ def apply(
 
     Whatever the settings, a loss is divided by the accumulation, see ``autotune.training.division``.
     """
-    divide_by_accumulation(trainer)
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
     if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
@@ -93,4 +92,5 @@ def apply(
         leave_out_cudnn_attention(trainer)
     if cuda_graphs:
         use_cuda_graphs(trainer)
+    divide_by_accumulation(trainer)
     return trainer

@@ -7,57 +7,64 @@ has 8 times the loss and gradients of one batch of as many samples.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from transformers import Trainer
-
-# A loss that is divided by twice the number is half as large, but for terms beside it, such as those of routers.
-_UNUSED = 0.1
 
 
 def divide_by_accumulation(trainer: Trainer) -> None:
-    """Have a ``Trainer`` look at its first micro-batch, whether the loss depends on ``num_items_in_batch``.
+    """Have a ``Trainer`` look in its first micro-step whether the loss depends on ``num_items_in_batch``.
 
-    Where it does not, ``model_accepts_loss_kwargs`` becomes ``False``, so that the Trainer divides; then
-    ``divides_by_accumulation`` of it is true.
+    Where it does not, ``model_accepts_loss_kwargs`` becomes ``False`` before the loss would be divided, so that the
+    Trainer divides; then ``divides_by_accumulation`` of it is true. That micro-step runs without a compiler.
     """
-    if trainer.args.gradient_accumulation_steps == 1 or not getattr(trainer, "model_accepts_loss_kwargs", False):
+    accepts, accumulates = (
+        trainer.__dict__.get("model_accepts_loss_kwargs"),
+        trainer.args.gradient_accumulation_steps > 1,
+    )
+    own = trainer.__dict__.get("compute_loss")
+    if not (accepts and accumulates) or isinstance(own, _FirstLoss):
         return
-    fetch: Any = trainer.get_batch_samples
-
-    def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-        fetched = fetch(*args, **kwargs)
-        del trainer.get_batch_samples
-        if trainer.compute_loss_func is None and fetched[0] and fetched[1] is not None:
-            trainer.divides_by_accumulation = not _depends_on_items(trainer, *fetched)
-            if trainer.divides_by_accumulation:
-                trainer.model_accepts_loss_kwargs = False
-        return fetched
-
-    trainer.get_batch_samples = get_batch_samples
+    trainer.compute_loss = _FirstLoss(trainer, own)
 
 
-@torch.no_grad()
-def _depends_on_items(trainer: Any, batches: list[Any], items: Any) -> bool:
-    """Return whether the loss is another one where it is told of twice as many items; ``True`` where that fails."""
-    model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-    modes = [(module, module.training) for module in model.modules()]
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices), trainer.compute_loss_context_manager():
-            losses = []
-            for count in (items, 2 * items):
-                # Whatever prepares or takes inputs may change them.
-                inputs = pytree.tree_map(lambda each: each.clone() if torch.is_tensor(each) else each, batches[0])
-                inputs = trainer._prepare_inputs(copy.copy(inputs))
-                losses.append(float(trainer.compute_loss(model, inputs, num_items_in_batch=count)))
-    except Exception:
-        return True
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return abs(losses[1] - losses[0]) > _UNUSED * abs(losses[0])
+class _FirstLoss:
+    """Takes the place of ``compute_loss`` until it has computed a loss of the training."""
+
+    def __init__(self, trainer: Any, own: Any) -> None:
+        self._trainer, self._own = trainer, own
+        self._compute = trainer.compute_loss
+
+    def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        """Return the loss, computed with a number of items that the graph of the loss tells of."""
+        trainer = self._trainer
+        if num_items_in_batch is None or not torch.is_grad_enabled():
+            return self._compute(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+        if self._own is None:
+            del trainer.compute_loss
+        else:
+            trainer.compute_loss = self._own
+        items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=trainer.args.device).detach().clone()
+        items.requires_grad_()
+        with torch.compiler.set_stance("force_eager"):
+            computed = self._compute(*args, num_items_in_batch=items, **kwargs)
+        loss = computed[0] if isinstance(computed, tuple) else computed
+        trainer.divides_by_accumulation = trainer.compute_loss_func is None and not _depends_on(loss, items)
+        if trainer.divides_by_accumulation:
+            trainer.model_accepts_loss_kwargs = False
+        return computed
+
+
+def _depends_on(loss: torch.Tensor, number: torch.Tensor) -> bool:
+    """Return whether the graph of a loss leads to a tensor."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is number:
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False

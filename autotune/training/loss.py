@@ -28,6 +28,11 @@ _LOGITS_AT_ONCE = 2**28
 _PARTS = 8
 _PARTED_FROM = 2**24
 _IGNORED = -100
+# Logits at which a loss is tried: beyond the caps of transformers' models (15 to 50). A choice.
+_LARGE = 100.0
+# Largest distance of a loss, and of gradients by a few parameters, in 16 bits. Caps at these logits change them by more
+# than a half. A choice.
+_ALIKE = 0.05
 
 
 _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -219,6 +224,11 @@ class _FusedLoss:
     def _is_for_loss(self) -> bool:
         return self.is_evaluated_for_loss or (self._layer.training and torch.is_grad_enabled())
 
+    def undo(self, model: Any) -> None:
+        """Give the model its output layer and loss back."""
+        layer: Any = self._layer
+        layer.forward, without_adapters(model).loss_function = self.logits_of_layer, ForCausalLMLoss
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits; the hidden states where only the loss is asked for, which is then computed of them."""
         return hidden if self._is_for_loss else self.logits_of_layer(hidden)
@@ -251,6 +261,73 @@ class _FusedLoss:
         )  # fmt: skip
 
 
+class _FewTokens:
+    """Computes a training's loss of a few tokens, whose logits are large enough to meet a cap."""
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        self._trainer, self._model = trainer, model
+        self._layer = without_adapters(model).get_output_embeddings()
+        trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
+        # A gradient of all weights would be as large as the model.
+        self._parameters = sorted(trained, key=torch.Tensor.numel)[:2]
+        self._scale: float | None = None
+
+    def loss_and_gradients(self) -> list[torch.Tensor]:
+        """Return the loss, and its gradients by a few parameters; a model without an output layer has none.
+
+        Raises ``SettingUnavailableError`` where the loss cannot be computed of tokens alone.
+        """
+        if not isinstance(self._layer, torch.nn.Module):
+            return []
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        # What computes the loss in parts looks at this.
+        self._layer.training = True
+        try:
+            if self._scale is None:
+                self._scale = self._found_scale()
+            scale = self._scale
+            hook = self._layer.register_forward_pre_hook(lambda _, given: (given[0] * scale, *given[1:]))
+            try:
+                loss = self._loss()
+                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            finally:
+                hook.remove()
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError | SettingUnavailableError):
+                raise
+            raise SettingUnavailableError(f"its loss cannot be tried on a few tokens: {error}") from error
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return [loss.detach(), *(each for each in gradients if each is not None)]
+
+    def _found_scale(self) -> float:
+        """Return the factor by which hidden states have logits of ``_LARGE``."""
+        largest: list[float] = []
+        hook = self._layer.register_forward_hook(lambda _, __, logits: largest.append(float(logits.abs().max())))
+        try:
+            with torch.no_grad():
+                self._loss()
+        finally:
+            hook.remove()
+        return _LARGE / max(largest, default=1.0) if max(largest, default=0.0) else 1.0
+
+    def _loss(self) -> Any:
+        device = next(self._model.parameters()).device
+        tokens = torch.arange(8, device=device).reshape(2, 4) % self._layer.weight.shape[0]
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        with self._trainer.compute_loss_context_manager():
+            return self._trainer.compute_loss(self._model, inputs)
+
+
+def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether two losses, and their gradients, differ by rounding alone."""
+    return len(some) == len(others) and all(
+        bool((one - other).norm() <= _ALIKE * one.norm()) for one, other in zip(some, others, strict=True)
+    )
+
+
 def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Have a model compute its loss without all logits, and return what says when it evaluates for the loss alone.
 
@@ -269,10 +346,6 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
         raise SettingUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
     if model.loss_function is not ForCausalLMLoss:
         raise SettingUnavailableError(f"the loss of {name} is not that of a causal language model")
-    config = model.config.get_text_config()
-    for changed in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, changed, None) not in (None, 1, 1.0):
-            raise SettingUnavailableError(f"{name} changes its logits after the output layer ({changed})")
     fused = _FusedLoss(layer, piece, scaler)
     layer.forward = fused.logits
     model.loss_function = fused.loss
@@ -283,14 +356,30 @@ def fuse_loss(trainer: Trainer) -> None:
     """Have a causal language model compute its loss without all logits; it then returns no logits while it trains,
     nor in an evaluation without metrics, which would else need more memory than training.
 
-    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, or one that
-    changes its logits after that layer (a cap or a scale).
+    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where a few
+    tokens have another loss or gradient than before: of one that changes its logits after that layer (a cap, a scale, a
+    smaller vocabulary), or under a ``compute_loss`` that reads logits.
     """
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
         raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
     piece = torch.compile(_whole_piece) if trainer.args.torch_compile else _piece
-    fused = fuse_loss_of(trainer.accelerator.unwrap_model(trainer.model), piece, trainer.accelerator.scaler)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    few = None if next(model.parameters()).is_meta else _FewTokens(trainer, model)
+    stock = few.loss_and_gradients() if few is not None else []
+    fused = fuse_loss_of(model, piece, trainer.accelerator.scaler)
+    if few is not None:
+        try:
+            is_alike = _are_alike(stock, few.loss_and_gradients())
+        except BaseException:
+            fused.undo(model)
+            raise
+        if not is_alike:
+            fused.undo(model)
+            raise SettingUnavailableError(
+                f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
+                "logits: they are changed or read after the output layer"
+            )
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:

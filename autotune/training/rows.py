@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -163,6 +164,11 @@ class InOneRow:
         tensors = dict(batch)
         mask = tensors.pop("attention_mask", torch.ones(shape)).bool()
         positions = tensors.setdefault("position_ids", mask.cumsum(1) - 1)
+        if (mask[:, 1:] & ~mask[:, :-1]).any():
+            # The first token is predicted from padding then, and models without a mask count positions from there.
+            raise SettingUnavailableError("a batch is padded on the left; pad it on the right for padding_free")
+        if mask.any() and (tensors["labels"][~mask] != _IGNORED).any():
+            raise SettingUnavailableError("a batch has labels for its padding; make them -100 for padding_free")
         row = {name: value[mask][None] for name, value in tensors.items()}
         is_first = mask & (mask.cumsum(1) == 1)
         if not mask.any() or positions[is_first].any():
@@ -196,10 +202,13 @@ class PackedRows(Dataset[dict[str, list[int]]]):
         """Return a row: tokens, labels, and positions, which begin at 0 in each sample."""
         row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
         for sample in map(self._samples.__getitem__, self.rows[index]):
-            tokens = sample["input_ids"]
-            row["input_ids"] += list(map(int, tokens))
-            row["labels"] += list(map(int, sample.get("labels", tokens)))
-            row["position_ids"] += range(len(tokens))
+            mask = sample.get("attention_mask", itertools.repeat(1))
+            for name, tokens in (
+                ("input_ids", sample["input_ids"]),
+                ("labels", sample.get("labels", sample["input_ids"])),
+            ):
+                row[name] += [int(token) for token, counts in zip(tokens, mask, strict=False) if counts]
+            row["position_ids"] += range(len(row["input_ids"]) - len(row["position_ids"]))
         return row
 
     def select(self, indices: Iterable[int]) -> PackedRows:
@@ -253,10 +262,12 @@ def pack(samples: Any, tokens: int) -> PackedRows:
         trainer = Trainer(…, train_dataset=rows, data_collator=rows.collate)
         apply(trainer, padding_free=True)
 
-    ``samples`` is a sequence of ``input_ids`` and, where not every token counts, ``labels``. A batch then has so many
-    rows, not samples. Raises ``ValueError`` where a sample is longer than a row.
+    ``samples`` is a sequence of ``input_ids`` and, where not every token counts, ``labels``; what an ``attention_mask``
+    leaves out is padding. A batch then has so many rows, not samples. Raises ``ValueError`` where a sample is longer
+    than a row.
     """
-    return PackedRows(samples, best_fit([len(sample["input_ids"]) for sample in samples], tokens))
+    lengths = [int(sum(sample.get("attention_mask", [1] * len(sample["input_ids"])))) for sample in samples]
+    return PackedRows(samples, best_fit(lengths, tokens))
 
 
 def join_samples(trainer: Trainer) -> None:

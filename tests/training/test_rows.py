@@ -175,6 +175,25 @@ def test_what_keeps_samples_from_being_told_apart_is_refused(tmp_path: Path) -> 
         apply(trainer, padding_free=True)
 
 
+@pytest.mark.parametrize("change", ["left", "labels"])
+def test_padding_that_other_tokens_depend_on_is_refused(change: str) -> None:
+    batch = padded(texts(4))
+    if change == "left":
+        batch = {name: value.flip(1) for name, value in batch.items()}
+    else:
+        batch["labels"] = batch["input_ids"].clone()
+    with pytest.raises(SettingUnavailableError, match="on the left" if change == "left" else "labels for its padding"):
+        InOneRow(lambda _: batch)([])
+
+
+def test_padding_is_not_packed() -> None:
+    samples = texts(6)
+    batch = padded(samples)
+    rows = [{name: value[at] for name, value in batch.items()} for at in range(len(samples))]
+    packed, expected = pack(rows, LONGEST), pack(samples, LONGEST)
+    assert list(packed) == list(expected)
+
+
 def test_batches_of_something_else_are_refused() -> None:
     tokens = torch.ones(2, 3, dtype=torch.long)
     for batch, words in (

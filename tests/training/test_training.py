@@ -55,6 +55,16 @@ def classifier() -> Any:
     return AutoModelForSequenceClassification.from_config(config)
 
 
+def calm_classifier() -> Any:
+    """Return a small BERT without dropout."""
+    model = classifier()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.attention_probs_dropout_prob = 0.0
+    return model
+
+
 def encoder_decoder() -> Any:
     """Return a small T5, without dropout: torch's ``eager`` backend draws it anew where it recomputes (2.13)."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.0}
@@ -449,10 +459,41 @@ class TestFusedLoss:
         with pytest.raises(SettingUnavailableError, match="the output layer of BertForSequenceClassification is"):
             apply(trainer, fused_loss=True)
 
-    def test_changed_logits_are_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "changes"),
+        [("gemma2", {"head_dim": 8}), ("recurrent_gemma", {"logits_soft_cap": 2.0})],
+    )
+    def test_changed_logits_are_refused_and_the_model_is_left_as_it_was(
+        self, kind: str, changes: dict[str, Any], tmp_path: Path
+    ) -> None:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+        config = AutoConfig.for_model(kind, **sizes, vocab_size=VOCABULARY, pad_token_id=0, **changes)
+        trainer = trainer_of(AutoModelForCausalLM.from_config(config), samples(), tmp_path, max_steps=1)
+        with pytest.raises(SettingUnavailableError, match="changed or read after the output layer"):
+            apply(trainer, fused_loss=True)
+        batch = {name: value[None] for name, value in samples()[0].items()}
+        assert trainer.model(**batch).logits.shape == (1, 16, VOCABULARY)
+
+    def test_a_scale_of_the_logits_is_one_of_the_hidden_states(self, tmp_path: Path) -> None:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        config = AutoConfig.for_model("granite", **sizes, vocab_size=VOCABULARY, pad_token_id=0, logits_scaling=0.25)
+        losses = []
+        for settings in ({}, {"fused_loss": True}):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            losses.append(train(apply(trainer_of(model, samples(), tmp_path), **settings))[0])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    def test_a_loss_of_ones_own_that_reads_logits_is_refused(self, tmp_path: Path) -> None:
         trainer = trainer_of(language_model(), samples(), tmp_path)
-        trainer.model.config.final_logit_softcapping = 30.0
-        with pytest.raises(SettingUnavailableError, match="final_logit_softcapping"):
+        compute = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = compute(model, inputs, return_outputs=True, **kwargs)
+            return loss + 1e-2 * outputs.logits.float().logsumexp(-1).square().mean()
+
+        trainer.compute_loss = compute_loss
+        with pytest.raises(SettingUnavailableError, match="changed or read after the output layer"):
             apply(trainer, fused_loss=True)
 
 
@@ -479,11 +520,36 @@ def masked_samples(count: int = 256) -> list[dict[str, Any]]:
     return [row | {"labels": row["labels"].where(torch.rand(16, generator=draw) < 0.15, -100)} for row in rows]
 
 
+class TestDivision:
+    """Whether the loss is divided by the accumulation."""
+
+    def test_a_loss_that_nobody_divides_is_divided(self, tmp_path: Path) -> None:
+        data = samples(classes=True)
+        whole = train(trainer_of(calm_classifier(), data, tmp_path, per_device_train_batch_size=8))
+        split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        undivided = train(trainer_of(calm_classifier(), data, tmp_path, **split))
+        trainer = apply(trainer_of(calm_classifier(), data, tmp_path, **split))
+        losses, weights = train(trainer)
+        assert undivided[0][0] == pytest.approx(4 * whole[0][0], rel=1e-5)
+        assert losses == pytest.approx(whole[0], rel=1e-5)
+        assert torch.allclose(weights, whole[1], atol=1e-4)
+        assert trainer.model_accepts_loss_kwargs is False
+
+    def test_a_loss_that_the_model_divides_stays(self, tmp_path: Path) -> None:
+        split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        stock = train(trainer_of(language_model(), samples(), tmp_path, **split))
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path, **split))
+        losses, weights = train(trainer)
+        assert losses == pytest.approx(stock[0], rel=1e-6)
+        assert torch.equal(weights, stock[1])
+        assert trainer.model_accepts_loss_kwargs is True
+
+
 class TestSparsePrediction:
     @pytest.mark.parametrize("kind", MASKED)
     def test_the_training_is_the_same(self, kind: str, tmp_path: Path) -> None:
         data, settings = masked_samples(), {"gradient_accumulation_steps": 2}
-        stock = train(trainer_of(masked_model(kind), data, tmp_path, **settings))
+        stock = train(apply(trainer_of(masked_model(kind), data, tmp_path, **settings)))
         trainer = apply(trainer_of(masked_model(kind), data, tmp_path, **settings), sparse_prediction=True)
         layer, rows = trainer.model.get_output_embeddings(), list[int]()
         layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[-2]))
