@@ -92,6 +92,11 @@ class Result:
         return self._trial(self.report.baseline) if self.report.baseline else None
 
     @property
+    def too_noisy(self) -> str | None:
+        """Why it cannot be told whether the winner is the fastest; ``None`` where it can."""
+        return self.report.too_noisy
+
+    @property
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""
         return self.report.speedup()
@@ -102,7 +107,11 @@ class Result:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The winner's ``TrainingArguments`` fields, as ``autotune export`` writes them."""
+        """The winner's ``TrainingArguments`` fields, as ``autotune export`` writes them.
+
+        Raises ``TooNoisyError`` where it is too noisy to tell the fastest.
+        """
+        self.report.check_is_told()
         return dict(make_export(self.report).arguments)
 
     @property

@@ -20,9 +20,12 @@ from autotune.cli.output import FilePath, as_printed, write_text
     show_default=True,
 )
 @click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@click.option("--anyway", is_flag=True, help="Also what led where it is too noisy to tell the fastest.")
 @table_options("export")
 @click.pass_context
-def export(ctx: click.Context, /, study: str, form: str, output: Path | None, storage: str, server: str | None) -> None:
+def export(
+    ctx: click.Context, /, study: str, form: str, output: Path | None, anyway: bool, storage: str, server: str | None
+) -> None:
     """Export the best trial as TrainingArguments.
 
     \b
@@ -38,11 +41,14 @@ def export(ctx: click.Context, /, study: str, form: str, output: Path | None, st
     if (service := service_of(ctx)) is not None:
         from autotune.service.client import Client, path_of
 
-        text, headers = Client(service).fetch(f"{path_of(study)}/export", {"format": form})
+        text, headers = Client(service).fetch(f"{path_of(study)}/export", {"format": form, "anyway": anyway})
         notes = [note for note in headers.get("autotune-note", "").split(" | ") if note]
     else:
         with open_store(storage, create=False) as store:
-            made = make_export(load_report(store, study))
+            report = load_report(store, study)
+        if not anyway:
+            report.check_is_told()
+        made = make_export(report)
         launch = next((known for known in LAUNCH_FORMATS if known == form), None)
         plain = next((known for known in FORMATS if known == form), FORMATS[0])
         text = render_launch(made, launch) if launch is not None else render(made, plain)

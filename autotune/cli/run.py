@@ -13,8 +13,9 @@ from autotune.cli.options import table_options
 
 @click.command(short_help="Train with the winner of a study.")
 @click.argument("study")
+@click.option("--anyway", is_flag=True, help="Also with what led where it is too noisy to tell the fastest.")
 @table_options("run")
-def run(study: str, script: tuple[str, ...], storage: str) -> None:
+def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None:
     """Train for real with the winner of a study, in your own code, of which nothing is edited.
 
     What is set is printed. Without a command, the one that was searched is started in the folder of then. This process
@@ -30,7 +31,10 @@ def run(study: str, script: tuple[str, ...], storage: str) -> None:
     from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
-        start = make_start(load_report(store, study), script)
+        report = load_report(store, study)
+    if not anyway:
+        report.check_is_told()
+    start = make_start(report, script)
     for line in start.notes:
         click.echo(line, err=True)
     for name, value in start.variables.items():

@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, TooNoisyError
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -99,6 +99,11 @@ def print_searched(
 
         print_result(report, as_json=as_json, storage=shown_storage)
         ctx.exit(INTERRUPTED)
+    try:
+        report.check_is_told()
+    except TooNoisyError:
+        print_result(report, as_json=as_json, storage=shown_storage)
+        raise
     if verifies:
         from autotune.cli.verify import print_verified
 

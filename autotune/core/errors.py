@@ -125,6 +125,12 @@ class DifferentTrainingError(AutotuneError):
     exit_code = 12
 
 
+class TooNoisyError(AutotuneError):
+    """The measurements are too noisy to tell which candidate is the fastest."""
+
+    exit_code = 14
+
+
 class ServiceError(AutotuneError):
     """The service cannot be reached, or refuses what it was asked for."""
 

@@ -40,6 +40,12 @@ class Effort:
     """Measure at least so long, if that takes no more than ``max_steps``."""
 
 
+HOST_BOUND = 0.9
+"""A step in which the GPU is busy for a smaller share than this is host-bound or data-bound.
+
+Of nine steps on an H200 whose host has slow cores, two that filled the GPU had 0.92 (bert-large, bf16, 32 × 2) and 0.89
+(tf32, 8 × 8). Those with less work in each kernel had 0.84 down to 0.18."""
+
 LossOfBatch = Literal["mean", "other"]
 """Of its samples. Others add them up or compare them: another per-device batch is then another training."""
 
@@ -143,6 +149,10 @@ class Measurement:
     """Arithmetic of a sample of mean length without padding: of its forward pass, and of both passes.
 
     ``None`` where it was not counted: for the user's own code, where code is compiled or kernels are not torch's."""
+    core_wait_share: float | None = None
+    """Share of the measured steps' time in which a thread of the trial was ready, and other processes had its core.
+
+    Of the thread, and the rank, that waited longest. ``None`` where the kernel does not tell."""
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 
@@ -246,6 +256,8 @@ class Completed:
     state: Literal["completed"] = "completed"
     source: Source | None = None
     """``None`` for a trial that was run by this study."""
+    others_share: float | None = None
+    """Share of its time for which others had the CPU or the GPU; ``None`` where that was not measured, or is small."""
     run_again: bool = True
     """Whether to run a disturbed trial again: the disturbance may be over soon."""
 

@@ -6,17 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.core.candidate import Candidate
+from autotune.core.outcome import HOST_BOUND as HOST_BOUND
 from autotune.core.outcome import Measurement
 from autotune.space.dataloader import waits_for_data
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]
-
-HOST_BOUND = 0.9
-"""A step in which the GPU is busy for a smaller share than this is host-bound or data-bound.
-
-Of nine steps on an H200 whose host has slow cores, two that filled the GPU had 0.92 (bert-large, bf16, 32 × 2) and 0.89
-(tf32, 8 × 8). Those with less work in each kernel had 0.84 down to 0.18."""
-
 
 DATA_BOUND = 0.5
 """Where the GPU's share was not measured, a step that waits for data for more than this share is data-bound: most of

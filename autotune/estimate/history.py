@@ -34,6 +34,8 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
 
 
 DEFAULT_TOLERANCE = 0.01
+MATERIAL = 0.1
+"""Relative difference between speeds that matters to whoever trains. A choice."""
 
 
 @dataclass(frozen=True)
@@ -199,15 +201,17 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the candidate to recommend.
 
-        The user's own settings, where the fastest is not distinguishably faster. Else the least intrusive of those
-        within the tolerance of the fastest; of two whose settings are equally convenient, that with the lower peak.
+        The user's own settings, where the fastest is not distinguishably faster, and by no more than 10 %. Else the
+        least intrusive of those within the tolerance of the fastest; of two whose settings are equally convenient, that
+        with the lower peak.
         """
         believed = self.believed(among)
         fastest = max(believed, key=_speed, default=None)
         if fastest is None:
             return None
         own = next((tried for tried in believed if tried.candidate == self.own), None)
-        if own is not None and not self.pool.is_faster(fastest.candidate, own.candidate):
+        is_near_own = own is not None and _speed(fastest) <= _speed(own) * (1 + MATERIAL)
+        if own is not None and is_near_own and not self.pool.is_faster(fastest.candidate, own.candidate):
             return own
         near = [tried for tried in believed if _speed(tried) >= _speed(fastest) * (1 - self.tolerance)]
         return min(

@@ -194,6 +194,17 @@ class Pool:
             self._speeds[candidate] = self._combine(candidate)
         return self._speeds[candidate]
 
+    def counting(self, candidate: Candidate) -> list[Tried]:
+        """Return the trials of a candidate that count for its speed: one for each process."""
+        return _counting(self._trials.get(candidate, ()))
+
+    def deviation_seen(self, candidate: Candidate) -> float:
+        """Return the deviation between processes that candidates of this kind have shown in these trials, else 0."""
+        if self._deviations is None:
+            self._deviations = deviations(self._trials.values())
+        squares, degrees = self._deviations.get(_kind(candidate, self.busy_share(candidate)), Deviations())
+        return math.sqrt(squares / degrees) if degrees else 0.0
+
     def degrees(self, candidate: Candidate) -> float:
         """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
         kind = _kind(candidate, self.busy_share(candidate))
@@ -234,7 +245,7 @@ class Pool:
         logs = [_log_sample_seconds(tried) for tried in counting]
         count = len(logs)
         variance = self._variance(candidate)
-        own_error = math.sqrt(math.fsum(_within_error(tried) ** 2 for tried in counting)) / count
+        own_error = math.sqrt(math.fsum(within_error(tried) ** 2 for tried in counting)) / count
         following = next_value(logs, variance, own_error)
         error = math.hypot(variance.deviation / math.sqrt(count), own_error)
         mean = Estimate(following.mean, error, variance.degrees)
@@ -294,7 +305,7 @@ def _variance_of_steps(tried: Tried) -> float:
     return squares / (len(steps) - 1) / len(steps) / mean**2
 
 
-def _within_error(tried: Tried) -> float:
+def within_error(tried: Tried) -> float:
     """Return the standard error of the mean step of one process, relative to that mean."""
     measured = tried.measurement
     assert measured is not None

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.noise import accepts_noise
+from autotune.core.outcome import HOST_BOUND, Completed, Failed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
 from autotune.devices.condition import Condition
@@ -29,6 +30,8 @@ _RETURN_SECONDS = 5.0
 _NEIGHBOUR_SECONDS = 60.0
 # A neighbour that computes less than this in per cent of the GPU's time costs no more than the noise of a measurement.
 _BUSY_PER_CENT = 5
+# A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice.
+_LEAST_CORE_WAIT = 0.1
 # A desktop's compositor and its windows draw all the time, as they will beside the training. A game takes more.
 _DRAWING_PER_CENT = 25
 # Clocks of trials under the same power cap differed by a few per cent; a fifth less is another machine.
@@ -61,7 +64,7 @@ class _Observed:
     def wait(self) -> tuple[str, Event | Outcome]:
         """See ``Executor.wait``; the outcome says what disturbed the trial."""
         trial_id, report = self._executor.wait()
-        return trial_id, report if isinstance(report, Event) else self._judge(trial_id, report)
+        return trial_id, report if isinstance(report, Event) else _starved(self._judge(trial_id, report))
 
     def _begins(self, job: TrialJob) -> None:
         raise NotImplementedError
@@ -150,6 +153,7 @@ class SharedExecutor(_Observed):
 
     For a CPU, which several searches may use. Such a measurement is not repeated, since the other search may last
     longer than this one, but no later search takes it over.
+    A trial that waited for cores is repeated.
     """
 
     def __init__(self, executor: Executor, presence: Presence) -> None:
@@ -171,6 +175,18 @@ class SharedExecutor(_Observed):
         """See ``Executor.close``."""
         self._before.clear()
         self._executor.close()
+
+
+def _starved(outcome: Outcome) -> Outcome:
+    """Return an outcome with what it says of other processes on the CPU, where its step depends on the CPU."""
+    if not isinstance(outcome, Completed) or accepts_noise():
+        return outcome
+    share, busy = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
+    if share < _LEAST_CORE_WAIT or busy >= HOST_BOUND:
+        return outcome
+    why = f"waited {share:.0%} of its time for cores that other processes used"
+    others_share = max(share, outcome.others_share or 0.0)
+    return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), others_share=others_share)
 
 
 def _check_is_there(gpu: Device, now: Condition | None) -> None:
@@ -263,7 +279,9 @@ class _Watch:
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
                 slowed = clocks.slowed(self._gpu, self._before, self._samples)
                 why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
-                return dataclasses.replace(outcome, disturbed=why)
+                shown = {pid: share for pid, share in neighbours.items() if _share_lines({pid: share}, drawing)}
+                others_share = min(1.0, sum(shown.values()) / 100) or None
+                return dataclasses.replace(outcome, disturbed=why, others_share=others_share)
         return outcome
 
     @property

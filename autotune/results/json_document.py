@@ -95,6 +95,8 @@ class StudyDocument:
     ceiling_bytes: int
     ceiling: dict[str, Any]
     seconds: float
+    too_noisy: str | None
+    """Why it cannot be told whether the best is the fastest, in words; ``None`` where it can."""
     speedup: float | None
     expert: ExpertDocument | None
     """bf16 at the largest batch that fits, and nothing else; ``None`` where nothing like it was tried."""
@@ -129,6 +131,7 @@ def report_document(view: StudyView) -> Document:
             ceiling_bytes=ceiling.cap_bytes,
             ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
             seconds=study.seconds,
+            too_noisy=view.too_noisy,
             speedup=view.speedup,
             expert=ExpertDocument(
                 expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup

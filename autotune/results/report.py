@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts
-from autotune.core.errors import StorageError
+from autotune.core.errors import StorageError, TooNoisyError
+from autotune.core.noise import accepts_noise
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, read_source
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.estimate.history import History, ran_in_full
+from autotune.estimate.noise import too_noisy
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed, Tried, deviations
 from autotune.store.engine import damaged
 from autotune.store.records import StudyRecord, StudySummary, TrialRecord
@@ -160,6 +162,27 @@ class Report:
         """Return whether all trials that count for a trial's candidate were disturbed."""
         counting = self.history.outcomes_of(trial.candidate) if trial is not None else []
         return bool(counting) and all(getattr(tried.outcome, "disturbed", False) for tried in counting)
+
+    @functools.cached_property
+    def too_noisy(self) -> str | None:
+        """Why it cannot be told whether the best is the fastest; ``None`` where it can, or the user accepts noise."""
+        best = self.best
+        if best is None or accepts_noise() or self.study.request.get("objective", "throughput") != "throughput":
+            return None
+        speedup, baseline = self.speedup(), self.baseline
+        # A baseline that was faster is excluded from the search by options, but for the user's own settings.
+        is_excluded = speedup is not None and speedup < 1
+        left_out = {baseline.candidate} if baseline is not None and is_excluded else set()
+        return too_noisy(self.history, best.candidate, {t.candidate for t in self.history.believed()} - left_out)
+
+    def check_is_told(self) -> None:
+        """Raise ``TooNoisyError`` where the best may not be the fastest."""
+        if self.too_noisy is not None:
+            raise TooNoisyError(
+                f"too noisy to tell which candidate is the fastest: {self.too_noisy}",
+                "search again with --fresh when the machine is quiet; "
+                f"autotune export {self.study.name} --anyway takes what led",
+            )
 
     def speedup(self) -> float | None:
         """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""

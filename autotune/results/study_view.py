@@ -112,6 +112,8 @@ class StudyView:
     baseline_name: str
     """``the TrainingArguments defaults``, or what else its settings are called."""
     baseline_speed: Speed | None
+    too_noisy: str | None
+    """Why it cannot be told whether the best is the fastest; ``None`` where it can."""
     is_own_best: bool
     """Whether the user's own settings are the answer."""
     speedup: float | None
@@ -151,6 +153,7 @@ def study_view(report: Report) -> StudyView:
         baseline=trial_view(report, _with_all_processes(report, baseline)) if baseline is not None else None,
         baseline_name=report.baseline_name,
         baseline_speed=report.speed(baseline),
+        too_noisy=report.too_noisy,
         is_own_best=report.is_own_best,
         speedup=report.speedup(),
         is_speedup_a_bound=report.is_speedup_a_bound,

@@ -55,7 +55,10 @@ def summary_lines(view: StudyView) -> list[str]:
         return [f"{outcome} in the study {view.record.name}: {view.counts}", *note_lines]
     left_out = [f"  not tried: {each.describe()}" for each in view.record.left_out]
     result = [f"  {line}" for line in _best_lines(view, view.best)]
-    return [f"Best: {view.best.setting}", *result, f"  {view.counts}", *left_out, *note_lines]
+    head = [f"Best: {view.best.setting}"]
+    if view.too_noisy is not None:
+        head = [f"Too noisy to tell: {view.too_noisy}", f"Led, and is no answer: {view.best.setting}"]
+    return [*head, *result, f"  {view.counts}", *left_out, *note_lines]
 
 
 def _best_lines(view: StudyView, best: BestView) -> list[str]:

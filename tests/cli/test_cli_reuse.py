@@ -59,6 +59,23 @@ def test_repeated_under_another_name_no_process_is_started(copy: Path) -> None:
     assert "--fresh measures again" in shown.stdout
 
 
+def test_what_is_too_noisy_to_tell_is_exported_only_anyway(copy: Path) -> None:
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        for trial_id, text in connection.execute("SELECT id, outcome FROM autotune_trials").fetchall():
+            outcome = {**json.loads(text), "disturbed": ["others"], "others_share": 0.9, "run_again": False}
+            connection.execute("UPDATE autotune_trials SET outcome = ? WHERE id = ?", (json.dumps(outcome), trial_id))
+    where, variables = ("first", "--storage", str(copy)), {"AUTOTUNE_ACCEPT_NOISE": "0"}
+    for command_ in ("export", "run"):
+        refused = run_process(command_, *where, folder=copy.parent, **variables)
+        assert refused.code == 14, refused.stderr
+        assert not refused.stdout
+        assert "too noisy to tell which candidate is the fastest" in refused.stderr
+    assert run_process("export", *where, "--anyway", folder=copy.parent, **variables).code == 0
+    again = search_again(copy, "--study", "first", **variables)
+    assert again.code == 14, again.stderr
+    assert json.loads(again.stdout)["too_noisy"]
+
+
 def test_repeated_under_its_own_name_no_process_is_started(copy: Path) -> None:
     before = search_again(copy, "--study", "second")
     again = search_again(copy, "--study", "second")

@@ -26,7 +26,7 @@ from reported import (
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
-from autotune.core.errors import StorageError, UnknownStudyError
+from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.schema import encode
 from autotune.core.stop import NOTHING_LEFT, StopReason
@@ -328,6 +328,34 @@ def test_ones_own_settings_that_nothing_beats_are_the_answer() -> None:
     assert "your own settings are as fast as anything tried" in told
     assert "(32 × 2  fp16): not distinguishable, and your own settings need no change" in told
     assert "× your own settings" not in told
+
+
+def test_what_others_disturbed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slowed = dataclasses.replace(completed(200.0), disturbed=("others",), others_share=0.5, run_again=False)
+    made = report(BASELINE, WINNER, trial(2, FP16, 32, slowed))
+    why = "32 × 2  fp16 may be faster than 32 × 2  bf16, since other processes used the device for 50% of the time of"
+    assert made.too_noisy is None
+    monkeypatch.delenv("AUTOTUNE_ACCEPT_NOISE")
+    made = dataclasses.replace(made)
+    first, second, *_ = summary_lines(study_view(made))
+    assert first.startswith(f"Too noisy to tell: {why}")
+    assert second == "Led, and is no answer: per-device batch 32 × accumulation 2, bf16"
+    assert report_document(study_view(made))["too_noisy"].startswith(why)
+    with pytest.raises(TooNoisyError, match="--anyway"):
+        made.check_is_told()
+    little = dataclasses.replace(slowed, others_share=0.1)
+    assert report(BASELINE, WINNER, trial(2, FP16, 32, little)).too_noisy is None
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [((0.1, 0.1, 0.1), True), ((0.05, 0.3, 0.1), False)])
+def test_steps_that_differ_too_much_are_no_answer(
+    steps: tuple[float, ...], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AUTOTUNE_ACCEPT_NOISE")
+    outcome = completed(280.0)
+    uneven = dataclasses.replace(outcome.measurement, step_seconds_each=steps)
+    made = report(BASELINE, WINNER, trial(2, FP16, 32, dataclasses.replace(outcome, measurement=uneven)))
+    assert (made.too_noisy is None) == is_told
 
 
 def test_one_number_for_the_winner() -> None:

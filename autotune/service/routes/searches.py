@@ -118,10 +118,15 @@ def report(
 
 @router.get("/v1/searches/{search}/export", response_class=PlainTextResponse)
 def export(
-    search: str, token: Reader, searches: Known, form: Annotated[Format | LaunchFormat, Query(alias="format")] = "json"
-) -> Response:
+    search: str, token: Reader, searches: Known,
+    form: Annotated[Format | LaunchFormat, Query(alias="format")] = "json",
+    anyway: Annotated[bool, Query(description="Also what led where it is too noisy to tell the fastest.")] = False,
+) -> Response:  # fmt: skip
     """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
-    made = make_export(searches.report(searches.job(search)))
+    report = searches.report(searches.job(search))
+    if not anyway:
+        report.check_is_told()
+    made = make_export(report)
     text = render_launch(made, form) if form == "torchrun" or form == "accelerate" else render(made, form)
     notes = {"Autotune-Note": " | ".join(beside_lines(made, form)).encode("ascii", "replace").decode()}
     return PlainTextResponse(text, headers=notes)

@@ -22,6 +22,7 @@ from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
+from autotune.worker.trial.core_wait import CoreWait
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
@@ -165,6 +166,7 @@ class StepTimer(StepListener):
         """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
         it."""
         self._energy = _Energy(meter)
+        self._core_wait = CoreWait()
 
     def begin(self, optimizer: Any = None) -> None:
         """Start the clock of the first step; an optimizer may have a gradient scaler, as the Trainer's has."""
@@ -217,6 +219,7 @@ class StepTimer(StepListener):
         is_timed = is_warm and not again
         if is_timed:
             self._energy.add()
+            self._core_wait.add()
             self._timed.append(step)
             self._rank_seconds = [sum_ + one.seconds for sum_, one in zip(self._rank_seconds, each, strict=True)]
             known = [count for count in tokens if count is not None]
@@ -303,8 +306,9 @@ class StepTimer(StepListener):
         return new, tokens * self._candidate.gradient_accumulation_steps
 
     def start_clock(self) -> None:
-        """Start the clock of a step, after reading the energy counter, which takes time itself."""
+        """Start the clock of a step, after reading the counters, which takes time itself."""
         self._energy.read()
+        self._core_wait.read()
         self._previous_end = perf_counter()
 
     @property
@@ -448,6 +452,9 @@ class StepTimer(StepListener):
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
+            core_wait_share=max(
+                (s for s in self._ranks.gather(self._core_wait.share()) if s is not None), default=None
+            ),
             saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
             **(self._of_ranks() if ranks > 1 else {}),
         )

@@ -1,0 +1,12 @@
+"""Say whether the user accepts measurements of a busy machine."""
+
+from __future__ import annotations
+
+import os
+
+ACCEPT_NOISE_VARIABLE = "AUTOTUNE_ACCEPT_NOISE"
+
+
+def accepts_noise() -> bool:
+    """Return whether a busy machine is measured as it is, and every answer is given."""
+    return os.environ.get(ACCEPT_NOISE_VARIABLE) == "1"

@@ -1,0 +1,110 @@
+"""Judge whether measurements are too noisy to tell which candidate is the fastest.
+
+Only noise that was seen counts: steps of a process that differ, processes of a candidate that differ, and other
+processes that had the CPU or the GPU. What is usual for a kind of step (the prior of ``pooling``) is no noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed
+from autotune.estimate.history import MATERIAL, History
+from autotune.estimate.pooling import Tried, within_error
+
+# One-sided 95 % of a normal distribution.
+_ERRORS = 1.645
+# A trial of threads that wait for one another loses more than the time for which one of them waits. A choice.
+_THREADS_WAIT_TIMES = 2.0
+# Of a trial that others disturbed by an amount that is not known. A choice.
+_UNKNOWN_SHARE = 0.3
+_MOST_SHARE = 0.95
+# The only candidate that was measured is told with an interval of up to this half-width, as a logarithm. A choice.
+_WIDEST = 0.25
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The noise that was seen in the trials of one candidate."""
+
+    candidate: Candidate
+    log_sample_seconds: float
+    error: float
+    """Standard error of that logarithm."""
+    lost: float
+    """By how much its logarithm may be too large for what others took."""
+    others_share: float
+    step_error: float
+    process_deviation: float
+
+
+def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -> str | None:
+    """Return why the answer cannot be told from another candidate of these, in words; ``None`` where it can.
+
+    It cannot where another candidate may be faster by more than 10 %, in one case of twenty, for noise that was seen.
+    """
+    every = {each: seen for each in {answer, *among} if (seen := _seen(history, each)) is not None}
+    chosen = every.pop(answer, None)
+    if chosen is None:
+        return None
+    if not every:
+        is_wide = _ERRORS * chosen.error + chosen.lost > _WIDEST
+        return f"only {answer.describe()} was measured, and {_why(chosen)}" if is_wide else None
+    beyond = {
+        other: chosen.log_sample_seconds
+        - seen.log_sample_seconds
+        + _ERRORS * math.hypot(chosen.error, seen.error)
+        + seen.lost
+        for other, seen in every.items()
+    }
+    nearest = max(beyond, key=lambda other: beyond[other])
+    if beyond[nearest] <= math.log1p(MATERIAL):
+        return None
+    other = every[nearest]
+    return f"{nearest.describe()} may be faster than {answer.describe()}, since {_why(other, chosen)}"
+
+
+def _seen(history: History, candidate: Candidate) -> _Seen | None:
+    speed, trials = history.speed(candidate), history.pool.counting(candidate)
+    if speed is None or not trials:
+        return None
+    own = math.sqrt(math.fsum(within_error(tried) ** 2 for tried in trials if _has_steps(tried))) / len(trials)
+    between = history.pool.deviation_seen(candidate)
+    shares = [_others_share(tried) for tried in trials]
+    return _Seen(
+        candidate,
+        speed.log_sample_seconds.mean,
+        math.hypot(own, between / math.sqrt(len(trials))),
+        math.fsum(-_THREADS_WAIT_TIMES * math.log1p(-share) for share in shares) / len(trials),
+        max(shares),
+        own,
+        between,
+    )
+
+
+def _has_steps(tried: Tried) -> bool:
+    """Return whether a trial has several steps, which alone show noise."""
+    return tried.measurement is not None and len(tried.measurement.step_seconds_each) > 1
+
+
+def _others_share(tried: Tried) -> float:
+    if not isinstance(tried.outcome, Completed) or not tried.outcome.disturbed:
+        return 0.0
+    return min(_MOST_SHARE, tried.outcome.others_share or _UNKNOWN_SHARE)
+
+
+def _why(*seen: _Seen) -> str:
+    """Say which noise is the largest of what was seen of some candidates."""
+    busiest = max(seen, key=lambda each: each.lost)
+    unsteady = max(seen, key=lambda each: each.step_error)
+    between = max(each.process_deviation for each in seen)
+    size = max(busiest.lost, unsteady.step_error, between)
+    if busiest.lost == size:
+        share = f"{busiest.others_share:.0%} of the time of {busiest.candidate.describe()}"
+        return f"other processes used the device for {share}"
+    if between == size:
+        return f"processes of one candidate differ by {between:.0%}"
+    return f"steps of {unsteady.candidate.describe()} differ, and their mean is known to {unsteady.step_error:.0%} only"
