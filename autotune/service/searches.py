@@ -96,6 +96,12 @@ class Searches:
             )
             if latest := self.store.queue.jobs(study=study, most=1):
                 check_may_change(by, latest[0])
+            elif by.role != "admin" and self.store.study(study) is not None:
+                raise ServiceError(
+                    f"the study {study!r} was made on the command line, and belongs to the admins",
+                    "use another --study, or ask an admin",
+                    status=403,
+                )
             job, is_new = self._add(study, submission, submission.needs, by.name, idempotency_key)
         if is_new:
             _note("search submitted", search=job.id, study=job.study, by=by.name, priority=job.priority)
@@ -293,7 +299,7 @@ class Searches:
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:
     """Return whether a token may change a search: an admin's every one, another its own."""
-    return token.role == "admin" or (may_write(token) and job.submitted_by in ("", token.name))
+    return token.role == "admin" or (may_write(token) and job.submitted_by == token.name)
 
 
 def check_may_change(token: TokenRecord, job: JobRecord) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import event
 from standing_in import with_devices
 from starlette.testclient import TestClient
 
+from autotune.core.ceiling import Ceiling
 from autotune.core.errors import ServiceError, StorageError
 from autotune.service import access
 from autotune.service.limits import OncePerMinute
@@ -26,6 +27,7 @@ from autotune.service.routes import health
 from autotune.service.searches import Searches
 from autotune.service.server import Settings, serve
 from autotune.service.tokens import add_token
+from autotune.store.records import StudyRecord
 from autotune.store.repository import Store
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
@@ -90,6 +92,26 @@ def test_a_token_changes_its_own_searches_alone_and_an_admin_all(
         assert admin.delete(f"/v1/searches/{mine['id']}").json()["state"] == "cancelled"
     (said,) = [record for record in caplog.records if record.getMessage() == "search cancelled"]
     assert said.__dict__["fields"] == {"search": mine["id"], "study": "mine", "by": "root"}
+
+
+def test_a_study_of_the_command_line_belongs_to_the_admins(
+    server: TestClient, writer: TestClient, store: Store
+) -> None:
+    store.create_study(
+        StudyRecord(
+            "theirs",
+            store.intern_workload({}, "w"),
+            store.intern_environment({}, "e"),
+            {},
+            Ceiling(None, 2**34, 0).document(),
+            "0.1.0",
+        )
+    )
+    refused = writer.post("/v1/searches", json={**TINY, "study": "theirs"})
+    assert refused.status_code == 403
+    assert refused.json()["detail"] == "the study 'theirs' was made on the command line, and belongs to the admins"
+    admin = with_token(server, add_token(store.queue, "root", "admin"))
+    assert admin.post("/v1/searches", json={**TINY, "study": "theirs"}).status_code in (200, 201, 202)
 
 
 @pytest.mark.parametrize(
