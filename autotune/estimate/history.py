@@ -84,6 +84,11 @@ class History:
         self.tried[self.tried.index(tried)] = replace(tried, outcome=outcome)
         self._summed_up = None
 
+    def clear(self) -> None:
+        """Forget every trial that ended; what they showed of memory stays."""
+        self.tried.clear()
+        self._summed_up = None
+
     def begin(self, candidate: Candidate) -> None:
         """Take down that a trial of the candidate is under way."""
         self.pending.append(candidate)

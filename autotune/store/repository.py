@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optuna.storages import RDBStorage
-from sqlalchemy import Connection, Engine, Row, Select, Text, cast, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Select, Text, cast, delete, func, insert, select, update
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
@@ -238,6 +238,12 @@ class Store:
         values = {"state": outcome.state, "outcome": outcome_document(outcome)}
         with self._guarded() as connection:
             connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))
+
+    def drop_reused_trials(self, study_id: str) -> None:
+        """Delete the measurements that a study has taken from others, which keep them."""
+        taken = (TrialRow.study_id == study_id) & (TrialRow.stage == "reused") & (TrialRow.state == "completed")
+        with self._guarded() as connection:
+            connection.execute(delete(TrialRow).where(taken))
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
         """Mark every running trial of the study as interrupted, and return how many there were.

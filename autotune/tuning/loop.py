@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
+from autotune.estimate.pooling import Speed
 from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
@@ -47,6 +49,8 @@ from autotune.tuning.studies import open_study
 
 # So many settings beside the user's own that fail with the same words end a search. A choice.
 _FAIL_ALIKE = 2
+# Earlier trials are used where one of them runs now within its interval, or this difference. A choice.
+_SAME_HOUR = 0.05
 
 
 def _without_numbers(failed: Failed) -> str:
@@ -122,6 +126,8 @@ class Search:
         own = prepared.baseline if has_own else None
         self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance, own=own)
         self._library: Library | None = None
+        self._control: Candidate | None = None
+        """What was measured again to see whether the machine is as fast as in earlier searches."""
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
         self._started = clock()
@@ -337,6 +343,8 @@ class Search:
     def _try(self, step: Step, placement: Placement) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
         candidate, stage, study = step.candidate, step.stage, self._records.study
+        if (control := self._next_control(step)) is not None:
+            candidate, stage = control, "final"
         trial = self._optuna.ask(candidate, stage)
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
@@ -349,7 +357,7 @@ class Search:
             id=trial.trial_id,
             log_path=str(self._log_folder / f"trial-{trial.number:04d}.log"),
         )
-        known = self._known(candidate, stage, effort)
+        known = self._known(candidate, stage, effort) if control is None else None
         if known is not None:
             self._take(self._records.reuse(trial, record, known))
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
@@ -398,8 +406,11 @@ class Search:
 
     def _take(self, ended: TrialRecord) -> None:
         """Learn from a trial that ended; raise ``NoResultError`` where all would fail as it did."""
+        expected = self._history.speed(ended.candidate)
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
+        if ended.candidate == self._control and ended.stage == "final" and expected is not None:
+            self._compare_hours(ended, expected)
         if (gain := self._plan.told_of_lever(ended)) is not None:
             self._observer.note(gain)
             self._keep_best()
@@ -446,6 +457,38 @@ class Search:
                 f"{ended.candidate.describe()}, so nothing else was tried: {outcome.message}",
                 f"mend it and search again; its log is {ended.log_path}",
             )
+
+    def _next_control(self, step: Step) -> Candidate | None:
+        """Return what is measured again before a first trial is compared with those of earlier searches.
+
+        The fastest that those measured, if possible without compiling; ``None`` where nothing of theirs is used, the
+        next trial needs none either, or one was measured.
+        """
+        if self._library is None or self._control is not None or self._request.objective != "throughput":
+            return None
+        taken = [t for t in self._plan.records.values() if t.stage == "reused" and isinstance(t.outcome, Completed)]
+        effort = effort_of(self._request, step.candidate, step.stage, self._plan.best(), self._history)
+        if not taken or self._known(step.candidate, step.stage, effort) is not None:
+            return None
+        candidates = {t.candidate for t in taken}
+        plain = {candidate for candidate in candidates if not candidate.arm.torch_compile}
+        fastest = self._history.fastest(plain) or self._history.fastest(candidates)
+        self._control = fastest.candidate if fastest is not None else None
+        return self._control
+
+    def _compare_hours(self, ended: TrialRecord, expected: Speed) -> None:
+        """Drop what earlier searches measured where the trial that was measured again differs from it."""
+        if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
+            return
+        ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
+        if abs(math.log(ratio)) <= max(expected.relative_half_width, _SAME_HOUR):
+            return
+        self._library = None
+        self._store.drop_reused_trials(self._records.study.id)
+        self._plan.drop_reused()
+        self._observer.note(
+            f"trials of earlier searches are not used: {ended.candidate.describe()} is {ratio:.2f} × as fast as then"
+        )
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
         """Return what a trial would show, if earlier studies tell. A second measurement is always a new process."""

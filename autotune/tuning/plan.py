@@ -155,6 +155,14 @@ class Plan:
                 refused.append(record)
         return refused
 
+    def drop_reused(self) -> None:
+        """Forget the speeds that were taken from earlier searches."""
+        kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
+        self.records, self.in_space, self._again, self._upcoming = {}, set(), Repeats(), None
+        self.history.clear()
+        for trial in kept:
+            self.take(trial)
+
     def told_of_lever(self, trial: TrialRecord) -> str | None:
         """Return what a lever gave in a trial that has ended, in words; ``None`` for a trial that tried none."""
         idea = self._idea
@@ -209,6 +217,11 @@ class Plan:
     def _has_run_nothing(self) -> bool:
         """Whether this run of the search continues earlier trials, and has not started one."""
         return bool(self.records) and not self._company.has_begun
+
+    @property
+    def owed(self) -> list[Candidate]:
+        """What is run again since it was disturbed, interrupted or failed by chance."""
+        return [candidate for _, candidate in self._again.owed]
 
     @property
     def trials_spent(self) -> int:

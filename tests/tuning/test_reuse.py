@@ -291,6 +291,26 @@ class TestSearches:
         assert promised[1]["processes_measured"] == count
         assert second.best.candidate == first.best.candidate
 
+    @pytest.mark.parametrize(("slowdown", "is_used"), [(1.02, True), (3.0, False)])
+    def test_speeds_of_another_hour_are_used_where_one_of_them_holds(
+        self, store: Store, slowdown: float, is_used: bool
+    ) -> None:
+        """The machine is slower for all that is measured now; the first search measured one precision only."""
+
+        def runner(times: float) -> ComputedRunner:
+            cost = {"bf16": 0.009, "fp32": 0.012}
+            return ComputedRunner(lambda _: GIB, lambda c: times * c.samples_per_step * cost.get(c.arm.precision, 0.01))
+
+        search(store, runner(1), study="first", precisions=("bf16",))
+        now = runner(slowdown)
+        second = search(store, now, study="second", precisions=("bf16", "fp32"))
+        assert now.candidates[0] in {trial.candidate for trial in store.trials(store.existing_study("first").id)}
+        assert any(trial.stage == "reused" for trial in second.trials) == is_used
+        assert any("are not used: " in told for told in second.observer.notes) != is_used
+        # None of the numbers is of one hour, and its rival's of another.
+        assert load_report(store, "second").speedup() == pytest.approx(12 / 9, rel=0.05)
+        assert second.best.candidate.arm.precision == "bf16"
+
     @pytest.mark.parametrize(
         "changed", [{"driver": "600"}, {"measurement_revision": 99}, {"packages": {"torch": "2.14.0"}}]
     )
@@ -362,8 +382,11 @@ class TestSearches:
         search(store, small, study="first", memory_limit_bytes=12 * GIB)
         large = ComputedRunner(lambda candidate: candidate.per_device_train_batch_size * GIB)
         second = search(store, large, study="second", memory_limit_bytes=40 * GIB)
-        assert large.jobs
-        assert all(job.candidate.per_device_train_batch_size > 8 for job in large.jobs)
+        # The first one shows that the machine is as fast as it was.
+        control, *others = large.candidates
+        assert control in small.candidates
+        assert others
+        assert all(candidate.per_device_train_batch_size > 8 for candidate in others)
         assert second.best.candidate.per_device_train_batch_size > 8
 
     def test_another_objective(self, store: Store) -> None:
