@@ -67,9 +67,13 @@ def apply(
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
     if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
+    # Before layers are compiled: these try the model on a few tokens, for which they would be compiled as well.
     if sparse_prediction:
-        # Before layers are compiled: it tries the model on a few tokens, for which they would be compiled as well.
         predict_labelled_tokens(trainer)
+    if padding_free:
+        join_samples(trainer)
+    if fused_loss:
+        fuse_loss(trainer)
     if float8:
         multiply_in_float8(trainer)
     if regional_compilation:
@@ -84,10 +88,6 @@ def apply(
         pad_to_multiples(trainer, length_multiple)
     if unpadded:
         leave_out_full_masks(trainer)
-    if padding_free:
-        join_samples(trainer)
-    if fused_loss:
-        fuse_loss(trainer)
     if not cudnn_attention:
         leave_out_cudnn_attention(trainer)
     if cuda_graphs:

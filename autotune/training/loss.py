@@ -7,7 +7,10 @@ is, and are reduced at once to those of the hidden states and of the output laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from autotune.training.adapters import without_adapters
+from autotune.training.batches import IGNORED
+from autotune.training.during import during_training
 from autotune.training.errors import SettingUnavailableError
 
 # Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
@@ -27,7 +32,6 @@ _LOGITS_AT_ONCE = 2**28
 # little memory beside the 16 bits of the logits themselves. Not where they are 64 MiB or less in float32.
 _PARTS = 8
 _PARTED_FROM = 2**24
-_IGNORED = -100
 # Logits at which a loss is tried: beyond the caps of transformers' models (15 to 50). A choice.
 _LARGE = 100.0
 # Largest distance of a loss, and of gradients by a few parameters, in 16 bits. Caps at these logits change them by more
@@ -45,7 +49,7 @@ def _of_logits(
 
     The gradient is written ``into`` a tensor where one is given. Logits in float32 are overwritten.
     """
-    is_counted = labels != _IGNORED
+    is_counted = labels != IGNORED
     labels = labels.where(is_counted, 0).unsqueeze(1)
     gradient = logits.float()
     largest = gradient.amax(1, keepdim=True)
@@ -204,7 +208,7 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
-    divisor = (labels != _IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
+    divisor = (labels != IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece, loss_scale)  # type: ignore[no-untyped-call]
     return loss
 
@@ -217,17 +221,23 @@ class _FusedLoss:
         self._piece = piece
         self._scaler = scaler
         self.logits_of_layer = layer.forward
+        self.trains = True
+        """Whether a training runs that asks for no logits."""
         self.is_evaluated_for_loss = False
         """Whether an evaluation runs that asks for no logits."""
+        self.has_labels = False
+        """Whether the model was called with labels, without which it has no loss."""
 
     @property
     def _is_for_loss(self) -> bool:
-        return self.is_evaluated_for_loss or (self._layer.training and torch.is_grad_enabled())
+        is_trained = self.trains and self._layer.training and torch.is_grad_enabled()
+        return self.has_labels and (self.is_evaluated_for_loss or is_trained)
 
     def undo(self, model: Any) -> None:
         """Give the model its output layer and loss back."""
-        layer: Any = self._layer
-        layer.forward, without_adapters(model).loss_function = self.logits_of_layer, ForCausalLMLoss
+        layer, model = self._layer, without_adapters(model)
+        layer.forward, model.loss_function = self.logits_of_layer, ForCausalLMLoss  # type: ignore[method-assign]
+        vars(model).pop("_fused_loss", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits; the hidden states where only the loss is asked for, which is then computed of them."""
@@ -239,7 +249,7 @@ class _FusedLoss:
         labels: torch.Tensor,
         vocab_size: int,
         num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = IGNORED,
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -252,7 +262,7 @@ class _FusedLoss:
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
-        flat = flat.where(flat != ignore_index, _IGNORED)
+        flat = flat.where(flat != ignore_index, IGNORED)
         hidden = logits.reshape(-1, logits.shape[-1])
         one = torch.ones((), device=hidden.device)
         return linear_cross_entropy(  # type: ignore[no-any-return]
@@ -328,43 +338,69 @@ def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     )
 
 
-def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> Any:
-    """Have a model compute its loss without all logits, and return what says when it evaluates for the loss alone.
+def _layer_of(model: Any) -> Any:
+    """Return the output layer of a causal language model, as it is without a fused loss.
 
     Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
     """
-    model = without_adapters(model)
-    name = type(model).__name__
-    layer = model.get_output_embeddings()
-    earlier = getattr(model.loss_function, "__self__", None)
-    if isinstance(earlier, _FusedLoss):
+    name, layer = type(model).__name__, model.get_output_embeddings()
+    if (earlier := vars(model).get("_fused_loss")) is not None:
         # Of another Trainer, whose scaler it has.
-        layer.forward, model.loss_function = earlier.logits_of_layer, ForCausalLMLoss
+        earlier.undo(model)
     # FSDP2 makes a class of its own of the layer's; it keeps the weights whole from this layer's forward pass on.
-    is_linear = type(layer) is torch.nn.Linear or type(layer).__bases__ == (FSDPModule, torch.nn.Linear)
-    if not is_linear:
+    if type(layer) is not torch.nn.Linear and type(layer).__bases__ != (FSDPModule, torch.nn.Linear):
         raise SettingUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
     if model.loss_function is not ForCausalLMLoss:
         raise SettingUnavailableError(f"the loss of {name} is not that of a causal language model")
+    return layer
+
+
+def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
+    """Have a model compute its loss without all logits, and return what says when it does.
+
+    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
+    """
+    model = without_adapters(model)
+    layer = _layer_of(model)
     fused = _FusedLoss(layer, piece, scaler)
-    layer.forward = fused.logits
-    model.loss_function = fused.loss
+    layer.forward, model.loss_function = fused.logits, fused.loss
+    model._fused_loss = fused
+    if getattr(model.forward, "_tells_labels", False):
+        return fused
+    whole = model.forward.__func__
+
+    # A method, whose state is its model's: a copy has a fused loss of its own.
+    @functools.wraps(whole)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (own := vars(self).get("_fused_loss")) is not None:
+            own.has_labels = kwargs.get("labels") is not None
+        return whole(self, *args, **kwargs)
+
+    forward._tells_labels = True  # type: ignore[attr-defined]
+    model.forward = types.MethodType(forward, model)
     return fused
 
 
 def fuse_loss(trainer: Trainer) -> None:
-    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains,
+    """Have a causal language model compute its loss without all logits while it trains; it then returns no logits,
     nor in an evaluation without metrics, which would else need more memory than training.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where a few
     tokens have another loss or gradient than before: of one that changes its logits after that layer (a cap, a scale, a
-    smaller vocabulary), or under a ``compute_loss`` that reads logits.
+    smaller vocabulary), or computes its loss by itself. A ``compute_loss`` of one's own may read logits.
     """
-    if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
-        raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
+    if is_own or trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+        raise SettingUnavailableError(
+            "the Trainer computes the loss from logits (label smoothing or a loss of yours)"
+            if not is_own
+            else f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
+        )
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
     piece = torch.compile(_whole_piece) if trainer.args.torch_compile else _piece
     model = trainer.accelerator.unwrap_model(trainer.model)
+    # Of another Trainer it may have a fused loss, which is not to be compared with.
+    _layer_of(without_adapters(model))
     few = None if next(model.parameters()).is_meta else _FewTokens(trainer, model)
     stock = few.loss_and_gradients() if few is not None else []
     fused = fuse_loss_of(model, piece, trainer.accelerator.scaler)
@@ -380,13 +416,22 @@ def fuse_loss(trainer: Trainer) -> None:
                 f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
                 "logits: they are changed or read after the output layer"
             )
+    fused.trains = False
+    during_training(trainer, functools.partial(_held, fused, "trains"))
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        fused.is_evaluated_for_loss = prediction_loss_only
-        try:
+        with _held(fused, "is_evaluated_for_loss") if prediction_loss_only else contextlib.nullcontext():
             return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        finally:
-            fused.is_evaluated_for_loss = False
 
     trainer.prediction_step = prediction_step
+
+
+@contextlib.contextmanager
+def _held(fused: _FusedLoss, name: str) -> Iterator[None]:
+    """Have something be so of a fused loss."""
+    setattr(fused, name, True)
+    try:
+        yield
+    finally:
+        setattr(fused, name, False)

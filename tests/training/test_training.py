@@ -460,16 +460,23 @@ class TestFusedLoss:
             apply(trainer, fused_loss=True)
 
     @pytest.mark.parametrize(
-        ("kind", "changes"),
-        [("gemma2", {"head_dim": 8}), ("recurrent_gemma", {"logits_soft_cap": 2.0})],
-    )
+        ("kind", "changes", "words"),
+        [
+            ("gemma2", {"head_dim": 8}, "changed or read after the output layer"),
+            ("recurrent_gemma", {"logits_soft_cap": 2.0}, "changed or read after the output layer"),
+            ("bart", {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 64},
+             "cannot be tried on a few tokens"),
+        ],
+    )  # fmt: skip
     def test_changed_logits_are_refused_and_the_model_is_left_as_it_was(
-        self, kind: str, changes: dict[str, Any], tmp_path: Path
+        self, kind: str, changes: dict[str, Any], words: str, tmp_path: Path
     ) -> None:
         sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
-        config = AutoConfig.for_model(kind, **sizes, vocab_size=VOCABULARY, pad_token_id=0, **changes)
+        config = AutoConfig.for_model(
+            kind, **(sizes if kind != "bart" else {}), vocab_size=VOCABULARY, pad_token_id=0, **changes
+        )
         trainer = trainer_of(AutoModelForCausalLM.from_config(config), samples(), tmp_path, max_steps=1)
-        with pytest.raises(SettingUnavailableError, match="changed or read after the output layer"):
+        with pytest.raises(SettingUnavailableError, match=words):
             apply(trainer, fused_loss=True)
         batch = {name: value[None] for name, value in samples()[0].items()}
         assert trainer.model(**batch).logits.shape == (1, 16, VOCABULARY)
@@ -484,17 +491,23 @@ class TestFusedLoss:
             losses.append(train(apply(trainer_of(model, samples(), tmp_path), **settings))[0])
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
-    def test_a_loss_of_ones_own_that_reads_logits_is_refused(self, tmp_path: Path) -> None:
+    def test_a_loss_that_may_read_logits_is_refused(self, tmp_path: Path) -> None:
+        class Reading(Trainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                return super().compute_loss(*args, **kwargs)
+
         trainer = trainer_of(language_model(), samples(), tmp_path)
-        compute = trainer.compute_loss
-
-        def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, outputs = compute(model, inputs, return_outputs=True, **kwargs)
-            return loss + 1e-2 * outputs.logits.float().logsumexp(-1).square().mean()
-
-        trainer.compute_loss = compute_loss
-        with pytest.raises(SettingUnavailableError, match="changed or read after the output layer"):
+        trainer.__class__ = Reading
+        with pytest.raises(SettingUnavailableError, match=r"Reading\.compute_loss is your own"):
             apply(trainer, fused_loss=True)
+
+    def test_a_model_that_was_trained_gives_logits_in_any_mode(self, tmp_path: Path) -> None:
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path, max_steps=1), fused_loss=True)
+        trainer.train()
+        ids = torch.arange(4)[None]
+        trained = copy.deepcopy(trainer.model).train()
+        assert trained(input_ids=ids, labels=ids).logits.shape == (1, 4, VOCABULARY)
+        assert trainer.model.train()(ids).logits.shape == (1, 4, VOCABULARY)
 
 
 MASKED = {
