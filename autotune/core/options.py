@@ -353,9 +353,9 @@ class _Tried(TypedDict, total=False):
     unpadded: Annotated[LeverChoice, Option(
         "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
     )]
-    padding_free: Annotated[SwitchChoice, Option(
+    padding_free: Annotated[LeverChoice, Option(
         "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
-        "itself alone. Your own batches differ in length then.", default_text="off",
+        "itself alone. auto, on, off: as --torch-compile.", default_text="auto",
     )]
     uncached_casts: Annotated[LeverChoice, Option(
         "With checkpointing under autocast, keep no 16-bit copies of the weights until the end of the forward pass. "

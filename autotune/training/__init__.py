@@ -53,7 +53,8 @@ def apply(
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
     ``TrainingArguments``. ``experts_implementation``: compute a mixture of experts in the way that transformers calls
     so. ``uncached_casts``: have autocast keep no 16-bit copies of the weights until the end of the forward pass.
-    ``length_multiple``: pad batches of text to multiples of so many tokens, so that they have few shapes.
+    ``length_multiple``: pad batches of text to multiples of so many tokens, so that they have few shapes;
+    with ``padding_free``, fill rows to multiples.
     ``unpadded``: pass no attention mask, since no sample is padded. ``padding_free``: put the samples of a batch of a
     causal language model in one row, without padding. ``fused_loss``: compute its loss without all logits.
     ``sparse_prediction``: compute the logits of a masked language model for the tokens with a label alone.
@@ -71,7 +72,7 @@ def apply(
     if sparse_prediction:
         predict_labelled_tokens(trainer)
     if padding_free:
-        join_samples(trainer)
+        join_samples(trainer, length_multiple)
     if fused_loss:
         fuse_loss(trainer)
     if float8:
@@ -84,7 +85,7 @@ def apply(
         choose_experts(trainer, experts_implementation)
     if uncached_casts:
         keep_no_casts(trainer)
-    if length_multiple is not None:
+    if length_multiple is not None and not padding_free:
         pad_to_multiples(trainer, length_multiple)
     if unpadded:
         leave_out_full_masks(trainer)

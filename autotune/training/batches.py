@@ -43,18 +43,24 @@ class Loading:
         self.change = change
 
     def __call__(self) -> Any:
-        loader = self._load()
-        # accelerate's loader draws from one within.
-        within = getattr(loader, "base_dataloader", loader)
-        if not callable(getattr(within, "collate_fn", None)):
-            raise SettingUnavailableError(f"the training loader is {type(loader).__name__}, which has no collator")
-        collate = within.collate_fn
-        while isinstance(collate, _Changed) and collate.change is not self.change:
-            collate = collate.collate
-        if not isinstance(collate, _Changed):
-            # A loader that serves two trainings has it already.
-            loader.collate_fn = within.collate_fn = _Changed(within.collate_fn, self.change)
-        return loader
+        return change_loader(self._load(), self.change)
+
+
+def change_loader(loader: Any, change: Change) -> Any:
+    """Return a loader whose batches are changed, once however often it is given.
+
+    Raises ``SettingUnavailableError`` for one that is no ``DataLoader`` of torch.
+    """
+    # accelerate's loader draws from one within.
+    within = getattr(loader, "base_dataloader", loader)
+    if not callable(getattr(within, "collate_fn", None)):
+        raise SettingUnavailableError(f"the training loader is {type(loader).__name__}, which has no collator")
+    collate = within.collate_fn
+    while isinstance(collate, _Changed) and collate.change is not change:
+        collate = collate.collate
+    if not isinstance(collate, _Changed):
+        loader.collate_fn = within.collate_fn = _Changed(within.collate_fn, change)
+    return loader
 
 
 def change_batches(trainer: Trainer, change: Change) -> None:

@@ -8,9 +8,11 @@ alone, so that the loss of every token is what it was. Whether that holds is tri
 from __future__ import annotations
 
 import bisect
-import inspect
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +22,28 @@ from transformers import AttentionInterface, Trainer
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from autotune.training.adapters import without_adapters
+from autotune.training.batches import (
+    IGNORED,
+    change_batches,
+    change_loader,
+    check_undivided,
+    longest_position,
+    padding_value,
+)
+from autotune.training.during import during_training
 from autotune.training.errors import SettingUnavailableError
+from autotune.training.flash import attend
 
 ATTENTION = "autotune_varlen"
 """The attention of samples in one row, as transformers knows it."""
 
-_IGNORED = -100
+_BORDERS_OF = "cu_seq_lens_q"
+# Of a head, that the kernel takes (torch 2.11: flash_api.cpp).
+_LARGEST_HEAD = 256
+# A sample that fills a row is no longer, so that its attention costs little. A choice.
+_FILLER = 512
+# Where samples of a row are not counted beforehand, borders are as many as the next multiple. A choice.
+_BORDERS = 32
 # Those that take the mask of several samples in a row from their positions, or their ends from ``cu_seq_lens``.
 _TELLING_APART = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Logits of a sample differ by this much of their largest value at most when another sample of the row changes. Kernels
@@ -35,17 +53,20 @@ _APART = 1e-3
 _ALIKE = 0.05
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _each_by_itself(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: list[int],
+    ends: torch.Tensor,
     window: int | None,
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
     """Return causal attention within samples; tensors are (1, heads, tokens, size)."""
-    parts = []
+    parts, lengths = [], [length for length in ends.diff().tolist() if length]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (repeat_kv(tensor, groups) if groups > 1 else tensor for tensor in (key, value))
     for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True):
         tokens = q.shape[2]
         mask = None
@@ -58,37 +79,6 @@ def _each_by_itself(
             )
         )
     return torch.cat(parts, dim=2)
-
-
-def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    window: int | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Return the same from torch's kernel for samples of several lengths, which is for GPUs and 16 bits."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.10 has is_causal, later versions a window.
-    call: Any = varlen_attn
-    takes_window = "window_size" in inspect.signature(call).parameters
-    if window is not None and not takes_window:
-        raise SettingUnavailableError("this torch has no attention within a window for samples in one row")
-    causal = {"window_size": (window - 1 if window else -1, 0)} if takes_window else {"is_causal": True}
-    flat = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    attended: torch.Tensor = call(*flat, ends, ends, longest, longest, scale=scale, **causal)
-    return attended.transpose(0, 1)[None]
-
-
-def _has_kernel() -> bool:
-    try:
-        from torch.nn.attention import varlen  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def attend_within_samples(
@@ -111,26 +101,20 @@ def attend_within_samples(
     ``SettingUnavailableError`` for what it does not compute.
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise SettingUnavailableError(
-            "this model was set to train on samples in one row; for anything else call "
-            f"model.set_attn_implementation('sdpa') first, and {ATTENTION!r} before it goes on training"
-        )
+        raise SettingUnavailableError("attention within samples was not told where they begin")
     odd = [name for name in ("softcap", "position_bias", "s_aux") if kwargs.get(name) is not None]
     if odd or not getattr(module, "is_causal", True):
         raise SettingUnavailableError(
             f"attention with {odd[0]} is not computed within samples" if odd else "attention is not causal"
         )
-    groups = getattr(module, "num_key_value_groups", 1)
-    key, value = (repeat_kv(tensor, groups) if groups > 1 else tensor for tensor in (key, value))
-    device = query.device.type
+    device, size = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     is_half = dtype in (torch.bfloat16, torch.float16)
-    if device == "cuda" and is_half and not dropout and query.shape[-1] == value.shape[-1] and _has_kernel():
-        attended = _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, sliding_window, scaling)
-    else:
-        lengths = cu_seq_lens_q.diff().tolist()
-        attended = _each_by_itself(query, key, value, lengths, sliding_window, dropout, scaling)
+    if device == "cuda" and is_half and size == value.shape[-1] and size % 8 == 0 and size <= _LARGEST_HEAD:
+        flat = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        return attend(*flat, cu_seq_lens_q, max_length_q, sliding_window or 0, dropout, scaling)[0][None], None
+    attended = _each_by_itself(query, key, value, cu_seq_lens_q, sliding_window, dropout, scaling)
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -138,23 +122,28 @@ AttentionInterface.register(ATTENTION, attend_within_samples)
 
 
 class InOneRow:
-    """Makes batches as another collator does, with their samples one after the other in a single row.
+    """Puts the samples of a batch one after the other in a single row.
 
-    The first token of a sample follows from nothing before it. Its label becomes -100, unless ``keeps_first``.
+    The first token of a sample follows from nothing before it. Its label becomes -100, unless ``keeps_first``. With a
+    ``multiple``, samples that do not count fill the row to a multiple of so many tokens, and there are as many borders
+    in each batch, the last of them repeated: rows then have few shapes.
     """
 
-    def __init__(self, collator: Callable[..., Any], *, keeps_first: bool = False) -> None:
-        self._collator = collator
+    def __init__(
+        self, *, keeps_first: bool = False, multiple: int | None = None, pad: int = 0, longest: int | None = None
+    ) -> None:
         self._keeps_first = keeps_first
+        self._multiple = multiple
+        self._pad = pad
+        self._filler = min(_FILLER, longest or _FILLER)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, batch: Any) -> dict[str, Any]:
         """Return a batch of tensors (1, tokens), and where its samples begin.
 
         ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), ``max_length_q`` and ``max_length_k`` the tokens of
-        the longest. A batch with ``position_ids`` has a sample begin wherever those are 0. Raises
-        ``SettingUnavailableError`` for a batch that is not of text with labels for its tokens.
+        the longest, of the row where it is filled. A batch with ``position_ids`` has a sample begin wherever those are
+        0. Raises ``SettingUnavailableError`` for a batch that is not of text with labels for its tokens.
         """
-        batch = self._collator(*args, **kwargs)
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= set(batch):
             raise SettingUnavailableError("a batch has no input_ids and labels; train without padding_free")
         shape = batch["input_ids"].shape
@@ -167,25 +156,49 @@ class InOneRow:
         if (mask[:, 1:] & ~mask[:, :-1]).any():
             # The first token is predicted from padding then, and models without a mask count positions from there.
             raise SettingUnavailableError("a batch is padded on the left; pad it on the right for padding_free")
-        if mask.any() and (tensors["labels"][~mask] != _IGNORED).any():
+        if mask.any() and (tensors["labels"][~mask] != IGNORED).any():
             raise SettingUnavailableError("a batch has labels for its padding; make them -100 for padding_free")
-        row = {name: value[mask][None] for name, value in tensors.items()}
-        is_first = mask & (mask.cumsum(1) == 1)
-        if not mask.any() or positions[is_first].any():
+        row = {name: value[mask] for name, value in tensors.items()}
+        if not mask.any() or positions[mask & (mask.cumsum(1) == 1)].any():
             raise SettingUnavailableError(
                 "a batch has no token that counts, or position_ids that do not begin at 0; train without padding_free"
             )
+        ends = torch.cat(((row["position_ids"] == 0).nonzero().flatten(), torch.tensor([len(row["position_ids"])])))
+        longest = int(ends.diff().max())
+        if self._multiple is not None:
+            row, ends = self._filled(row, ends, shape[0] if "position_ids" not in batch else None)
+            longest = len(row["position_ids"])
+        row, ends = {name: value[None] for name, value in row.items()}, ends.int()
         if not self._keeps_first:
             row = without_first_labels(row)
-        starts = (positions[mask] == 0).nonzero().flatten()
-        ends = torch.cat((starts, torch.tensor([int(mask.sum())]))).int()
-        longest = int(ends.diff().max())
-        return {**row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        return {**row, _BORDERS_OF: ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+    def _filled(
+        self, row: dict[str, torch.Tensor], ends: torch.Tensor, samples: int | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return a row and its borders, filled; ``samples`` is how many a full batch has, where that is known."""
+        assert self._multiple is not None
+        tokens = len(row["position_ids"])
+        fill = -tokens % self._multiple
+        within = torch.arange(fill) % self._filler
+        values = {"input_ids": self._pad, "labels": IGNORED}
+        filled = {
+            name: torch.cat((value, within.to(value) if name == "position_ids" else
+                             torch.full((fill,), values.get(name, 0)).to(value)))
+            for name, value in row.items()
+        }  # fmt: skip
+        fillers = torch.arange(tokens, tokens + fill, self._filler)
+        ends = torch.cat((ends[:-1], fillers, torch.tensor([tokens + fill])))
+        if samples is None:
+            borders = -(-len(ends) // _BORDERS) * _BORDERS
+        else:
+            borders = samples + -(-(self._multiple - 1) // self._filler) + 1
+        return filled, torch.cat((ends, ends[-1:].expand(borders - len(ends))))
 
 
 def without_first_labels(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row in which nothing is predicted for the first token of each sample."""
-    return {**row, "labels": row["labels"].where(row["position_ids"] != 0, _IGNORED)}
+    return {**row, "labels": row["labels"].where(row["position_ids"] != 0, IGNORED)}
 
 
 class PackedRows(Dataset[dict[str, list[int]]]):
@@ -270,25 +283,27 @@ def pack(samples: Any, tokens: int) -> PackedRows:
     return PackedRows(samples, best_fit(lengths, tokens))
 
 
-def join_samples(trainer: Trainer) -> None:
-    """Have a ``Trainer`` put the samples of each batch in one row, where each attends to itself alone.
+def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
+    """Have a ``Trainer`` put the samples of each training batch in one row, where each attends to itself alone.
 
-    So it does in evaluations: ``compute_metrics`` is given rows, with labels of -100 where samples begin. Raises
-    ``SettingUnavailableError`` for a model whose samples would mix.
+    With a ``multiple``, rows are filled to multiples of so many tokens. Evaluations stay as they are, but for rows of
+    ``pack``. Raises ``SettingUnavailableError`` for a model whose samples would mix.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     base = without_adapters(model)
     name, config = type(base).__name__, base.config.get_text_config()
-    if isinstance(trainer.data_collator, InOneRow):
+    if getattr(trainer, "_is_in_one_row", False):
         raise SettingUnavailableError("the samples of a batch are put in one row already")
+    if multiple is not None and multiple < 1:
+        raise SettingUnavailableError(f"length_multiple={multiple} is not a number of tokens; use 1 or more")
     if getattr(config, "attention_chunk_size", None):
         raise SettingUnavailableError(f"{name} attends within chunks, which would not begin with the samples")
     if getattr(trainer.args, "use_cache", False):
         raise SettingUnavailableError("with use_cache=True a model does not look where samples begin; leave it out")
+    check_undivided(trainer)
     attention = config._attn_implementation
-    if attention == "sdpa":
-        base.set_attn_implementation(ATTENTION)
-    elif attention not in _TELLING_APART:
+    undo = _attend_as_told(base) if attention in ("sdpa", ATTENTION) else lambda: None
+    if attention not in ("sdpa", ATTENTION, *_TELLING_APART):
         raise SettingUnavailableError(
             f"it is not known whether {attention} keeps the samples of a row apart; use sdpa, eager, flex_attention or "
             "flash_attention_2"
@@ -299,21 +314,76 @@ def join_samples(trainer: Trainer) -> None:
                 f"{name} mixes the samples of a row with {attention} attention; train without padding_free and packing"
             )
     except BaseException as error:
-        base.set_attn_implementation(attention)
+        undo()
         if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
             raise SettingUnavailableError(f"{name} does not take samples in one row: {error}") from error
         raise
+    trainer._is_in_one_row = True
     # The loss is divided by the labels that the Trainer counts in a step. Where it counts those of first tokens, it
     # does so in rows, too, and they are left out afterwards.
     counts_first = not getattr(trainer, "_loss_shifts_labels", False)
-    trainer.data_collator = InOneRow(trainer.data_collator, keeps_first=counts_first)
+    pad, longest = padding_value(trainer), longest_position(base)
+    change_batches(trainer, InOneRow(keeps_first=counts_first, multiple=multiple, pad=pad, longest=longest))
     if counts_first:
         prepare = trainer._prepare_inputs
 
         def prepare_inputs(inputs: Any) -> Any:
-            return without_first_labels(prepare(inputs))
+            prepared = prepare(inputs)
+            return without_first_labels(prepared) if _BORDERS_OF in prepared else prepared
 
         trainer._prepare_inputs = prepare_inputs
+    load, joined = trainer.get_eval_dataloader, InOneRow()
+
+    @functools.wraps(load)
+    def load_rows(*args: Any, **kwargs: Any) -> Any:
+        loader = load(*args, **kwargs)
+        return change_loader(loader, joined) if isinstance(loader.dataset, PackedRows) else loader
+
+    trainer.get_eval_dataloader = load_rows
+    during_training(trainer, functools.partial(_put_back, base))
+
+
+def _attend_as_told(model: Any) -> Callable[[], None]:
+    """Have a model attend within samples where it is told where they begin, and as transformers does with sdpa else.
+
+    It stays so until the next call, since checkpointed layers are run again in the backward pass. What this returns
+    undoes it.
+    """
+    earlier, whole = vars(model).get("forward"), model.forward.__func__
+    if getattr(whole, "_attends_as_told", False):
+        return lambda: None
+
+    @functools.wraps(whole)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _attend_by(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
+        return whole(self, *args, **kwargs)
+
+    forward._attends_as_told = True  # type: ignore[attr-defined]
+    model.forward = types.MethodType(forward, model)
+
+    def undo() -> None:
+        del model.forward
+        if earlier is not None:
+            model.forward = earlier
+        _attend_by(model, "sdpa")
+
+    return undo
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_by(model: Any, implementation: str) -> None:
+    for config in (model.config, model.config.get_text_config()):
+        if config._attn_implementation in ("sdpa", ATTENTION) and config._attn_implementation != implementation:
+            config._attn_implementation = implementation
+
+
+@contextlib.contextmanager
+def _put_back(model: Any) -> Iterator[None]:
+    """Have a model attend with sdpa again in the end."""
+    try:
+        yield
+    finally:
+        _attend_by(model, "sdpa")
 
 
 @torch.no_grad()
@@ -325,7 +395,7 @@ def _mixes(trainer: Trainer, model: Any) -> bool:
 
     def logits(*samples: list[int]) -> torch.Tensor:
         rows = PackedRows([{"input_ids": tokens} for tokens in samples], [range(len(samples))])
-        batch = InOneRow(PackedRows.collate)([rows[0]])
+        batch = InOneRow()(PackedRows.collate([rows[0]]))
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         moved.pop("labels")
         with trainer.compute_loss_context_manager():

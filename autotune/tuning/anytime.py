@@ -22,7 +22,7 @@ from autotune.estimate.history import History, Tried
 from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.throughput import speed_of
-from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, without
+from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, with_lever, without
 from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
@@ -216,10 +216,9 @@ class Anytime:
             arm = candidate.arm
             if prior.is_unmasked:
                 # A compiler has processes of its own, and what is replayed needs no fast host.
-                is_unpadded = "unpadded" in self._late and arm.length_multiple is None
+                is_unpadded = "unpadded" in self._late and arm.length_multiple is None and not arm.padding_free
                 arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
-            whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
-            with_it = replace(candidate, arm=changed(arm, **whole, **{row.name: row.values[1]}))
+            with_it = replace(candidate, arm=with_lever(arm, row.name, self._late))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
             if captures and _owner(row.name) == "torch_compile":
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has

@@ -103,7 +103,7 @@ class SearchRequest:
     length_multiple: str = _of("length_multiple", sparse=True)
     """``auto``, ``off`` or a number of tokens."""
     unpadded: LeverChoice = _of("unpadded", sparse=True)
-    padding_free: SwitchChoice = _of("padding_free", sparse=True)
+    padding_free: LeverChoice = _of("padding_free", sparse=True, default="off")
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)
     sparse_prediction: LeverChoice = _of("sparse_prediction", sparse=True)
     cudnn_attention: LeverChoice = _of("cudnn_attention", sparse=True)

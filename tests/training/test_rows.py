@@ -1,5 +1,6 @@
 """Train on rows of whole samples: the same loss for every token as with padding, or a refusal."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -84,27 +85,98 @@ def test_the_loss_is_that_of_padded_batches(build: Any, accumulation: int, promp
     )
 
 
+ROWS = {"padding_free": True, "length_multiple": 32}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "few lengths": {"length_multiple": 16},
+    "few lengths, fused": {"length_multiple": 16, "fused_loss": True},
+    "few lengths, compiled": {"length_multiple": 16, "regional_compilation": True},
+    "rows": {"padding_free": True},
+    "filled rows, fused": {**ROWS, "fused_loss": True},
+    "filled rows, compiled": {**ROWS, "regional_compilation": True},
+}
+
+
+@pytest.mark.parametrize("levers", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_padding_to_few_lengths_changes_no_loss(accumulation: int, tmp_path: Path) -> None:
-    """Nor those of an evaluation, whose batches stay as they are."""
-    settings = {"gradient_accumulation_steps": accumulation, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+def test_training_evaluating_and_resuming_are_the_same(
+    levers: dict[str, Any], accumulation: int, tmp_path: Path
+) -> None:
+    """For each lever for samples of different lengths, alone and with others."""
+    settings = {
+        "gradient_accumulation_steps": accumulation, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "steps", "save_steps": 4,
+    }  # fmt: skip
+    is_compiled = "regional_compilation" in levers
+    if is_compiled and accumulation == 1:
+        pytest.skip("compiling takes seconds, and the other accumulation has all of it")
 
-    def trainer() -> Any:
-        return trainer_on(language_model(), texts(), tmp_path, padded, eval_dataset=texts(9), **settings)
+    def trainer(name: str, **more: Any) -> Any:
+        data = texts(24 * accumulation)
+        return trainer_on(language_model(), data, tmp_path / name, padded, eval_dataset=texts(9), **settings, **more)
 
-    stock = trainer()
-    losses, weights = train(stock)
-    padding, shapes = apply(trainer(), length_multiple=16), []
-    padding.model.register_forward_pre_hook(
-        lambda model, __, given: shapes.append((model.training, given["input_ids"].shape[1])), with_kwargs=True
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if is_compiled else {}
+    stock, changed = trainer("stock"), apply(trainer("changed", **compiled), **levers)
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+    changed.model.register_forward_pre_hook(
+        lambda model, _, given: seen.append((model.training, tuple(given["input_ids"].shape))), with_kwargs=True
     )
-    again, same_weights = train(padding)
+    losses, weights = train(stock)
+    again, same_weights = train(changed)
     assert again == pytest.approx(losses, rel=1e-5)
-    assert torch.allclose(same_weights, weights, atol=2e-5)
-    assert {tokens for is_training, tokens in shapes if is_training} == {16, 32}
-    assert not {tokens for is_training, tokens in shapes if not is_training} & {32}
-    evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (stock, padding)]
+    assert torch.allclose(same_weights, weights, atol=3e-5)
+    trained = {shape for is_training, shape in seen if is_training}
+    if (multiple := levers.get("length_multiple")) is not None:
+        assert all(tokens % multiple == 0 for _, tokens in trained)
+        assert len(trained) <= 3
+    assert {rows for rows, _ in trained} == {1 if "padding_free" in levers else 4}
+    # Evaluations have the batches that they had.
+    evaluated_on = [padded(texts(9)[at : at + 8])["input_ids"].shape for at in (0, 8)]
+    assert {shape for is_training, shape in seen if not is_training} == {tuple(shape) for shape in evaluated_on}
+    evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (stock, changed)]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+    resumed = apply(trainer("resumed", **compiled), **levers)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "changed" / "checkpoint-4"))
+    of_resumed = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
+    assert torch.allclose(of_resumed, weights, atol=3e-5)
+
+
+def test_a_model_that_was_trained_in_rows_does_all_else_as_before(tmp_path: Path) -> None:
+    """It is evaluated, generates and is trained again, by another Trainer and by hand, and so is a copy of it."""
+    model, batch = language_model(), padded(texts(4))
+    settings = {"max_steps": 2}
+    train(apply(trainer_on(model, texts(), tmp_path, padded, **settings), **ROWS, fused_loss=True))
+    stock = language_model()
+    stock.load_state_dict(model.state_dict())
+    for each in (model, copy.deepcopy(model)):
+        for is_training in (True, False):
+            assert torch.equal(each.train(is_training)(**batch).logits, stock.train(is_training)(**batch).logits)
+        prompt = {name: value[:, :3] for name, value in batch.items() if name != "labels"}
+        made = [m.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (each, stock)]
+        assert torch.equal(*made)
+    again = train(trainer_on(stock, texts(), tmp_path, padded, **settings))
+    losses, weights = train(apply(trainer_on(model, texts(), tmp_path, padded, **settings), **ROWS))
+    assert losses == pytest.approx(again[0], rel=1e-5)
+    assert torch.allclose(weights, again[1], atol=2e-5)
+
+
+def test_rows_have_few_shapes() -> None:
+    change = InOneRow(multiple=128, longest=40)
+    rows = [change(padded(texts(24)[at : at + 4])) for at in range(0, 24, 4)]
+    assert {tuple(row["input_ids"].shape) for row in rows} == {(1, 128)}
+    assert {len(row["cu_seq_lens_q"]) for row in rows} == {4 + 4 + 1}
+    for row in rows:
+        lengths = row["cu_seq_lens_q"].diff()
+        assert lengths.sum() == 128
+        assert lengths.max() <= 40
+        starts = row["cu_seq_lens_q"][:-1][lengths > 0]
+        assert (row["position_ids"][0] == 0).nonzero().flatten().tolist() == starts.tolist()
+        assert (row["labels"][0][starts] == -100).all()
+
+
+def test_what_an_attention_mask_hides_is_not_packed() -> None:
+    samples = [{"input_ids": [5, 6, 7, 0], "labels": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}] * 2
+    rows = pack(samples, 6)
+    assert [rows[0][name] for name in ("input_ids", "position_ids")] == [[5, 6, 7] * 2, [0, 1, 2] * 2]
 
 
 def test_no_batch_is_padded_beyond_the_positions_of_a_model() -> None:
@@ -183,7 +255,7 @@ def test_padding_that_other_tokens_depend_on_is_refused(change: str) -> None:
     else:
         batch["labels"] = batch["input_ids"].clone()
     with pytest.raises(SettingUnavailableError, match="on the left" if change == "left" else "labels for its padding"):
-        InOneRow(lambda _: batch)([])
+        InOneRow()(batch)
 
 
 def test_padding_is_not_packed() -> None:
@@ -200,10 +272,15 @@ def test_batches_of_something_else_are_refused() -> None:
         ({"input_ids": tokens}, "no input_ids and labels"),
         ({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, "position_ids that do not begin at 0"),
         ({"input_ids": tokens, "labels": tokens, "attention_mask": 0 * tokens}, "no token that counts"),
+        ({"input_ids": tokens, "labels": tokens, "attention_mask": tokens.triu()}, "padded on the left"),
+        (
+            {"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])},
+            "labels for its padding",
+        ),
         ({"input_ids": tokens, "labels": tokens, "pixel_values": torch.ones(2, 3, 4, 4)}, "a batch has pixel_values"),
     ):
         with pytest.raises(SettingUnavailableError, match=words):
-            InOneRow(lambda samples, batch=batch: batch)([])
+            InOneRow()(batch)
 
 
 def test_samples_go_where_they_leave_the_least_free() -> None:

@@ -88,12 +88,14 @@ def source_and_target() -> list[dict[str, Any]]:
 
 
 def trainer_of(model: Any, data: Any, folder: Path, eval_dataset: Any = None, **arguments: Any) -> Trainer:
-    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 5, "learning_rate": 1e-3} | arguments
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4, "max_steps": 5, "learning_rate": 1e-3, "save_strategy": "no", **arguments
+    }  # fmt: skip
     return Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder), use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
-            disable_tqdm=True, **settings,
+            output_dir=str(folder), use_cpu=True, report_to="none", logging_steps=1, disable_tqdm=True,
+            **settings,
         ),
         train_dataset=data,
         eval_dataset=eval_dataset,
