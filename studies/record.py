@@ -82,7 +82,6 @@ def _cell(candidate: Candidate, outcome: Outcome, seconds: float) -> dict[str, A
         "relative_spread": round(measured.relative_spread, 5),
         "peak_allocated_mib": _mib(measured.peak_allocated_bytes),
         "peak_reserved_mib": _mib(measured.peak_reserved_bytes),
-        "peak_reserved_first_step_mib": _mib(measured.peak_reserved_first_step_bytes),
         "alloc_retries": measured.allocation_retries,
     }
 

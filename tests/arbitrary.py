@@ -10,7 +10,6 @@ from autotune.core.outcome import (
     Completed,
     Failed,
     FailureReason,
-    LossOfBatch,
     Measurement,
     OutOfMemory,
     Source,
@@ -44,7 +43,6 @@ def _measurements() -> st.SearchStrategy[Measurement]:
     named = st.tuples(st.text(max_size=20), _SECONDS)
     kinds = {
         "bool": st.booleans(),
-        "LossOfBatch": st.sampled_from(get_args(LossOfBatch)),
         "float": _SECONDS,
         "int": _BYTES,
         "tuple[int, int]": st.tuples(_BYTES, _BYTES),

@@ -53,10 +53,6 @@ class LoopConfig:
         self.was_read.add(name)
         return self._values[name]
 
-    def set_batch(self, size: int) -> None:
-        """Give another batch to what reads it from now on."""
-        self._values["per_device_batch_size"] = size
-
     @property
     def per_device_batch_size(self) -> int:
         """Samples in a batch of the training data."""

@@ -46,9 +46,6 @@ HOST_BOUND = 0.9
 Of nine steps on an H200 whose host has slow cores, two that filled the GPU had 0.92 (bert-large, bf16, 32 × 2) and 0.89
 (tf32, 8 × 8). Those with less work in each kernel had 0.84 down to 0.18."""
 
-LossOfBatch = Literal["mean", "other"]
-"""Of its samples. Others add them up or compare them: another per-device batch is then another training."""
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -85,13 +82,8 @@ class Measurement:
     """Memory in use on the whole device after the last step, by all processes, as NVML reports it."""
     context_bytes: int | None = None
     """Device memory of the trial's process that torch's allocator did not reserve: the CUDA context."""
-    peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
-    loss_of_batch: LossOfBatch | None = None
-    """Whether the loss of a batch is the mean of those of its halves; ``None`` where that is not known.
-
-    It is looked at in the baseline of the user's own ``Trainer``, after the timed steps."""
     skipped_steps: int | None = None
     """Steps, warm-up and measured, whose update fp16's gradient scaler skipped; 0 without a scaler."""
     tokens_per_sample: float | None = None
@@ -134,8 +126,6 @@ class Measurement:
 
     Measured in a profiled step after the timed ones; missing micro-steps are added as in ``step_seconds``. Above 0, at
     most 1. ``None`` where it was not asked for, on a CPU, or where the profiler gave no answer."""
-    gpu_busy_cost_seconds: float | None = None
-    """Time spent on measuring it: the profiled steps, and starting, stopping and reading the profiler."""
     gpu_seconds_by_kind: tuple[tuple[str, float], ...] | None = None
     """Seconds of a step for which the GPU executes each kind of work, by the names of its kernels, the longest first.
 
@@ -143,8 +133,6 @@ class Measurement:
     host_bytes_to_build: int | None = None
     """Most memory of the host that the trial's first process had held when its model was built, its libraries included.
     ``None`` for the user's own code, and where the kernel does not tell."""
-    linear_weights: tuple[int, int] | None = None
-    """Of earlier versions, which counted arithmetic from it."""
     sample_flops: tuple[float, float] | None = None
     """Arithmetic of a sample of mean length without padding: of its forward pass, and of both passes.
 
@@ -159,14 +147,9 @@ class Measurement:
     ranks: int = 1
     """Processes that trained together. Times are those of the slowest, peaks those of the largest, samples and joules
     those of all."""
-    rank_step_seconds: tuple[float, ...] = ()
-    """Mean of the measured steps of each rank, as they were run; empty for one rank."""
     micro_step_seconds: float | None = None
     """Median time of a micro-step that adds to gradients without exchanging them; ``None`` where fewer than three
     micro-steps were run, and for one rank."""
-    last_micro_step_seconds: float | None = None
-    """Median time of the last micro-step of a step, which exchanges the gradients between the ranks, with clipping;
-    ``None`` for one rank."""
 
     @property
     def steady_share(self) -> float:

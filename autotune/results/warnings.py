@@ -239,14 +239,7 @@ def _objective_notes(report: Report) -> list[str]:
     """Say that another per-device batch is another training, whatever the accumulation."""
     if report.source is not None and (why := report.source.interface.batch_matters) is not None:
         return [f"{why}: with another per-device batch it is another training, also at the same effective batch"]
-    measured = measurement(report.baseline)
-    if report.baseline is None or measured is None or measured.loss_of_batch != "other":
-        return []
-    batch = report.baseline.candidate.per_device_train_batch_size
-    return [
-        f"the loss adds up or compares the samples of a batch: another batch than your {batch} is another training; "
-        f"--batch-multiple {batch} with an --effective-batch of {batch} keeps it"
-    ]
+    return []
 
 
 def _reused(report: Report) -> list[str]:

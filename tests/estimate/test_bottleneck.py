@@ -21,9 +21,7 @@ COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.re
 
 def measurement_with(busy: float | None, data: float = 0.0) -> Measurement:
     """A step of a second."""
-    return dataclasses.replace(
-        completed(64.0).measurement, gpu_busy_share=busy, data_seconds=data, gpu_busy_cost_seconds=0.5
-    )
+    return dataclasses.replace(completed(64.0).measurement, gpu_busy_share=busy, data_seconds=data)
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,10 @@ def test_two_ranks_train_together_and_are_measured_as_one(trainers: TrialServer,
     assert measured.ranks == 2
     # Of all ranks: 2 × 5 × 2.
     assert measured.samples_per_second == pytest.approx(20 / measured.step_seconds)
-    assert len(measured.rank_step_seconds) == 2
     assert measured.micro_steps_run == 3
     assert measured.micro_step_seconds is not None
-    assert measured.last_micro_step_seconds is not None
     # Two of the five micro-steps were added up, and they exchange no gradients.
-    slowest = max(measured.rank_step_seconds)
-    assert measured.step_seconds > slowest
+    assert measured.step_seconds > 2 * measured.micro_step_seconds
     assert "train_runtime" in log.read_text()
     assert Path(rank_log(str(log), 1)).exists()
 

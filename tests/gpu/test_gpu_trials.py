@@ -80,7 +80,6 @@ def test_the_profiler_says_for_how_long_the_gpu_computes(runner: TrialServer, ac
     found = measured(run_trial(runner, Candidate(Arm(), 16, accumulation), effort=effort))
     assert found.gpu_busy_share is not None
     assert 0 < found.gpu_busy_share <= 1
-    assert found.gpu_busy_cost_seconds is not None
 
 
 def test_a_pinned_trial_is_as_any_other(runner: TrialServer) -> None:
@@ -147,8 +146,6 @@ def test_a_trial_completes(runner: TrialServer, gpu: Device, precision: Precisio
     assert found.micro_steps_run == 3
     assert found.samples_per_second == pytest.approx(64 / found.step_seconds)
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes > 16 * MIB
-    assert found.peak_reserved_first_step_bytes is not None
-    assert 0 < found.peak_reserved_first_step_bytes <= found.peak_reserved_bytes
     assert found.device_used_bytes is not None
     assert found.device_used_bytes > found.peak_allocated_bytes
     assert found.allocation_retries == 0

@@ -84,38 +84,9 @@ class ReadyOfTwo(Ready):
     size = 2
 
 
-class Sums(Trainer):
-    """Adds up what its samples lose."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        return torch.nn.functional.cross_entropy(
-            model(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="sum"
-        )
-
-
-class Compares(Trainer):
-    """Tells each sample of a batch from the others."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        scores = model(input_ids=inputs["input_ids"]).logits
-        return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
-
-
-class Noisy(Trainer):
-    """Has a loss that is another each time, as diffusion has."""
-
-    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        loss: torch.Tensor = super().compute_loss(model, inputs, *words, **options)
-        return loss * (1 + 0.1 * torch.rand(()))
-
-
 # Honest.
-plain = make
 ready = functools.partial(make, kind=Ready)
 
-noisy = functools.partial(make, kind=Noisy)
-sums = functools.partial(make, kind=Sums)
-compares = functools.partial(make, kind=Compares)
 catch_in_step = functools.partial(make, kind=CatchesInStep)
 keep_its_loader = functools.partial(make, kind=KeepsItsLoader)
 ready_of_two = functools.partial(make, kind=ReadyOfTwo)

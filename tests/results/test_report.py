@@ -261,12 +261,7 @@ def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, 
 
 
 NOISY = Completed(dataclasses.replace(completed(300.0).measurement, step_seconds_each=(0.1, 0.3, 0.24)))
-COMPARES = Completed(dataclasses.replace(completed(100.0).measurement, loss_of_batch="other"))
 NOTES: dict[str, tuple[Report, str]] = {
-    "another training": (
-        report(trial(0, FP32, 8, COMPARES, "baseline"), WINNER),
-        "another batch than your 8 is another training; --batch-multiple 8 with an --effective-batch of 8 keeps it",
-    ),
     "micro-steps": (report(BASELINE, trial(1, BF16, 8, completed(300, micro_steps=3))), "with 3 of its 8 micro-steps"),
     "noise": (report(BASELINE, trial(1, BF16, 32, NOISY)), "differ from the winner's speed by"),
     "world": (report(BASELINE, WINNER, world_size=4), "4 devices also spend time"),

@@ -190,7 +190,6 @@ def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
     drive.run()
     assert drive.measured.peak_allocated_bytes == 200 * MIB
     assert drive.measured.peak_reserved_bytes == 220 * MIB
-    assert drive.measured.peak_reserved_first_step_bytes == 110 * MIB
     assert drive.measured.device_used_bytes == 400 * MIB
     assert drive.measured.allocation_retries == 3
 

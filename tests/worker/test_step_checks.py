@@ -14,7 +14,6 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import Workload
-from autotune.worker.trial.objective import loss_of_batch
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
 
@@ -273,27 +272,6 @@ def test_a_trainer_that_does_not_train_is_not_counted(trial_server: ServerClient
 def test_an_honest_trainer_is_measured(trial_server: ServerClient, function: str) -> None:
     outcome = trained(trial_server, function)
     assert isinstance(outcome, Completed), outcome
-
-
-@pytest.mark.parametrize(
-    ("function", "found"), [("plain", "mean"), ("sums", "other"), ("compares", "other"), whole("noisy", "mean")]
-)
-def test_a_loss_that_another_batch_changes_is_known(trial_server: ServerClient, function: str, found: str) -> None:
-    workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'odd_trainers.py'}:{function}"))
-    answer = trial_server.trial(workload, Candidate(Arm(), 4, 2), WARM, unmodified=True)
-    assert answer.completed.measurement.loss_of_batch == found
-    assert trained(trial_server, function).measurement.loss_of_batch is None  # type: ignore[union-attr]
-
-
-def test_pairs_whose_first_ones_come_first_are_not_compared() -> None:
-    """As of a reward model: each half of such a batch has the wrong pairs."""
-    rows = torch.tensor([3.0, 5.0, 4.0, 9.0, 1.0, 2.0, 3.0, 4.0])
-
-    def loss(batch: torch.Tensor) -> torch.Tensor:
-        chosen, rejected = batch.chunk(2)
-        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-
-    assert loss_of_batch(loss, lambda: rows.clone(), samples=4) is None
 
 
 ACCELERATED = """

@@ -39,13 +39,6 @@ def mean_train_loss(trainer: Any) -> float | None:
     return None if total is None else float(total) / max(1, trainer.state.global_step)
 
 
-def loss_of(trainer: Any, inputs: Any) -> Any:
-    """Return the loss of a batch as the Trainer computes it, without what is random in training mode."""
-    trainer.model.eval()
-    with trainer.compute_loss_context_manager():
-        return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
-
-
 def class_for_config(auto_class: Any, config: Any) -> Any:
     """Return the class that an ``AutoModelFor…`` builds from a config; raises ``KeyError`` where there is none."""
     return auto_class._model_mapping[type(config)]

@@ -12,7 +12,6 @@ out: they are part of waiting for data, which is measured separately.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -101,10 +100,8 @@ class BusyStep:
         self._run = micro_steps_run
         self._micro_steps = micro_steps
         self._is_recording = False
-        self._began = 0.0
         self.is_broken = False
         self._shares: list[float] = []
-        self._cost_seconds = 0.0
         self._parts: list[float] = []
         self._kinds_of_parts: list[dict[str, float]] = []
         self._kinds: list[dict[str, float]] = []
@@ -113,10 +110,6 @@ class BusyStep:
     def _takes_all(self) -> bool:
         """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         return self._run < 3
-
-    def begin(self) -> None:
-        """Start the clock of the profiling itself: what follows is run for the profile alone."""
-        self._began = time.perf_counter()
 
     def step_begins(self) -> None:
         """Note that the step's batches are there."""
@@ -136,7 +129,6 @@ class BusyStep:
     def step_ends(self, step_seconds: float, cost: float) -> None:
         """Record the step. ``cost`` is the size of its batches over the mean that ``step_seconds`` stands for."""
         self.stop()
-        self._cost_seconds += time.perf_counter() - self._began
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
             return
         # All parts but the last stand for as many micro-steps.
@@ -165,11 +157,6 @@ class BusyStep:
         names = dict.fromkeys(name for kinds in self._kinds for name in kinds)
         means = {name: sum(kinds.get(name, 0.0) for kinds in self._kinds) / len(self._kinds) for name in names}
         return tuple(sorted(means.items(), key=lambda kind: -kind[1]))
-
-    @property
-    def cost_seconds(self) -> float | None:
-        """Time spent on profiling; ``None`` before it began."""
-        return self._cost_seconds or None
 
     def _start(self) -> None:
         self._guarded(self._profiler.start, starts=True)

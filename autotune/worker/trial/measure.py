@@ -73,8 +73,6 @@ class _Step:
     micro_seconds: float
     """Time of a micro-step that adds to existing gradients, and does not exchange them between ranks; 0 where none was
     run."""
-    last_micro_seconds: float
-    """Time of the last micro-step, which exchanges the gradients between ranks, with gradient clipping."""
     new_shapes: int = 0
     tokens: float = 0.0
     """Of the candidate's whole step, with padding; 0 where they are not known."""
@@ -133,8 +131,6 @@ class StepTimer(StepListener):
         self._run = run or (schedule.run if schedule is not None else PlannedRun())
         self._shapes = shapes
         self._ranks = ranks or Ranks()
-        self._rank_seconds = [0.0] * self._ranks.count
-        """Seconds of the measured steps of each rank, added up."""
         self._candidate = candidate
         self._effort = effort
         self._on_enough = on_enough
@@ -152,7 +148,6 @@ class StepTimer(StepListener):
         self._saving_seconds_each: list[float] = []
         self._previous_end = 0.0
         self._begin = 0.0
-        self._first_reserved: int | None = None
         self._scaler = ScalerWatch()
         self._steps_seen = 0
         self._steps_run_again = 0
@@ -221,7 +216,6 @@ class StepTimer(StepListener):
             self._energy.add()
             self._core_wait.add()
             self._timed.append(step)
-            self._rank_seconds = [sum_ + one.seconds for sum_, one in zip(self._rank_seconds, each, strict=True)]
             known = [count for count in tokens if count is not None]
             self._tokens.append(sum(known) if len(known) == len(tokens) else None)
         elif not is_warm:
@@ -233,9 +227,7 @@ class StepTimer(StepListener):
         self._step_is_over()
         if is_timed and self._enough():
             self.pending = self.measurement()
-            if self._busy is not None and self._effort.busy_steps:
-                self._busy.begin()
-            else:
+            if self._busy is None or not self._effort.busy_steps:
                 self._finish(self.pending)
         elif self._is_warm:
             self.checks.begin_timed()
@@ -261,8 +253,6 @@ class StepTimer(StepListener):
 
     def _step_is_over(self) -> None:
         self._steps_seen += 1
-        if self._first_reserved is None:
-            self._first_reserved = self._meter.peaks().reserved
         self._on_step(self._steps_seen)
 
     def _end_profiled(self, measured: Measurement) -> None:
@@ -288,9 +278,9 @@ class StepTimer(StepListener):
         """Hand the measurement on: the training may stop."""
         self.is_finished = True
         if self._busy is not None:
-            share, cost = self._busy.share, self._busy.cost_seconds
+            share = self._busy.share
             kinds = self._busy.seconds_by_kind
-            measured = replace(measured, gpu_busy_share=share, gpu_busy_cost_seconds=cost, gpu_seconds_by_kind=kinds)
+            measured = replace(measured, gpu_busy_share=share, gpu_seconds_by_kind=kinds)
         self._on_enough(measured)
 
     def takes(self, batch: Any) -> None:
@@ -363,7 +353,6 @@ class StepTimer(StepListener):
             data_seconds=data_seconds,
             optimizer_seconds=between(marks[-2], marks[-1]),
             micro_seconds=micro_seconds,
-            last_micro_seconds=between(marks[-3], marks[-2]),
             new_shapes=new_shapes,
             tokens=tokens,
         )
@@ -434,7 +423,6 @@ class StepTimer(StepListener):
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
             device_used_bytes=self._most(self._meter.device_used_bytes()),
             context_bytes=self._most(self._meter.context_bytes()),
-            peak_reserved_first_step_bytes=self._most(self._first_reserved),
             allocation_retries=self._most(self._meter.allocation_retries()),
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
@@ -470,9 +458,7 @@ class StepTimer(StepListener):
         micro = [step.micro_seconds for step in self._timed if step.micro_seconds > 0]
         return {
             "ranks": self._ranks.count,
-            "rank_step_seconds": tuple(seconds / len(self._timed) for seconds in self._rank_seconds),
             "micro_step_seconds": statistics.median(micro) if micro else None,
-            "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._timed),
         }
 
     def _tokens_per_sample(self) -> float | None:

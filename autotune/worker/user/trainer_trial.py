@@ -11,15 +11,14 @@ from typing import Any, NoReturn
 
 from autotune.core.candidate import Document
 from autotune.core.lengths import PlannedRun
-from autotune.core.outcome import Completed, Failed, LossOfBatch, Measurement
+from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.checkpointing import is_checkpointing
-from autotune.worker.private.transformers import is_reporting, loss_of, mean_train_loss
-from autotune.worker.trial.losses import LossWatch, on_each_micro_step
+from autotune.worker.private.transformers import is_reporting, mean_train_loss
+from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import micro_steps_to_run
-from autotune.worker.trial.objective import loss_of_batch, without_tensors
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
@@ -171,7 +170,6 @@ class TrainerTrial(OwnTrial):
         run = self._planned_run(trainer)
         self._spread_steps(trainer)
         watch = LossWatch(trainer)
-        self._look_at_loss(trainer)
         if self._overlay.shortened is None:
             self._effort = dataclasses.replace(
                 self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
@@ -222,20 +220,4 @@ class TrainerTrial(OwnTrial):
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        return self._completed(
-            dataclasses.replace(measured, loss_of_batch=self._loss_of_batch()), mean_train_loss(trainer)
-        )
-
-    def _look_at_loss(self, trainer: Any) -> None:
-        """Keep hold of the latest batch, so that the baseline's last one can be taken apart once it is measured."""
-        self._loss_of_batch: Callable[[], LossOfBatch | None] = lambda: None
-        samples = trainer.args.train_batch_size
-        is_compiled = trainer.args.torch_compile or hasattr(trainer.model, "_orig_mod")
-        if not self._is_unmodified or samples < 2 or self._ranks.count > 1 or is_compiled or generates(trainer.args):
-            return
-
-        def take(inputs: Any, _: Any) -> None:
-            give = without_tensors(inputs)
-            self._loss_of_batch = lambda: loss_of_batch(lambda batch: loss_of(trainer, batch), give, samples)
-
-        on_each_micro_step(trainer, take)
+        return self._completed(measured, mean_train_loss(trainer))
