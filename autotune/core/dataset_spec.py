@@ -37,6 +37,8 @@ class Lengths:
     """Tokens of the longest target of a seq2seq task."""
     stored: tuple[int, int] | None = None
     """Fewest and most tokens of a sample with the padding that the dataset holds; ``None`` where it holds none."""
+    counts: tuple[tuple[int, int], ...] = ()
+    """See ``SampleLengths``; of samples as they are stored. Empty in records of versions that did not count them."""
 
     @property
     def in_batches(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from autotune.core.code_interface import CodeInterface
 from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.lengths import Order, SampleLengths
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, with_known_names
 
@@ -197,6 +198,18 @@ class Workload:
         # Any padding needs an attention mask; how much padding there is does not change memory.
         is_padded = lengths.shortest < seq_len
         return dataclasses.replace(self, seq_len=seq_len, padding=_SOME_PADDING if is_padded else 0.0)
+
+    @property
+    def sample_lengths(self) -> SampleLengths | None:
+        """Return the lengths of its samples; ``None`` where they are not known, and of made-up samples."""
+        if self.source is not None:
+            return self.source.interface.lengths
+        facts = self.data.facts if self.data is not None else None
+        if self.data is None or facts is None or facts.lengths is None or not facts.lengths.counts:
+            return None
+        order: Order = "group_by_length" if self.data.group_by_length else "random"
+        multiple = self.data.pad_to_multiple_of or 1
+        return SampleLengths(facts.lengths.counts, facts.samples, order, self.data.padding, multiple)
 
     def with_facts(self, facts: DataFacts) -> Workload:
         """Return the workload with the facts of its dataset; the model gets as many labels as the dataset has."""

@@ -274,11 +274,11 @@ def _no_float8(training: Training) -> str | None:
     return "it is searched on one GPU" if training.ranks > 1 else None
 
 
-ROW_MULTIPLE = 1024
-"""The same of rows without padding (as measured there)."""
 LENGTH_MULTIPLE = 64
 """Tokens of whose multiples batches have their lengths: few shapes, and 3 to 6 % more tokens on an H100's 512 to 1,024
 (25 November 2026)."""
+ROW_MULTIPLE = 1024
+"""Tokens to whose multiples rows are filled: five or six shapes with 16 samples of at most 1,024 (25 November 2026)."""
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """How transformers computes a mixture of experts without further packages: all by one kernel, a copy of the weights for
 each token, or one after the other."""
@@ -484,16 +484,18 @@ def changed(arm: Arm, **values: Any) -> Arm:
     return dataclasses.replace(other, **{name: _DEFAULTS[name] for name in idle})
 
 
-def with_lever(arm: Arm, name: str, among: Collection[str]) -> Arm:
+def with_lever(
+    arm: Arm, name: str, among: Collection[str], multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
+) -> Arm:
     """Return an arm with a lever as it is tried first, and with what belongs to it where that is ``among`` others.
 
-    Rows without padding are filled, and padding to few lengths takes other multiples than rows.
+    Rows without padding are filled, and padding to few lengths takes other ``multiples``, the first, than rows.
     """
     row = BY_NAME[name]
     whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
-    other = changed(arm, **whole, **{name: row.values[1]})
+    other = changed(arm, **whole, **{name: multiples[0] if name == "length_multiple" else row.values[1]})
     if other.padding_free and name in ("padding_free", "length_multiple") and "length_multiple" in among:
-        other = changed(other, length_multiple=ROW_MULTIPLE, unpadded=False)
+        other = changed(other, length_multiple=multiples[1], unpadded=False)
     return other
 
 

@@ -14,7 +14,16 @@ from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.units import format_groups
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import LEVERS, PRECISION_PREFERENCE, changed, excluding, needs_few_shapes, without
+from autotune.space.levers import (
+    LENGTH_MULTIPLE,
+    LEVERS,
+    PRECISION_PREFERENCE,
+    ROW_MULTIPLE,
+    changed,
+    excluding,
+    needs_few_shapes,
+    without,
+)
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -192,6 +201,8 @@ class Space:
     """Settings that the best candidates may have besides, although no arm has them."""
     shapes_vary: bool = False
     """Whether batches differ in length, where nothing is done about it."""
+    multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
+    """The values of ``length_multiple``: of batches that are padded, and of rows that are filled."""
 
     def plain(self, arm: Arm) -> Arm:
         """Return an arm without what the best candidates alone may have: late settings, data loader workers."""

@@ -218,7 +218,7 @@ class Anytime:
                 # A compiler has processes of its own, and what is replayed needs no fast host.
                 is_unpadded = "unpadded" in self._late and arm.length_multiple is None and not arm.padding_free
                 arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
-            with_it = replace(candidate, arm=with_lever(arm, row.name, self._late))
+            with_it = replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
             yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
             if captures and _owner(row.name) == "torch_compile":
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has

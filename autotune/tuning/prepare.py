@@ -17,6 +17,7 @@ from autotune.space.levers import LEVERS, Training, levers_of
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
+from autotune.tuning.length_multiples import length_multiples
 from autotune.tuning.own_code import batches_of, check_engine_fits, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits, shared
@@ -78,8 +79,10 @@ def _measurement_revision(request: SearchRequest) -> int:
     5: on a GPU, where layers are compiled, nothing else is, and checkpoints around them hold.
     6: on a GPU, what compiles is measured for 1.5 s, in which one at its power limit slows down; some of T5's layers
     may recompute, as was asked for.
+    7: the speed is that of the run, new shapes included; steps of own code are spread over its epoch. On a CPU this is
+    3.
     """
-    return 6 if request.device.kind == "cuda" else 2
+    return 7 if request.device.kind == "cuda" else 3
 
 
 def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
@@ -135,7 +138,8 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         arm = Arm(plain.precision, attn_implementation=default_attention, optim=plain.optim)
         own = Candidate(arm, *batches.baseline())
     training = Training.of(request.workload, request.device.kind, request.ranks)
-    space = Space(arms, batches, own, late=late, shapes_vary=training.shapes_vary)
+    space = Space(arms, batches, own, late=late, shapes_vary=training.shapes_vary,
+                  multiples=length_multiples(request, model, batches))  # fmt: skip
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         # Ranks that share samples cannot do so with the default strategy.

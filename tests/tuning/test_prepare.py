@@ -1,6 +1,7 @@
 """Test preparing a search from a request and inspected facts, and its errors."""
 
 import dataclasses
+import random
 import re
 from typing import Any
 
@@ -14,10 +15,12 @@ from autotune.core.ceiling import Headroom
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.inspection import OwnSettings
+from autotune.core.lengths import SampleLengths
 from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
+from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE, with_lever
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
 from autotune.tuning.forecasting import most_predictions
@@ -118,6 +121,24 @@ def test_a_step_has_all_completions_of_its_prompts(asked: int, works: str | None
     with pytest.raises(InvalidRequestError, match=r"run\.py generates 4 completions of each prompt") as caught:
         prepare(given, model)
     assert caught.value.hint == f"use --effective-batch {works}"
+
+
+def test_the_multiples_of_batches_and_of_rows_follow_from_the_lengths() -> None:
+    draw, source = random.Random(0), TrainingSource("script", "/run.py", "0", "/")
+    lengths = [min(512, max(8, int(draw.lognormvariate(4.9, 0.7)))) for _ in range(8192)]
+
+    def multiples(lengths: list[int], samples: int) -> tuple[int, int]:
+        interface = CodeInterface(lengths=SampleLengths.of(lengths, samples=samples))
+        given = dataclasses.replace(request(), workload=Workload.of_source(source))
+        return prepare(given, facts(own=OwnSettings("adamw_torch", 32), interface=interface)).space.multiples
+
+    short, long = multiples(lengths, 8192), multiples(lengths, 1_000_000)
+    assert short > long, "the fewer steps, the fewer shapes are worth their padding"
+    assert short[0] < short[1]
+    assert multiples([512] * 9, 8192) == (LENGTH_MULTIPLE, ROW_MULTIPLE), "nothing to choose"
+    late = {"padding_free", "length_multiple"}
+    assert with_lever(Arm(), "length_multiple", late, (32, 2048)) == Arm(length_multiple=32)
+    assert with_lever(Arm(), "padding_free", late, (32, 2048)).length_multiple == 2048
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from autotune.core.dataset_folder import publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in
 from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.lengths import SampleLengths
 from autotune.core.messages import DataAnswer, Problem
 from autotune.core.schema import encode
 from autotune.core.units import in_one_line
@@ -289,6 +290,7 @@ class _Reading:
             padding=float(1 - lengths[some].sum() / padded),
             histogram=tuple(int(count) for count in counts),
             longest_target=int(targets.max()) if targets is not None else None,
+            counts=SampleLengths.of(sizes).counts,
             stored=(int(stored.min()), int(stored.max())) if stored is not None else None,
         )
 
