@@ -19,9 +19,12 @@ PROJECTIONS = 8
 """Random projections of each gradient. The root of their mean square is its norm, ± 25 % (the deviation of a chi-square
 with 8 degrees of freedom, halved)."""
 LOSS_TOLERANCE = 1e-4
-"""Largest relative difference of two losses in float32, which differ by the order of sums."""
-GRADIENT_TOLERANCE = 2e-3
-"""Largest distance of two gradients of a parameter in float32, relative to their norm."""
+"""Largest relative difference of two losses in float32. Those of the same training differed by 4e-7 at most."""
+GRADIENT_TOLERANCE = 4e-3
+"""Largest distance of two gradients of a parameter in float32, relative to their norm.
+
+Of tests/trainings.py, the largest was 1e-4 at most where the training is the same, and 0.16 at least where it is not
+(CPU, torch 2.13.0, transformers 5.23.0, 25 November 2026)."""
 _ROUNDOFF = 2.0**-24
 _LEAST_NORM = 1e-3
 """Share of the whole gradient's norm below which a parameter's own may be rounding, as that of the bias of attention's
@@ -51,6 +54,8 @@ class FirstStep:
     """The sum of the norms of all weights, by which two steps are seen to begin from the same ones."""
     roundoff: float = _ROUNDOFF
     """Unit roundoff of the weights' type: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
+    divides: bool = False
+    """Whether ``autotune.training`` had the Trainer divide the loss by the accumulation, since nobody would."""
     has_same_samples: bool = True
     """Whether the samples were cut from one batch, so that every setting sees the same ones."""
 

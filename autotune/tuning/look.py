@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ Ask = Callable[[LookWork], LookAnswer]
 
 # What one process computes is the same with these.
 _BESIDE = ("strategy", "context_parallel", "expandable_segments", "cpu_affinity", "dataloader_num_workers")
+_DIVIDE = "trainer.model_accepts_loss_kwargs = False has a Trainer divide that leaves it to the model"
 _SMALL = 2
 """Samples of the smaller micro-batch of a look, where the settings have as many: what a batch shares shows in two."""
 
@@ -119,8 +121,10 @@ class Looker:
         of_split = found_of[-1] if split != winners else None
         differs, cure = [], None
         if of_split is not None:
-            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked)}: {_told(of_split, split)}")
-            cure = self._cure(of_split)
+            undivided = _undivided(of_split, own, tried[-1], divides=found.divides)
+            told = undivided or f"cut down to {_pair(tried[-1])} for {_pair(own)}, it {of_split.words}"
+            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked)}: {told}")
+            cure = _DIVIDE if undivided else self._keeps()
         if not guilty and of_split is None:
             differs.append(
                 f"these settings together are another training than {self._asked.describe()}: it {whole.words}"
@@ -146,17 +150,11 @@ class Looker:
             steps += answer.steps
         return steps
 
-    def _cure(self, of_split: Difference) -> str:
+    def _keeps(self) -> str:
         batch, samples = self._asked.per_device_train_batch_size, self._asked.samples_per_step
-        keeps = f"--batch-multiple {batch} --effective-batch {batch} keeps a batch of {batch}"
-        if of_split.kind != "scale":
-            return (
-                keeps if samples == batch else f"--batch-multiple {batch} searches batches of {batch} and its multiples"
-            )
-        return (
-            "have the loss divided by the accumulation: trainer.model_accepts_loss_kwargs = False where the Trainer "
-            "leaves that to a model that does not do it"
-        )
+        if samples != batch:
+            return f"--batch-multiple {batch} searches batches of {batch} and its multiples"
+        return f"--batch-multiple {batch} --effective-batch {batch} keeps a batch of {batch}"
 
 
 def looker_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Looker:
@@ -178,12 +176,15 @@ def _pair(candidate: Candidate) -> str:
     return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
 
 
-def _told(of_split: Difference, split: tuple[int, int]) -> str:
-    """Say how the split changes a training; the numbers are those of the small batches of the look."""
-    if of_split.kind == "scale":
-        which = "its" if of_split.factor > 1 else "the latter's"
-        return f"{which} loss is not divided by the accumulation, so that gradients grow with it"
-    return f"with batches cut down to {split[0]} × {split[1]} samples, it {of_split.words}"
+def _undivided(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:
+    """Say whose loss is not divided by the accumulation; ``None`` where that does not explain a difference."""
+    if of_split.kind != "scale":
+        return None
+    times, (one, more) = of_split.factor, (each.gradient_accumulation_steps for each in (asked, other))
+    grows = math.isclose(times * one, more, rel_tol=0.01)
+    if (grows and one > more) or (divides and math.isclose(times * one, 1, rel_tol=0.01)):
+        return "the loss of the latter is not divided by its accumulation, and so many times as large"
+    return "its loss is not divided by the accumulation, so that gradients grow with it" if grows else None
 
 
 class _UnknownError(Exception):

@@ -125,7 +125,7 @@ def test_own_settings_that_do_not_divide_are_told(trial_server: ServerClient, ow
     asked = Candidate(PLAIN, 4, 2)
     look = looker(trial_server, own("division", "--batch", "4", "--accumulation", "2"), asked)
     (line,) = look.differences(Candidate(PLAIN, 8, 1)).look.differs
-    assert "divided by the accumulation" in line
+    assert "8 × 1 is another training than 4 × 2: the loss of the latter is not divided" in line
 
 
 def test_a_setting_that_trains_less_is_ruled_out(trial_server: ServerClient, own: Any) -> None:

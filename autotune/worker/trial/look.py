@@ -83,8 +83,8 @@ class _EndedError(BaseException):
 class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
     """Hands what the first optimizer step was given to do to ``finish``, and does not let it happen."""
 
-    def __init__(self, finish: Callable[[FirstStep], Any], samples: int, *, after: int) -> None:
-        self._finish, self._samples = finish, samples
+    def __init__(self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, *, after: int) -> None:
+        self._trainer, self._finish, self._samples = trainer, finish, samples
         self._after = after
         self._losses: list[torch.Tensor] = []
         self._micro_steps = 0
@@ -115,6 +115,7 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
                 micro_steps=len(self._losses),
                 weights=float(sum(each.detach().float().norm().double() for _, each in named)),
                 roundoff=max((_roundoff(each.dtype) for each in trained.values()), default=2.0**-24),
+                divides=getattr(self._trainer, "divides_by_accumulation", False),
                 has_same_samples=self.has_same_samples,
             )
         )
@@ -163,7 +164,7 @@ def prepare_look(
         apply(trainer, **settings)
     # A graph is captured after some micro-steps, and the step that replays it is looked at.
     after = EAGER_MICRO_STEPS + 1 if settings and settings.get("cuda_graphs") else 0
-    watch = FirstStepWatch(finish, samples, after=after)
+    watch = FirstStepWatch(trainer, finish, samples, after=after)
     watch.has_same_samples = has_same_samples
     on_each_micro_step(trainer, watch.take)
     trainer.add_callback(watch)
