@@ -7,19 +7,24 @@ import gc
 import importlib
 import io
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
 from typing import Any
 
 import click
 
 from autotune import __version__
-from autotune.cli.output import as_printed
+from autotune.cli.output import as_printed, broken
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
 
+# The first words of a training's command line, which are values of no option.
+_STARTS_SCRIPT = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$|\.py$")
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended, by convention: 128 + SIGINT."""
 
@@ -94,9 +99,9 @@ class _LazyGroup(click.Group):
 
 def say_error(message: str, hint: str = "") -> None:
     """Print an error on stderr: what was wrong on one line, what to do next on another."""
-    click.echo(f"autotune: error: {_one_line(message)}", err=True)
-    if hint:
-        click.echo(f"  {_one_line(hint)}", err=True)
+    for line in (f"autotune: error: {_one_line(message)}", *([f"  {_one_line(hint)}"] if hint else [])):
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        click.echo(broken(line, get_terminal_size().columns) if is_terminal else line, err=True)
 
 
 def _one_line(text: str) -> str:
@@ -165,7 +170,8 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else _command(arguments)
         message = _no_such_option(error) or error.format_message().rstrip(".")
-        say_error(message[:1].lower() + message[1:], f"{command} --help says what can be given")
+        hint = _forgotten_dashes(error, sys.argv[1:] if arguments is None else arguments)
+        say_error(message[:1].lower() + message[1:], hint or f"{command} --help says what can be given")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("autotune: interrupted", err=True)
@@ -200,6 +206,19 @@ def _no_such_option(error: click.ClickException) -> str | None:
     *most, last = having
     others = f"{', '.join(most)} and {last} have" if most else f"{last} has"
     return f"{error.ctx.command_path} has no option {error.option_name}; autotune {others} it"
+
+
+def _forgotten_dashes(error: click.ClickException, words: Sequence[str]) -> str | None:
+    """Return where ``--`` is missing before a script with options of its own; ``None`` where none is."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None or "--" in words:
+        return None
+    takes_script = any(isinstance(param, click.Argument) and param.nargs == -1 for param in error.ctx.command.params)
+    places = [place for place, word in enumerate(words) if _STARTS_SCRIPT.search(word) and not word.startswith("-")]
+    if not takes_script or not places:
+        return None
+    first = places[0]
+    given = shlex.join([*words[:first], "--", *words[first:]])
+    return f"put -- before the script: autotune {given}"
 
 
 def _with_its_words(error: click.NoSuchOption) -> str:

@@ -40,6 +40,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     if state_of(report.study) != "finished":
         click.echo(f"  autotune resume {name}{where}{_larger_budget(report)}")
     click.echo(f"  autotune show {name}{where}")
+    click.echo(f"  autotune report {name}{where} --html report.html")
     click.echo(f"  autotune dashboard{where}")
 
 

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from autotune.core.ceiling import Headroom, parse_headroom
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.training_source import locate_function
 from autotune.core.units import parse_bytes, parse_number, parse_seconds, parse_share
 
@@ -91,7 +91,9 @@ def words(known: tuple[str, ...] = ()) -> Kind:
             raise UnfitError(value, "a list of one or more", "name one, or leave it out")
         for word in unique:
             if known and word not in known:
-                raise UnfitError(word, f"one of {', '.join(map(repr, known))}", "choose among them")
+                meant = did_you_mean(word, known, most=1, least_ratio=0.5)
+                wanted = f"one of {', '.join(map(repr, known))}" + (f"; {meant}" if meant else "")
+                raise UnfitError(word, wanted, "choose among them")
         return unique
 
     word: Any = Literal[known] if known else str

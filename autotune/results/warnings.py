@@ -79,9 +79,6 @@ def notes(report: Report) -> list[str]:
     lines += _disturbances(report)
     if report.study.state == "interrupted":
         lines.append(f"the search is interrupted: autotune resume {report.study.name} continues it")
-    if report.study.state == "running":
-        # A search that was killed could not record its end.
-        lines.append(f"the search is running; if it was killed, autotune resume {report.study.name} continues it")
     return lines
 
 

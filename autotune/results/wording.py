@@ -28,7 +28,7 @@ def verdict(report: Report, trial: TrialRecord) -> str:
         return "on another machine"
     match trial.outcome:
         case None:
-            return "running"
+            return "interrupted" if report.study.state == "interrupted" else "running"
         case Completed(disturbed=why) | OutOfMemory(disturbed=why) if why:
             return f"disturbed: {'; '.join(why)}"
         case OutOfMemory(where=where):

@@ -176,7 +176,7 @@ class Store:
         """Return the study with this name; raises ``UnknownStudyError``, with similar names, where there is none."""
         study = self.study(name)
         if study is not None:
-            return study
+            return self._without_the_dead(study)
         names = [summary.study.name for summary in self.studies()]
         hint = did_you_mean(name, names, most=3, least_ratio=0.5) or f"the newest are {', '.join(names[:5])}"
         raise UnknownStudyError(
@@ -194,7 +194,7 @@ class Store:
         studies = [_study_record(row._mapping) for row in rows]
         return [
             StudySummary(
-                study=study,
+                study=self._without_the_dead(study),
                 workload=row.workload_document,
                 environment=row.environment_document,
                 running=counts.get((study.id, "running"), 0),
@@ -205,6 +205,12 @@ class Store:
             )
             for row, study in zip(rows, studies, strict=True)
         ]
+
+    def _without_the_dead(self, study: StudyRecord) -> StudyRecord:
+        """Return a study as interrupted where it is recorded as running, and no process holds its lease any more."""
+        if study.state != "running" or self.leases.holder(name_of_study(study.name)) is not None:
+            return study
+        return dataclasses.replace(study, state="interrupted")
 
     # Trials
 

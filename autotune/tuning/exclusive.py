@@ -158,7 +158,8 @@ def _hold_device(
     if holder is not None and device.kind == "cuda":
         raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
     if holder is not None:
-        note(f"{holder.describe()} searches on this CPU, too: both will measure slower trials than alone")
+        both = "both will measure slower trials than alone; --wait waits for its end"
+        note(f"{holder.describe()} searches on this CPU, too: {both}")
     return False
 
 

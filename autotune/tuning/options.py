@@ -14,6 +14,7 @@ from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, LORA_DEFAULTS, DTypeName, Task, Workload
 from autotune.devices.listing import find_device, find_gpus
+from autotune.models.catalog import find
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.images import check_images_fit, choose_image_side
 from autotune.models.quantization import with_quantize_alone
@@ -331,6 +332,8 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
             f"{' and '.join(named)} cannot be combined: each names what to train", "leave one of them out"
         )
     (what,) = named
+    if len(script) == 1 and not os.path.exists(script[0]) and find(script[0]) is not None:
+        raise InvalidRequestError(f"there is no script {script[0]}, but a model", f"did you mean --model {script[0]}?")
     found = find_script(script, ranks) if script else None
     for option in OPTIONS:
         if option.own_code_decides and option.name in given:

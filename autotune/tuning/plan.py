@@ -34,6 +34,10 @@ _COMPANY_TOLERANCE = 0.01
 _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 
+# A trial may be so much shorter than the first one. A choice.
+_BASELINE_TIMES = 2.0
+
+
 class Company:
     """What it costs a trial to run at the same time as others: on other GPUs, but with the same cores and power.
 
@@ -205,6 +209,11 @@ class Plan:
             spent = "was spent before: nothing was run" if self._has_run_nothing else "is spent"
             return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} {spent}")
         budget = self._request.time_budget_seconds
+        took = [t.seconds for t in self.records.values() if t.seconds and isinstance(t.outcome, Completed)]
+        # The baseline, which is measured first, is often the slowest.
+        least = min(took) / (1 if len(took) > 1 else _BASELINE_TIMES) if took else 0.0
+        if budget is not None and self.elapsed_seconds() < budget < self.elapsed_seconds() + least:
+            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} leaves no time for a trial")
         if budget is not None and self.elapsed_seconds() >= budget:
             if self._has_run_nothing and self._spent_seconds >= budget:
                 spent = f"was spent before, in {format_seconds(self._spent_seconds)}: nothing was run"

@@ -55,3 +55,29 @@ def test_options_that_share_a_word_are_meant(
     assert f"no such option {words[1]}; did you mean " in told
     assert meant in told
     assert "--quantize" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--effective-batch", "32", "python", "run_cls.py", "--model_name_or_path", "bert"),
+            "put -- before the script: "
+            "autotune search --effective-batch 32 -- python run_cls.py --model_name_or_path bert",
+        ),
+        (
+            ("--effective-batch", "32", "train.py", "--lr=1"),
+            "put -- before the script: autotune search --effective-batch 32 -- train.py --lr=1",
+        ),
+        (("bert-tiny", "--effective-batch", "32"), "did you mean --model bert-tiny?"),
+        (("--model", "bert-tiny", "--precision", "bfloat16"), "; did you mean bf16?"),
+        (("--model", "bert-tiny", "--precision", "fp32,half"), "'half' is not one of 'fp32', 'tf32', 'fp16', 'bf16'"),
+    ],
+)
+def test_what_was_forgotten_or_mistyped_is_named(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(("search", *words))
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -189,7 +189,6 @@ def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
     lines = summary_lines(study_view(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None))))
     assert lines == [
         "No answer yet in the study a-study: 2 trials (1 running)",
-        "  note: the search is running; if it was killed, autotune resume a-study continues it",
     ]
 
 
