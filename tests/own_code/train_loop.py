@@ -60,18 +60,6 @@ def classify_texts(config: Any) -> None:
             print(f"loss {loss.item():.3f}")
 
 
-def classify_batches(config: Any) -> None:
-    """Does the same without accumulation, and frees the gradients before each forward pass."""
-    model, loader, device = _tiny_bert(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for tokens, labels in autotune.steps(loader):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bf16"):
-            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
-        loss.backward()
-        optimizer.step()
-
-
 def _tiny_bert(config: Any) -> tuple[Any, DataLoader[Any], str]:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
