@@ -48,10 +48,6 @@ class HowItSteps:
     """Backward passes of a micro-step."""
     passes_once: int = 0
     """As many more for each step, such as that of a loss of the whole batch whose gradients are then passed on."""
-    calls_without_gradients: int = 0
-    """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
-    calls_without_gradients_each: int = 0
-    """As many more for each micro-step."""
     site: Site | None = None
     """``None`` where it is not known where samples go in."""
 

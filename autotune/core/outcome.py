@@ -78,6 +78,11 @@ class Measurement:
     """Time between two steps spent waiting for data, included in ``step_seconds``."""
     saving_seconds: float | None = None
     """Time of a step that the user's own code spends in ``torch.save``, which no other figure includes."""
+    evaluation_seconds: float | None = None
+    """Time of a validation, or of samples that are made, within the loop; no other figure includes it, but the peaks.
+    ``None`` where none was seen."""
+    evaluates_every: int | None = None
+    """Steps from one of them to the next; ``None`` where fewer than two were seen, or not as many steps apart."""
     device_used_bytes: int | None = None
     """Memory in use on the whole device after the last step, by all processes, as NVML reports it."""
     context_bytes: int | None = None

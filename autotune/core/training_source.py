@@ -93,6 +93,9 @@ def with_known_names(document: Document) -> Document:
     interface = dict(document.get("interface") or {})
     if "from" in interface:
         interface["made_from"] = interface.pop("from")
+    if isinstance(steps := interface.get("steps"), dict):
+        # Earlier versions counted an evaluation's calls there.
+        interface["steps"] = {name: value for name, value in steps.items() if "calls_without" not in name}
     return {**document, "interface": interface}
 
 

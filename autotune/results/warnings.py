@@ -66,6 +66,12 @@ def notes(report: Report) -> list[str]:
             f"{format_seconds(measured.step_seconds)}: your own run may be faster than is promised"
         )
     lines += _objective_notes(report)
+    if measured and measured.evaluation_seconds is not None:
+        often = f"every {plural(measured.evaluates_every, 'step')}" if measured.evaluates_every else "in a step"
+        lines.append(
+            f"your code evaluates {often}, for {format_seconds(measured.evaluation_seconds)}, which the speed leaves "
+            "out and the peak has in it"
+        )
     if measured and measured.saving_seconds:
         lines.append(
             f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "

@@ -490,6 +490,7 @@ def test_steps_with_an_evaluation_are_not_counted(trial_server: ServerClient) ->
     measured = answer.completed.measurement
     assert answer.log.count("step ") + 1 >= 2 * len(measured.step_seconds_each)
     assert measured.saving_seconds is None
+    assert measured.evaluation_seconds is not None
 
 
 def test_what_each_step_does_is_no_interruption(trial_server: ServerClient, folder: Path) -> None:

@@ -23,6 +23,7 @@ from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.core_wait import CoreWait
+from autotune.worker.trial.evaluations import Evaluations
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
@@ -30,8 +31,8 @@ from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
 from autotune.worker.trial.training_watch import Seen
 
-# Once three steps are timed, stop when those with new shapes took this many times ``max_seconds``, or are as many times
-# ``max_steps``. Choices.
+# Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
+# those with new shapes are as many times ``max_steps``. Choices.
 _PATIENCE = 3.0
 _MOST_NEW = 2
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
@@ -136,6 +137,7 @@ class StepTimer(StepListener):
         self._on_enough = on_enough
         self._on_step = on_step
         self._schedule = schedule
+        self._evaluations = Evaluations()
         self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
         self._timed: list[_Step] = []
@@ -206,18 +208,23 @@ class StepTimer(StepListener):
         self._previous_end = end
         # Skipped updates cost less time, and before the first update the optimizer has no state.
         seen = self.checks.step_ends(len(self._marks) - 2)
-        told = self._ranks.gather((astuple(step), self._was_skipped(seen), seen.tokens))
-        each, tokens = [_Step(*figures) for figures, _, _ in told], [count for _, _, count in told]
-        step, again = max(each, key=lambda one: one.seconds), any(skipped for _, skipped, _ in told)
+        evaluates = self._evaluations.is_one(seen.calls_without_gradients)
+        told = self._ranks.gather((astuple(step), self._was_skipped(seen), seen.tokens, evaluates))
+        each, tokens = [_Step(*figures) for figures, *_ in told], [count for _, _, count, _ in told]
+        step, again = max(each, key=lambda one: one.seconds), any(skipped for _, skipped, *_ in told)
+        evaluates = any(found for *_, found in told)
         step.new_shapes, step.tokens = max(one.new_shapes for one in each), max(one.tokens for one in each)
         is_warm = self._is_warm
-        is_timed = is_warm and not again
+        is_timed = is_warm and not again and not evaluates
         if is_timed:
             self._energy.add()
             self._core_wait.add()
             self._timed.append(step)
             known = [count for count in tokens if count is not None]
             self._tokens.append(sum(known) if len(known) == len(tokens) else None)
+        elif evaluates:
+            # It counts for the peaks alone.
+            self._evaluations.add(self._steps_seen, step.seconds)
         elif not is_warm:
             self._warmup.append(step)
             self._warmup_steps += again
@@ -362,7 +369,8 @@ class StepTimer(StepListener):
             return True
         new = [step.seconds for step in self._timed if step.new_shapes]
         most = self._effort.max_seconds, self._effort.max_steps
-        if len(self._timed) >= 3 and (sum(new) >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
+        slow_seconds = sum(new) + self._evaluations.total_seconds
+        if len(self._timed) >= 3 and (slow_seconds >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
             return True
         known = [step.seconds for step in self._timed if not step.new_shapes]
         return is_enough(known, self._effort, self._estimate().step.relative_half_width)
@@ -443,6 +451,8 @@ class StepTimer(StepListener):
             core_wait_share=max(
                 (s for s in self._ranks.gather(self._core_wait.share()) if s is not None), default=None
             ),
+            evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
+            evaluates_every=self._evaluations.every,
             saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
             **(self._of_ranks() if ranks > 1 else {}),
         )

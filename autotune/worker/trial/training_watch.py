@@ -74,6 +74,8 @@ class Seen:
     """Calls and backward passes that ended with out of memory, whoever caught that."""
     tokens: int | None = None
     """Tokens of those calls, without padding; ``None`` where none of them had any."""
+    calls_without_gradients: int = 0
+    """Calls of outermost modules with parameters that computed none, as those of a teacher or a validation."""
 
 
 class TrainingWatch:
@@ -122,7 +124,7 @@ class TrainingWatch:
 
     def _forget(self) -> None:
         self._calls: list[Call] = []
-        self._backward_passes = self._memory_errors = 0
+        self._backward_passes = self._memory_errors = self._calls_without_gradients = 0
         self._found_inf.clear()
 
     def install(self, *, calls: bool = True) -> None:
@@ -187,7 +189,8 @@ class TrainingWatch:
         """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
         tokens = _count_tokens(self._calls)
-        seen = Seen(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens)
+        without = self._calls_without_gradients
+        seen = Seen(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens, without)
         self._forget()
         self._turn_on()
         return seen
@@ -262,7 +265,7 @@ class TrainingWatch:
         # Where the call failed there is no result, and this is called from where its error is handled.
         if result is None and (error := sys.exc_info()[1]) is not None:
             self._note(error)
-        elif torch.is_grad_enabled():
+        else:
             self._take_call(called, given, named, result)
 
     def _weights_of(self, called: Any) -> str | None:
@@ -285,6 +288,9 @@ class TrainingWatch:
             self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._calls_without_gradients += not is_in_autograd()
+            return
         if (weights := self._weights_of(called)) is None:
             return
         self.weight_dtypes.add(weights)
@@ -369,8 +375,7 @@ class TrainingWatch:
                 self._turn_on()
             if isinstance(owner, torch.nn.Module):
                 self._tell_of_call(owner, given, named, result)
-                if torch.is_grad_enabled():
-                    self._take_call(owner, given, named, result)
+                self._take_call(owner, given, named, result)
             return result
 
         return call

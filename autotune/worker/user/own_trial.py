@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from autotune.core.candidate import Candidate
 from autotune.core.jobs import TrialWork
 from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
@@ -23,6 +25,7 @@ from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepC
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, cap_prefetching
+from autotune.worker.wrapping import around
 
 
 class OwnTrial(Trial):
@@ -85,6 +88,17 @@ class OwnTrial(Trial):
     def samples_of_micro_step(self) -> int | None:
         """Return how many samples are to be seen going into the model; ``None`` where they are counted otherwise."""
         return self._candidate.per_device_train_batch_size
+
+    def _make_timer(self, *words: Any, **options: Any) -> StepTimer:
+        """Return what times the steps, without what is spent in ``torch.save``."""
+        timer = super()._make_timer(*words, **options)
+
+        def saved(save: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            with timer.saving():
+                return save(*given, **named)
+
+        around(torch, "save", saved)
+        return timer
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
         """Have as many more steps of warm-up as the loading processes, the user's own too, have ready."""

@@ -297,12 +297,7 @@ class _Inspecting:
             "precision": "precision" in names,
             "checkpointing": "checkpointing" in names,
         }
-        counts = one.calls_without_gradients, two.calls_without_gradients
-        more = others.accumulation - values.accumulation if fixed.accumulation is None else 0
-        each = max(0, math.ceil((counts[1] - counts[0]) / more)) if more > 0 else 0
-        # An evaluation may have been between the steps of one run.
-        least = min(counts[0] - each * values.accumulation, counts[1] - each * others.accumulation)
-        how = HowItSteps(one.anchor, passes, once, max(0, least) if more else min(counts), each, site)
+        how = HowItSteps(one.anchor, passes, once, site)
         assert one.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
         loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == (values.batch, others.batch)

@@ -23,12 +23,9 @@ from autotune.worker.trial.measure import StepTimer
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.loop_steps import MarkedSteps
 from autotune.worker.user.loop_trial import StepsTrial
-from autotune.worker.wrapping import around
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
-# So many steps with an evaluation, one after the other, mean that each has one. A choice.
-_MOST_EVALUATIONS = 5
 # The same in the midst of a training, or with so many times the backward passes of a step before the next. A choice.
 _MOST_LATER = 40
 
@@ -88,11 +85,7 @@ class PlaceholderTrial(StepsTrial):
 
 
 class HookedSteps(MarkedSteps):
-    """Divides what is observed into whole steps, and has those measured in which the script did what it was told.
-
-    A step in which the script evaluates is not counted either, unless each of them does. The time of ``torch.save`` is
-    left out of the steps.
-    """
+    """Divides what is observed into whole steps, and has those measured in which the script did what it was told."""
 
     def __init__(
         self,
@@ -115,7 +108,6 @@ class HookedSteps(MarkedSteps):
         self._refuse = refuse
         accumulation, site = candidate.gradient_accumulation_steps, how.site
         self._wanted_passes = how.passes_once + how.passes * accumulation
-        self._most_without_gradients = how.calls_without_gradients + how.calls_without_gradients_each * accumulation
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
         self._is_told_passes = is_told_passes or not self._wanted_rows
@@ -123,21 +115,15 @@ class HookedSteps(MarkedSteps):
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
         self._has_begun = False
-        self._whole_steps = self._evaluations = 0
-        self._passes = self._rows = self._calls_without_gradients = 0
+        self._whole_steps = self._passes = self._rows = 0
         self.otherwise = 0
         """How many steps in a row were not as it was told."""
         self.told_otherwise = ""
         """What it did in the last of them."""
         self._loading = Loading()
         self._models = ModelNames()
-        around(torch, "save", self._save)
         # Now, since within the call of a model its checks would be turned on for the modules in it.
         timer.begin()
-
-    def _save(self, save: Callable[..., Any], *words: Any, **options: Any) -> Any:
-        with self._timer.saving():
-            return save(*words, **options)
 
     def call_begins(self, *, trains: bool) -> None:
         """Begin with the first one that trains."""
@@ -146,9 +132,7 @@ class HookedSteps(MarkedSteps):
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Count the samples that went in."""
-        if not trains:
-            self._calls_without_gradients += 1
-        elif self._how.site is not None:
+        if trains and self._how.site is not None:
             self._rows += self._how.site.rows(self._models.name(called), shapes)
 
     def _begin(self) -> None:
@@ -188,18 +172,12 @@ class HookedSteps(MarkedSteps):
     def _end_step(self) -> None:
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
-        evaluates = self._calls_without_gradients > self._most_without_gradients
         is_whole = rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes)
-        if is_whole:
-            # Between two of them may be the short step of an epoch.
-            self._evaluations = self._evaluations + 1 if evaluates else 0
         self._marks = None
-        self._passes = self._rows = self._calls_without_gradients = 0
+        self._passes = self._rows = 0
         wait_seconds = self._loading.take()
         if not is_whole:
             self._refuse_if_lasting(passes, rows)
-            self._timer.step_is_dropped()
-        elif evaluates and self._whole_steps and self._evaluations <= _MOST_EVALUATIONS:
             self._timer.step_is_dropped()
         else:
             self._on_step()

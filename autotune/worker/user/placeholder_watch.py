@@ -40,7 +40,6 @@ class Seen:
     facts: ModelFacts | None = None
     calls: tuple[tuple[str, ShapesByPlace], ...] = ()
     """The calls of outermost models that compute gradients, in the last whole step."""
-    calls_without_gradients: int = 0
     cycle: tuple[tuple[int, int], ...] = ()
     """The steps of optimizers in a whole step: which one, after how many backward passes."""
     anchor: int = 0
@@ -137,7 +136,6 @@ class Watching(Listener):
     def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
         """Take down what went in."""
         if not trains:
-            self._now.without_gradients += 1
             return
         name = self._models.name(called)
         self._now.model = called if self._now.model is None else self._now.model
@@ -222,7 +220,6 @@ class Watching(Listener):
         return Seen(
             facts_of(unwrapped(next((step.model for step in whole if step.model is not None), None)), None),
             tuple(call for step in whole for call in step.calls),
-            sum(step.without_gradients for step in whole),
             tuple((step.optimizer, step.passes) for step in whole),
             anchor,
             tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
@@ -248,7 +245,6 @@ class _Between:
     passes: int = 0
     passes_within: int = 0
     """Those of them that the optimizer's own step made."""
-    without_gradients: int = 0
     calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
     model: Any = None
     """The first outermost one that was called to compute gradients."""
