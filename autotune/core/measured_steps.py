@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
 
-# Of at least five steps, one that took at least 1.5 times as long as every other is taken for delayed from outside
-# (another process, a page fault) and dropped. Both numbers are a choice, not a measurement.
-_DELAY_FROM = 5
-_DELAY_TIMES = 1.5
+# A step that took so many times the median is slow. It belongs to the run: logging, or a file that is opened, comes
+# again. What happens outside, clocks and other processes, is seen there and makes the trial a disturbed one.
+_SLOW_TIMES = 1.5
+# Where a step was slow, so many times the usual most steps and seconds are measured at most, until slow steps came so
+# many times as many steps apart. All are choices, tried on simulated runs (tests/core/test_measured_steps.py).
+_LONGER = 3
+_TIMES_SEEN = 3
 
 
 class StepEstimate(NamedTuple):
@@ -22,28 +28,57 @@ class StepEstimate(NamedTuple):
     """Half the 95 % interval, relative to the mean; infinite where it is not known."""
 
 
-def without_delay(seconds: Sequence[float]) -> list[float]:
-    """Return the steps without a single one that was delayed from outside."""
-    if len(seconds) < _DELAY_FROM:
-        return list(seconds)
-    slowest, next_slowest = sorted(seconds)[-1:-3:-1]
-    if slowest <= _DELAY_TIMES * next_slowest:
-        return list(seconds)
-    return [each for each in seconds if each != slowest]
+def _slow_at(seconds: Sequence[float]) -> list[int]:
+    """Return the places of slow steps."""
+    least = _SLOW_TIMES * statistics.median(seconds)
+    return [at for at, each in enumerate(seconds) if each >= least]
+
+
+def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
+    """Return the steps of whole periods, and the steps of one; ``None`` where slow steps do not recur regularly."""
+    slow = _slow_at(seconds)
+    gaps = {later - earlier for earlier, later in itertools.pairwise(slow)}
+    if len(slow) < _TIMES_SEEN or len(gaps) != 1:
+        return None
+    return list(seconds[slow[0] + 1 : slow[-1] + 1]), gaps.pop()
 
 
 def mean_step(seconds: Sequence[float]) -> Estimate:
-    """Estimate the mean step time of a process, in seconds, from a few of its steps."""
-    return estimate_mean(without_delay(seconds))
+    """Estimate the mean step time of a process, in seconds, from a few of its steps.
+
+    Where every so manyth step is slow, it is that of whole periods, and steps differ from those at the same place of
+    the others. Slow steps whose return was not seen widen the interval.
+    """
+    if (found := _periods(seconds)) is None:
+        return estimate_mean(seconds)
+    steps, period = found
+    mean = statistics.fmean(steps)
+    alike: list[float] = []
+    for each in (steps[period - 1 :: period], [step for at, step in enumerate(steps, 1) if at % period]):
+        # Of few steps the own mean is nearer than the true one.
+        wider = math.sqrt(len(each) / (len(each) - 1)) if len(each) > 1 else 1.0
+        alike += [mean + wider * (step - statistics.fmean(each)) for step in each]
+    # So many steps need no prior of how much they differ.
+    return estimate_mean(alike, None)
 
 
-def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: float) -> bool:
+def most_measured_steps(effort: Effort) -> int:
+    """Return the most steps that are timed, where slow ones are waited for."""
+    return effort.max_steps if effort.max_steps < _TIMES_SEEN else _LONGER * effort.max_steps
+
+
+def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: float, *, are_alike: bool = True) -> bool:
     """Return whether enough steps were measured.
 
     ``seconds`` are the steps as they were run; ``relative_half_width`` is that of the interval estimated from them.
+    Where a step was slow, it goes on until that recurs, unless steps are not ``are_alike`` since their batches differ.
     """
     count = len(seconds)
     if count < min(2, effort.max_steps):
+        return False
+    is_open = are_alike and relative_half_width > effort.target_spread and bool(_slow_at(seconds))
+    is_open = is_open and _periods(seconds) is None
+    if is_open and count < most_measured_steps(effort) and sum(seconds) < _LONGER * effort.max_seconds:
         return False
     if count >= effort.max_steps or sum(seconds) >= effort.max_seconds:
         return True

@@ -52,7 +52,7 @@ class Measurement:
     """What one trial process measured. Times are of one whole optimizer step of the candidate."""
 
     step_seconds: float
-    """Mean of the measured steps. Of five or more, one that was delayed from outside is dropped. Where not all
+    """Mean of the measured steps. Slow steps are among them. Where not all
     micro-steps were run, the time of the missing ones is added.
 
     Of batches that differ in length: the mean step of the run, with what its new shapes take."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.measured_steps import mean_step, without_delay
+from autotune.core.measured_steps import mean_step
 from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
 from autotune.core.statistics import (
     Estimate,
@@ -298,7 +298,7 @@ def _variance_of_steps(tried: Tried) -> float:
     measured = tried.measurement
     if measured is None or measured.batches_vary:
         return 0.0
-    steps = without_delay(measured.step_seconds_each)
+    steps = measured.step_seconds_each
     if len(steps) < 2:
         return 0.0
     mean, squares = squares_about_mean(steps)

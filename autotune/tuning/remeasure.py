@@ -63,6 +63,8 @@ _FEW_SHARE = 0.1
 # 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
 # 2026).
 _SUSTAINED_SECONDS, _SUSTAINED_STEPS = 1.5, 150
+# As many as show a slow step that comes at least every so manyth time. A choice.
+_FINAL_STEPS = 20
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 
@@ -77,6 +79,7 @@ def effort_of(
         sustains = request.device.kind == "cuda"
         effort = replace(
             effort,
+            min_steps=max(effort.min_steps, _FINAL_STEPS),
             max_steps=max(_FINAL_TIMES * effort.max_steps, _SUSTAINED_STEPS if sustains else 0),
             min_seconds=_SUSTAINED_SECONDS if sustains else 0.0,
             max_seconds=_FINAL_TIMES * effort.max_seconds,

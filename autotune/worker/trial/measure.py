@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun
-from autotune.core.measured_steps import is_enough
+from autotune.core.measured_steps import is_enough, most_measured_steps
 from autotune.core.outcome import Effort, Measurement
 from autotune.space.dataloader import batches_ahead
 from autotune.space.levers import compiles
@@ -45,10 +45,14 @@ MOST_SKIPPED_STEPS = 20
 Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
 
-def most_steps(candidate: Candidate, effort: Effort) -> int:
-    """Return the most steps that a trial may run, without those that come a second time."""
+def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) -> int:
+    """Return the most steps that a trial may run, without those that come a second time.
+
+    Where steps are not ``are_alike``, since their batches differ, none is slow.
+    """
+    measured = most_measured_steps(effort) if are_alike else effort.max_steps
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
-    return effort.warmup_steps + effort.max_steps + effort.busy_steps + skipped
+    return effort.warmup_steps + measured + effort.busy_steps + skipped
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
@@ -373,7 +377,12 @@ class StepTimer(StepListener):
         if len(self._timed) >= 3 and (slow_seconds >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
             return True
         known = [step.seconds for step in self._timed if not step.new_shapes]
-        return is_enough(known, self._effort, self._estimate().step.relative_half_width)
+        width, are_alike = self._estimate().step.relative_half_width, not self._varies
+        return is_enough(known, self._effort, width, are_alike=are_alike)
+
+    @property
+    def _varies(self) -> bool:
+        return self._run.varies or len({step.tokens for step in self._timed}) > 1
 
     def _is_behind(self) -> bool:
         """Return whether the first steps show that the candidate cannot win. One slow step may have another cause."""
@@ -443,7 +452,7 @@ class StepTimer(StepListener):
             epoch_shapes=self._run.epoch_shapes,
             run_steps=self._run.steps,
             run_epochs=self._run.epochs,
-            batches_vary=self._run.varies or len({step.tokens for step in self._timed}) > 1,
+            batches_vary=self._varies,
             worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,

@@ -331,7 +331,7 @@ class Trial:
             micro_steps_to_run(candidate, self._effort),
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
-            most_steps(candidate, self._effort) - self._effort.warmup_steps,
+            most_steps(candidate, self._effort, are_alike=False) - self._effort.warmup_steps,
             # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
             revisits=dataset.makes_new_shapes and self._device_kind == "cuda",
             ranks=candidate.arm.data_parallel,
