@@ -11,6 +11,8 @@ from typing import NamedTuple
 from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
 
+LEAST_CORE_WAIT = 0.1
+"""A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice."""
 # A step that took so many times the median is slow. It belongs to the run: logging, or a file that is opened, comes
 # again. What happens outside, clocks and other processes, is seen there and makes the trial a disturbed one.
 _SLOW_TIMES = 1.5
@@ -71,7 +73,8 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
     """Return whether enough steps were measured.
 
     ``seconds`` are the steps as they were run; ``relative_half_width`` is that of the interval estimated from them.
-    Where a step was slow, it goes on until that recurs, unless steps are not ``are_alike`` since their batches differ.
+    Where a step was slow, it goes on until that recurs, unless steps are not ``are_alike``: their batches differ, or
+    something outside is seen to delay some.
     """
     count = len(seconds)
     if count < min(2, effort.max_steps):

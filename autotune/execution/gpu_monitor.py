@@ -12,6 +12,7 @@ from typing import Protocol
 
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError
+from autotune.core.measured_steps import LEAST_CORE_WAIT
 from autotune.core.noise import accepts_noise
 from autotune.core.outcome import HOST_BOUND, Completed, Failed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
@@ -30,8 +31,6 @@ _RETURN_SECONDS = 5.0
 _NEIGHBOUR_SECONDS = 60.0
 # A neighbour that computes less than this in per cent of the GPU's time costs no more than the noise of a measurement.
 _BUSY_PER_CENT = 5
-# A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice.
-_LEAST_CORE_WAIT = 0.1
 # A desktop's compositor and its windows draw all the time, as they will beside the training. A game takes more.
 _DRAWING_PER_CENT = 25
 # Clocks of trials under the same power cap differed by a few per cent; a fifth less is another machine.
@@ -182,7 +181,7 @@ def _starved(outcome: Outcome) -> Outcome:
     if not isinstance(outcome, Completed) or accepts_noise():
         return outcome
     share, busy = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
-    if share < _LEAST_CORE_WAIT or busy >= HOST_BOUND:
+    if share < LEAST_CORE_WAIT or busy >= HOST_BOUND:
         return outcome
     why = f"waited {share:.0%} of its time for cores that other processes used"
     others_share = max(share, outcome.others_share or 0.0)

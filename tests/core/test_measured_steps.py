@@ -44,11 +44,11 @@ def test_a_step_that_is_slow_every_so_often_belongs_to_the_run(period: int, time
 
 def test_a_slow_step_is_waited_for_within_bounds() -> None:
     once = [0.1] * 5 + [0.3]
-    assert not is_enough(once, EFFORT, 0.001)
-    assert not is_enough([*once, *[0.1] * 20], EFFORT, 0.001)
-    assert is_enough([*once, *[0.1] * 30], EFFORT, 0.001)
-    assert is_enough([10 * each for each in once], EFFORT, 0.001), "its seconds are spent"
-    assert is_enough(once, EFFORT, 0.001, are_alike=False)
+    assert not is_enough(once, EFFORT, 0.5)
+    assert not is_enough([*once, *[0.1] * 20], EFFORT, 0.5)
+    assert is_enough([*once, *[0.1] * 30], EFFORT, 0.5)
+    assert is_enough([10 * each for each in once], EFFORT, 0.5), "its seconds are spent"
+    assert is_enough([*once, *once], EFFORT, 0.001, are_alike=False)
     assert mean_step(once).mean == pytest.approx(0.8 / 6)
     assert mean_step(once).relative_half_width() > 0.5
     regular = 3 * ([0.1] * 5 + [0.3])

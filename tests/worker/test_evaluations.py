@@ -93,13 +93,14 @@ def trainer(folder: Path) -> TrainingSource:
 def test_a_validation_in_the_loop_is_no_part_of_the_steps(
     trial_server: ServerClient, folder: Path, source: object
 ) -> None:
-    """Of eleven steps two are of warm-up, the fifth and the tenth validate."""
+    """Of eleven steps or more two are of warm-up, the fifth and the tenth validate."""
     workload, _ = trial_server.prepared(Workload.of_source(source(folder)))  # type: ignore[operator]
     optim = "adamw_torch_fused" if source is trainer else OWN_OPTIM
     answer = trial_server.trial(workload, Candidate(Arm(optim=optim), 8), EFFORT)
     measured = answer.completed.measurement
-    assert len(measured.step_seconds_each) == 7
-    assert (answer.log.count("trained"), answer.log.count("validates")) == (11, 2)
+    trained, validations, timed = *map(answer.log.count, ("trained", "validates")), len(measured.step_seconds_each)
+    assert timed >= 7
+    assert trained == 2 + timed + validations
     assert measured.evaluates_every == 5
     assert measured.evaluation_seconds is not None
 

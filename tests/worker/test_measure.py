@@ -14,9 +14,15 @@ from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial.batch_shapes import BatchShapes
+from autotune.worker.trial.core_wait import CoreWait
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 
 STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0)
+
+
+class Uninterrupted(CoreWait):
+    def share(self) -> float | None:
+        return 0.0
 
 
 @dataclass
@@ -156,6 +162,8 @@ def test_warm_up_steps_are_kept_apart(clock: FakeClock) -> None:
 def test_a_slow_step_counts_and_is_waited_for(clock: FakeClock) -> None:
     """It does not come again within three times the most steps: the mean has it, and says how little that is known."""
     drive = Drive(candidate(8), Effort(warmup_steps=0, max_steps=5, max_seconds=1000.0), clock)
+    # Another process that made steps slow would be a reason to stop.
+    drive.timer._core_wait = Uninterrupted()
     drive.run(extra=(0.0, 0.2, 30.0, 0.0, 0.1))
     assert len(drive.steps) == 15
     assert drive.measured.step_seconds == pytest.approx(1 + 30.3 / 15)

@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun
-from autotune.core.measured_steps import is_enough, most_measured_steps
+from autotune.core.measured_steps import LEAST_CORE_WAIT, is_enough, most_measured_steps
 from autotune.core.outcome import Effort, Measurement
 from autotune.space.dataloader import batches_ahead
 from autotune.space.levers import compiles
@@ -377,8 +377,13 @@ class StepTimer(StepListener):
         if len(self._timed) >= 3 and (slow_seconds >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
             return True
         known = [step.seconds for step in self._timed if not step.new_shapes]
-        width, are_alike = self._estimate().step.relative_half_width, not self._varies
-        return is_enough(known, self._effort, width, are_alike=are_alike)
+        width = self._estimate().step.relative_half_width
+        if not is_enough(known, self._effort, width, are_alike=False):
+            return False
+        if self._varies or is_enough(known, self._effort, width):
+            return True
+        # Then other processes make steps slow.
+        return any(self._ranks.gather((self._core_wait.share() or 0.0) >= LEAST_CORE_WAIT))
 
     @property
     def _varies(self) -> bool:
