@@ -79,6 +79,11 @@ def compute_on_cpu(arguments: Any) -> None:
     vars(arguments)["_setup_devices"] = torch.device("cpu")
 
 
+def take_batch_of_arguments(trainer: Any) -> None:
+    """Have a ``Trainer`` train with the batch that its arguments have now; it keeps the one that they had."""
+    trainer._train_batch_size = trainer.args.train_batch_size
+
+
 def prepares_inputs_itself(trainer: Any) -> bool:
     """Return whether a subclass of ``Trainer`` makes the inputs of a step from a batch in a way of its own."""
     return type(trainer)._prepare_inputs is not Trainer._prepare_inputs

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from transformers import Trainer, TrainingArguments
@@ -16,9 +14,10 @@ from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
 from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
-from autotune.space.training_arguments import linked_fields
+from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.stack import lines_above, module_of, users_line
-from autotune.worker.user.code import UserCodeError, load_function, run_script, tell_launched_precision
+from autotune.worker.user.code import UserCodeError, load_function, run_script
+from autotune.worker.user.trainer_fields import BATCH, TrainerFields, generates
 from autotune.worker.wrapping import around, before
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
@@ -99,13 +98,10 @@ _QUIET: Document = {
     "disable_tqdm": True,
     "resume_from_checkpoint": None,
 }
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
-_ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
 
 
 @dataclass
-class Overlay:
+class Overlay(TrainerFields):
     """What is put over every ``TrainingArguments`` that is made in this process from ``install`` on.
 
     The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set
@@ -114,8 +110,6 @@ class Overlay:
     """
 
     output_dir: str
-    tuned: Document = field(default_factory=dict)
-    """Fields to set; empty for the user's unmodified settings."""
     shortened: tuple[int, int] | None = None
     """Accumulation steps to run fewer of, and how many to run."""
     on_cpu: bool = False
@@ -130,31 +124,31 @@ class Overlay:
     """The file or line that they come from."""
     why_batch_matters: str | None = None
     """Why another batch of the same effective batch is another training; ``None`` where nothing shows it."""
-    _set_at: dict[str, str] = field(default_factory=dict)
+    own_checkpointing: bool = False
+    """Whether the arguments themselves turn checkpointing on."""
     _last_own_batch: tuple[int, int] | None = None
 
     def install(self) -> None:
-        """Wrap the class for the rest of this process."""
-        before(TrainingArguments, "__post_init__", self._put)
-        before(TrainingArguments, "__setattr__", self._note_change)
-        before(Trainer, "__init__", self._silence)
+        """Wrap the classes for the rest of this process."""
+        self.watch_arguments(TrainingArguments)
+        before(Trainer, "__init__", self._take_arguments)
 
-    def _note_change(self, _: Any, name: str, __: Any) -> None:
-        """Record where fields are set after the arguments were made."""
-        if name in self.tuned and (place := _setter()) is not None:
-            self._set_at[name] = place
-
-    def _silence(self, _: Any, *words: Any, **options: Any) -> None:
+    def take_arguments(self, arguments: Any) -> None:
         """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
-        for given in (*words, *options.values()):
-            if isinstance(given, TrainingArguments):
-                # In arguments that are made, nobody is reported to by an empty list.
-                _set(given, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
+        super().take_arguments(arguments)
+        # In arguments that are made, nobody is reported to by an empty list.
+        _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
 
-    def _put(self, arguments: Any) -> None:
+    def put_again(self, arguments: Any) -> None:
+        """Set the fields, and as many accumulation steps as are run."""
+        super().put_again(arguments)
+        self._shorten(arguments)
+
+    def put(self, arguments: Any) -> None:
+        """Set the fields, and what keeps a trial quiet; look where the arguments come from."""
         given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
         # A copy of arguments that were overlaid shows the overlay, not the user's own.
-        if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
+        if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
         # TRL makes it of the accumulation where the code says nothing.
@@ -175,42 +169,31 @@ class Overlay:
                 "the TrainingArguments of the code have several ranks share a sample (parallelism_config), which is "
                 "not searched", NOT_BY_SAMPLE,
             )  # fmt: skip
+        checkpointing = checkpointing_field(known_fields())
+        said = (getattr(arguments, name, False) for name in (checkpointing, "gradient_checkpointing"))
+        # A copy of arguments that were overlaid shows none.
+        self.own_checkpointing = self.own_checkpointing or any(said)
         if self.is_probing and not self.tuned:
-            self.tuned = probe(*given)
+            # A model that recomputes all the same has that from the code.
+            self.tuned = {**probe(*given), checkpointing: False}
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
-        _set(arguments, {**quiet, **linked_fields(self.tuned), **self.tuned})
-        tell_launched_precision(self.tuned)
+        _set(arguments, quiet)
+        super().put(arguments)
         if generates(arguments):
             # What is generated for a whole step would be another amount.
             self.shortened = None
+        self._shorten(arguments)
+
+    def _shorten(self, arguments: Any) -> None:
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
-        for name, value in wanted.items():
-            asked = value
-            if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
-                asked = self.shortened[1]
-            value_there = getattr(arguments, name, None)
-            if name == "fsdp":
-                # A list of options in some versions, whichever way it was said.
-                value_there, asked = bool(value_there), bool(asked)
-            if not _has(value_there, asked) and name != "use_cpu":
-                at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
-                return f"{name} is {plain(value_there)!r}, asked was {asked!r}{at}"
-        return None
-
-
-def _has(found: Any, asked: Any) -> bool:
-    """Return whether a field's value is what was asked for.
-
-    ``TrainingArguments`` makes an object of some settings, and adds those that were not given.
-    """
-    if isinstance(asked, dict) and found is not None:
-        settings = found if isinstance(found, Mapping) else vars(found)
-        return all(_has(settings.get(name), value) for name, value in asked.items())
-    return bool(plain(found) == asked)
+        """Return what arguments do not have, as ``TrainerFields.ignored`` does, but for steps that are not run."""
+        accumulation = BATCH[1]
+        if self.shortened and wanted.get(accumulation) == self.shortened[0]:
+            wanted = {**wanted, accumulation: self.shortened[1]}
+        return super().ignored(arguments, wanted)
 
 
 def _set(arguments: Any, fields: Document) -> None:
@@ -231,18 +214,7 @@ def probe(batch: int, accumulation: int) -> Document:
         pair = batch * 2, accumulation // 2
     else:
         pair = batch * 2, accumulation
-    return dict(zip(_BATCH, pair, strict=True))
-
-
-def _setter() -> str | None:
-    """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
-    # Past what notes the change, and the two functions that wrap the setting of a field.
-    frame = sys._getframe(4)
-    module, path = module_of(frame), frame.f_code.co_filename
-    is_making = frame.f_code.co_name in ("__init__", "__post_init__")
-    if path.startswith("<") or is_making or module.startswith(("transformers.", "autotune.")):
-        return None
-    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
+    return dict(zip(BATCH, pair, strict=True))
 
 
 def _origin() -> tuple[MadeFrom, str | None]:
@@ -260,20 +232,10 @@ def _origin() -> tuple[MadeFrom, str | None]:
     return ("flags" if place is None else "code"), place
 
 
-def generates(arguments: Any) -> bool:
-    """Return whether a training generates the completions that it trains on, as TRL's GRPO does."""
-    return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
-
-
 def own_batch(arguments: Any) -> tuple[int, int]:
     """Return the per-device batch and the accumulation that the user's code gave for ``arguments``."""
     given = getattr(arguments, "_autotune_own_batch", None)
     return given or (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
-
-
-def plain(value: Any) -> Any:
-    """Return a field's value as JSON has it: enumerations as their values."""
-    return value.value if isinstance(value, enum.Enum) else value
 
 
 def known_fields() -> set[str]:

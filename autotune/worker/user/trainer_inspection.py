@@ -18,7 +18,6 @@ from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
-from autotune.space.training_arguments import checkpointing_field
 from autotune.training.possible import SETTINGS as LOOKED_FOR
 from autotune.training.possible import obstacles
 from autotune.worker.checkpointing import is_checkpointing
@@ -38,15 +37,13 @@ from autotune.worker.user.sample_lengths import sample_lengths
 from autotune.worker.user.trainer_code import (
     Overlay,
     build_trainer,
-    generates,
     ignored_message,
     intercept,
-    known_fields,
     own_batch,
-    plain,
     probe,
     run_source,
 )
+from autotune.worker.user.trainer_fields import BATCH, generates, plain
 from autotune.worker.user.trainer_memory import Memory, leave_large_weights_unset, traced, with_memory
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
@@ -177,7 +174,7 @@ class _Seen:
 
     answer: InspectionAnswer
     failed_probing: bool = False
-    """Whether it raised an error of its own with another batch than the user's."""
+    """Whether it raised an error of its own with another batch than the user's, or made its own of that."""
     may_have_collided: bool = False
     """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
 
@@ -201,7 +198,7 @@ class _Inspection:
         self._environment = inspect_environment()
         self._overlay = Overlay(
             self._output_dir,
-            tuned or {},
+            tuned=tuned or {},
             on_cpu=self._is_on_cpu,
             refuse=self._refuse,
             is_probing=is_probing and code.source.kind == "script",
@@ -213,16 +210,18 @@ class _Inspection:
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
                 overlay = self._overlay
+                overlay.begin(trainer)
+                late = next((overlay.set_at[name] for name in BATCH if name in overlay.set_at), None)
                 interface = CodeInterface(
                     "trainer",
-                    made_from=overlay.made_from,
-                    place=overlay.place,
+                    made_from="code" if late else overlay.made_from,
+                    place=late or overlay.place,
                     engine_share=_engine_share(trainer.args),
                     samples_a_prompt=_samples_a_prompt(trainer.args),
                     batch_matters=overlay.why_batch_matters,
                     packs=bool(getattr(trainer.args, "packing", False)),
                 )
-                model = _model_facts(trainer, interface)
+                model = _model_facts(trainer, interface, overlay)
                 self._check(trainer, self._overlay.tuned)
                 if self._work.arms is not None and interface.engine_share is None:
                     model = with_memory(model, traced(self._work, model, trainer))
@@ -275,7 +274,9 @@ class _Inspection:
             # Not what is traced beside it.
             keep_run()
         found = dataclasses.replace(self._environment, model=model)
-        self._finish(_Seen(InspectionAnswer(found)))
+        # What it sets once its arguments are made may be made of the batch that was put there.
+        makes_anew = self._overlay.is_probing and not self._overlay.set_at.keys().isdisjoint(BATCH)
+        self._finish(_Seen(InspectionAnswer(found), failed_probing=makes_anew))
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
         self._fail(UserCodeError(message, hint))
@@ -289,12 +290,12 @@ class _Inspection:
         self._finish(_Seen(problem, failed_probing, may_have_collided))
 
 
-def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
+def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> ModelFacts:
     """Return the model's facts, and the settings that the user's code would train with."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
-    checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
+    checkpointing, recomputes = overlay.own_checkpointing, is_checkpointing(model)
     without_fsdp2 = why_no_fsdp2()
     loss = type(getattr(trainer, "loss", None)).__name__
     return dataclasses.replace(
@@ -308,7 +309,7 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
             batch,
             accumulation,
             _precision(args),
-            checkpointing or is_checkpointing(model),
+            checkpointing or recomputes,
             attention_of(config),
             args.torch_compile,
             args.torch_compile_mode if args.torch_compile else None,
@@ -316,7 +317,7 @@ def _model_facts(trainer: Any, interface: CodeInterface) -> ModelFacts:
         ),
         interface=interface,
         samples=length(getattr(trainer, "train_dataset", None)),
-        always_checkpoints=is_checkpointing(model) and not checkpointing,
+        always_checkpoints=recomputes and (overlay.is_probing or not checkpointing),
         dataloader_num_workers=args.dataloader_num_workers,
         in_batch_loss=loss if any(part in loss for part in _IN_BATCH_LOSSES) else None,
     )

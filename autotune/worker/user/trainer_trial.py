@@ -6,6 +6,7 @@ We raise no exception in user code, because it might catch it. The callback send
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,10 +16,9 @@ from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
-from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.private.transformers import is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
-from autotune.worker.trial.measure import micro_steps_to_run
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
@@ -28,13 +28,13 @@ from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.trainer_code import (
     Overlay,
-    generates,
     ignored_message,
     intercept,
     known_fields,
     own_batch,
     run_source,
 )
+from autotune.worker.user.trainer_fields import generates, otherwise
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
@@ -43,6 +43,11 @@ _SPARE_STEPS = 20
 class _WholeSteps(TrainerSteps):
     """Has steps measured that are whole, and nothing logged, evaluated or saved beside them."""
 
+    def __init__(self, timer: StepTimer, check: Callable[[Any], None]) -> None:
+        super().__init__(timer)
+        self._check = check
+        """Called with the training loader before the first step."""
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look whether the data can make a whole step."""
         loader = kwargs.get("train_dataloader")
@@ -50,14 +55,8 @@ class _WholeSteps(TrainerSteps):
         needed = batch * args.gradient_accumulation_steps * args.world_size
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
-        # Of several ranks, a loader that is divided among them may have the batches of all.
-        found, asked = batch_of(loader), {batch, batch * args.world_size}
-        if found is not None and found not in asked and not generates(args):
-            raise UserCodeError(
-                f"its Trainer has a training loader with batches of {found}, asked was {batch}",
-                "make that of its args.train_batch_size",
-            )
-        if found is None:
+        self._check(loader)
+        if batch_of(loader) is None:
             self.timer.checks.other_batch = OtherBatch(batch, ())
         super().on_train_begin(args, state, control, **kwargs)
 
@@ -117,6 +116,7 @@ class TrainerTrial(OwnTrial):
         """Stands in for ``Trainer.train``: trains, and ends the process."""
         self._guard.lift()
         try:
+            self._overlay.begin(trainer)
             self._check(trainer)
             self._prepare(trainer)
             self._phases.enter("train")
@@ -148,14 +148,16 @@ class TrainerTrial(OwnTrial):
                 f"{self._source.name} trains with {pair[0]} × {pair[1]} samples here, and trained with "
                 f"{inspected[0]} × {inspected[1]} when it was looked at"
             )
-        if (
-            not self._is_unmodified
-            and not self._candidate.arm.gradient_checkpointing
-            and is_checkpointing(trainer.model)
-        ):
+
+    def _check_begun(self, trainer: Any, loader: Any) -> None:
+        """Raise ``UserCodeError`` where the ``Trainer`` begins to train otherwise than the candidate says."""
+        if self._is_unmodified:
+            return
+        found = self._overlay.ignored(trainer.args, self._wanted) or otherwise(trainer, self._candidate, loader)
+        if found is not None:
             raise UserCodeError(
-                f"the model of {self._source.name} checkpoints, though gradient_checkpointing is false",
-                "have it do so only where its TrainingArguments say so",
+                f"{self._source.name} trains otherwise than it was told: {found}",
+                "leave that to its TrainingArguments",
             )
 
     def _prepare(self, trainer: Any) -> None:
@@ -180,7 +182,7 @@ class TrainerTrial(OwnTrial):
             run=run,
         )
         self._hold_inputs(trainer, self._timer)
-        trainer.add_callback(_WholeSteps(self._timer))
+        trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 

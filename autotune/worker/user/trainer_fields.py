@@ -1,0 +1,188 @@
+"""Put fields over the ``TrainingArguments`` of the user's code, and tell what its ``Trainer`` trains with otherwise.
+
+Trials, inspections and ``autotune run`` do both by this module. It imports no library: where code trains for real, what
+it does before its own imports has its effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.core.candidate import Candidate, Document
+from autotune.space.precision_names import ACCELERATE
+from autotune.space.training_arguments import linked_fields
+from autotune.worker.stack import module_of
+from autotune.worker.user.code import tell_launched_precision
+from autotune.worker.wrapping import before
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# What follows from them is made with the arguments, so that they cannot be set once there are some.
+_MADE_ONCE = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "tf32", "use_cpu")
+
+
+@dataclass
+class TrainerFields:
+    """What is put over every ``TrainingArguments`` that is made in this process.
+
+    The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set before it runs, so
+    that it checks and derives from them as from the user's own. Code that sets them otherwise once the arguments are
+    made has them set again, as a ``Trainer`` is made of them and as it begins to train.
+    """
+
+    tuned: Document = field(default_factory=dict, kw_only=True)
+    """Fields to set; empty for the user's unmodified settings."""
+    say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
+    """Told what the code had said instead."""
+    set_at: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """Where the code sets a field once its arguments are made."""
+
+    def watch_arguments(self, kind: Any) -> None:
+        """Wrap the class ``TrainingArguments`` for the rest of this process."""
+        before(kind, "__post_init__", self.put)
+        before(kind, "__setattr__", self._note_change)
+
+    def watch_trainer(self, kind: Any) -> None:
+        """Wrap the class ``Trainer`` for the rest of this process."""
+        before(kind, "__init__", self._take_arguments)
+        before(kind, "train", lambda trainer, *_, **__: self.begin(trainer))
+
+    def put(self, arguments: Any) -> None:
+        """Set the fields of arguments that are being made."""
+        wanted = {**linked_fields(self.tuned), **self.tuned}
+        defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
+        for name, value in wanted.items():
+            if hasattr(arguments, name):
+                self._tell(name, getattr(arguments, name), value, defaults.get(name))
+                setattr(arguments, name, value)
+        tell_launched_precision(self.tuned)
+
+    def begin(self, trainer: Any) -> None:
+        """Set the fields of a ``Trainer`` that begins to train."""
+        self.put_again(trainer.args)
+        if self.tuned:
+            from autotune.worker.private.transformers import take_batch_of_arguments
+
+            take_batch_of_arguments(trainer)
+
+    def put_again(self, arguments: Any) -> None:
+        """Set the fields of arguments that are made, where the code has set them otherwise since."""
+        for name, value in {**linked_fields(self.tuned), **self.tuned}.items():
+            found = getattr(arguments, name, value)
+            if name not in _MADE_ONCE and not has(found, value):
+                self._tell(name, found, value, None)
+                setattr(arguments, name, value)
+                if name in ("bf16", "fp16"):
+                    half = next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
+                    arguments.mixed_precision = half
+
+    def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
+        if not has(said, value) and said != default:
+            at = f" at {self.set_at[name]}" if name in self.set_at else ""
+            self.say(f"the script says {name}={plain(said)!r}{at}; {value!r} is set")
+
+    def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
+        for given in (*words, *options.values()):
+            if is_arguments(given):
+                self.take_arguments(given)
+
+    def take_arguments(self, arguments: Any) -> None:
+        """Set the fields of arguments of which a ``Trainer`` is being made."""
+        self.put_again(arguments)
+
+    def _note_change(self, arguments: Any, name: str, value: Any) -> None:
+        """Record where fields are set after the arguments were made."""
+        if (name in self.tuned or name in BATCH) and (place := _setter()) is not None:
+            self.set_at[name] = place
+            if name in BATCH and hasattr(arguments, "_autotune_own_batch"):
+                own = dict(zip(BATCH, arguments._autotune_own_batch, strict=True))
+                arguments._autotune_own_batch = tuple({**own, name: int(value)}.values())
+
+    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
+        """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
+        for name, value in wanted.items():
+            found, asked = getattr(arguments, name, None), value
+            if name == "fsdp":
+                # A list of options in some versions, whichever way it was said.
+                found, asked = bool(found), bool(asked)
+            if not has(found, asked) and name != "use_cpu":
+                at = f" (set at {self.set_at[name]})" if name in self.set_at else ""
+                return f"{name} is {plain(found)!r}, asked was {asked!r}{at}"
+        return None
+
+
+def is_arguments(value: Any) -> bool:
+    """Return whether a value is a ``TrainingArguments``."""
+    module = sys.modules.get("transformers.training_args")
+    return module is not None and isinstance(value, module.TrainingArguments)
+
+
+def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
+    """Return what a ``Trainer`` that begins to train does otherwise than a candidate says; ``None`` for nothing."""
+    facts = _facts(trainer, candidate, train_dataloader)
+    return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
+
+
+def _facts(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what decides the speed of a training, as it is found and as a candidate says it."""
+    from autotune.worker.checkpointing import is_checkpointing
+    from autotune.worker.private.transformers import attention_of
+    from autotune.worker.user.loader_overlay import batch_of
+
+    arm, args, model = candidate.arm, trainer.args, trainer.model
+    batch = args.train_batch_size
+    found = batch_of(loader)
+    # Of several ranks, a loader that is divided among them may have the batches of all.
+    if found not in (None, batch * args.world_size) and not generates(args):
+        yield "the batch of its training loader", found, batch
+    if arm.zero_stage is None:
+        yield "the accelerator's mixed_precision", trainer.accelerator.mixed_precision, ACCELERATE[arm.precision]
+    # One that the code compiles itself stays so.
+    is_own = hasattr(model, "_orig_mod") and not args.torch_compile
+    if not arm.regional_compilation and not arm.is_sharded and not is_own:
+        yield "torch.compile of its model", hasattr(trainer.model_wrapped, "_orig_mod"), arm.torch_compile
+    if not arm.is_sharded and (is_checkpointing(model) or arm.checkpointed_layers is None):
+        yield "checkpointing of its model", is_checkpointing(model), arm.gradient_checkpointing
+    if (config := getattr(model, "config", None)) is not None and not arm.padding_free:
+        yield "the attention of its model", attention_of(config), arm.attn_implementation
+
+
+# Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
+_ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
+
+
+def generates(arguments: Any) -> bool:
+    """Return whether a training generates the completions that it trains on, as TRL's GRPO does."""
+    return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
+
+
+def has(found: Any, asked: Any) -> bool:
+    """Return whether a field's value is what was asked for.
+
+    ``TrainingArguments`` makes an object of some settings, and adds those that were not given.
+    """
+    if isinstance(asked, dict) and found is not None:
+        settings = found if isinstance(found, Mapping) else vars(found)
+        return all(has(settings.get(name), value) for name, value in asked.items())
+    return bool(plain(found) == asked)
+
+
+def plain(value: Any) -> Any:
+    """Return a field's value as JSON has it: enumerations as their values."""
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _setter() -> str | None:
+    """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
+    # Past what notes the change, and the two functions that wrap the setting of a field.
+    frame = sys._getframe(4)
+    module, path = module_of(frame), frame.f_code.co_filename
+    is_making = frame.f_code.co_name in ("__init__", "__post_init__")
+    if path.startswith("<") or is_making or module.startswith(("transformers.", "autotune.")):
+        return None
+    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
