@@ -21,5 +21,9 @@ class RealTraining:
     candidate: Candidate
     arguments: dict[str, Any]
     """The fields of ``TrainingArguments``, or the settings of other code under its own names."""
+    dtype: str | None = None
+    """Of most of the model's weights, as they were measured; ``None`` where that is not known."""
+    has_adapters: bool | None = None
+    """Whether peft's adapters were around a model by name; ``None`` for the user's own code."""
     cpu_core: int | None = None
     """The core that it is pinned to, but for the processes that load its data."""

@@ -113,6 +113,14 @@ class StepChecks:
         if self._until_timed and self._has_judged:
             self.watch.remove()
 
+    def judge_first(self, micro_steps: int) -> None:
+        """Judge the first step of a training that is not timed, and see nothing any more."""
+        self.step_ends(micro_steps)
+        self.watch.begin_timed()
+        if self.precision is not None:
+            self._judge_precision(*self.precision)
+        self.watch.remove()
+
     def _judge_precision(self, device: str, precision: str) -> None:
         watch, told, asked = self.watch, f"{self._name} was asked for {precision} and", HALF.get(precision)
         around = [dtype for kind, dtype in sorted(watch.called_in) if kind == device]
