@@ -25,5 +25,7 @@ class RealTraining:
     """Of most of the model's weights, as they were measured; ``None`` where that is not known."""
     has_adapters: bool | None = None
     """Whether peft's adapters were around a model by name; ``None`` for the user's own code."""
+    folder: str | None = None
+    """A temporary folder that is removed at the end."""
     cpu_core: int | None = None
     """The core that it is pinned to, but for the processes that load its data."""

@@ -279,35 +279,31 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
             f"measured on {export.measured}",
         ]
+    measured = f"measured on {export.measured}"
+    return [*several, *_placement(export), *_zero(export, form), *made_by_hand(export), *_applying(export), measured]
+
+
+def made_by_hand(export: Export) -> list[str]:
+    """Return what only the code can do that makes a model by name and its data; none for the user's own code."""
+    if export.task == "own":
+        return []
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     if export.bits:
         options += f", quantization_config={_call('BitsAndBytesConfig', export.bits)}"
-    return [
-        *several,
-        *_placement(export),
-        *_zero(export, form),
-        *_applying(export),
-        f"load the model with from_pretrained(…, {options})",
-        *(
-            [f"put peft's adapters around it: get_peft_model(model, {_call('LoraConfig', export.lora)})"]
-            if export.lora
-            else []
-        ),
-        f"measured on {export.measured}",
-    ]
-
-
-def _applying(export: Export) -> list[str]:
-    """Say how to apply what has no field in ``TrainingArguments``."""
-    lines = []
+    lines = [f"load the model with from_pretrained(…, {options})"]
+    if export.lora:
+        lines.append(f"put peft's adapters around it: get_peft_model(model, {_call('LoraConfig', export.lora)})")
     if export.row_tokens:
         lines.append(
             f"pack the samples: from autotune.training import pack; rows = pack(dataset, {export.row_tokens}); "
             "Trainer(train_dataset=rows, data_collator=rows.collate, …)"
         )
-    if export.applied:
-        lines.append(f"before it trains: {_IMPORT_APPLY}; {export.applied}")
     return lines
+
+
+def _applying(export: Export) -> list[str]:
+    """Say how to apply what has no field in ``TrainingArguments``."""
+    return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"] if export.applied else []
 
 
 def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:

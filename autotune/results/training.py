@@ -17,7 +17,7 @@ from autotune.core.masking import masked_options
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import encode
 from autotune.core.training_source import TrainingSource, find_script
-from autotune.results.export import Export, make_export
+from autotune.results.export import Export, made_by_hand, make_export
 from autotune.results.report import Report
 
 _MODULE = "autotune.worker.user.real_training"
@@ -59,6 +59,10 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
     variables |= dict(source.variables)
     kind = export.framework
     settings: Document = dict(export.arguments)
+    if recorded is None and export.candidate.arm.torch_compile:
+        # A script may say another one.
+        settings["torch_compile_backend"] = "inductor"
+    folder = ""
     if kind == "placeholders":
         assert recorded is not None
         if missing := recorded.template.names - source.template.names:
@@ -68,13 +72,15 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
         words, filled = source.template.fill(export.filling, folder, source.cwd)
         source, settings = replace(source, argv=words, variables=()), {}
         variables |= dict(filled)
+    if kind == "trainer":
+        notes += [f"by hand {line}" for line in made_by_hand(export)]
     notes += [f"set     {export.applied}"] if export.applied else []
     notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
     own = ("-m", source.module) if source.module else (source.file,)
     is_several = export.processes > 1
     launcher = ["torchrun", "--standalone", "--nproc_per_node", str(export.processes)] if is_several else ["python"]
     shown = shlex.join([*launcher, *own, *source.argv] if source.kind == "script" else [*launcher, source.name])
-    if kind == "placeholders" and export.cpu_core is None:
+    if kind == "placeholders" and export.cpu_core is None and not folder:
         words = (sys.executable, *own, *source.argv)
         return Start(words, source.cwd, shown, variables, settings, notes=tuple(notes))
     words = (sys.executable, *(("-m", "torch.distributed.run", *launcher[1:]) if is_several else ()), "-m", _MODULE)
@@ -83,7 +89,10 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
         replace(source, variables=(), interface=export.interface),
         export.candidate,
         settings,
-        export.cpu_core,
+        dtype=report.workload["dtype"] if kind == "trainer" and not report.workload.get("quantize") else None,
+        has_adapters=bool(export.lora) if recorded is None else None,
+        folder=folder or None,
+        cpu_core=export.cpu_core,
     )
     handed = {VARIABLE: json.dumps(encode(training))}
     return Start(words, source.cwd, shown, variables, settings, handed, tuple(notes))

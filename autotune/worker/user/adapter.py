@@ -31,19 +31,29 @@ class Changes:
     precision: Precision | None = None
     accumulation: int | None = None
     checkpointing: bool = False
+    options: Mapping[str, int] = field(default_factory=dict)
+    """The script's own options, and what they are to say."""
     say: Say = lambda _: None
     """Told what the script had said instead."""
+    overrules: Callable[[int], None] = lambda _: None
+    """Told the accumulation that the script had said, where its code is not told another by an option."""
 
     @classmethod
     def of(
         cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, say: Say
     ) -> Changes:
-        """Return a candidate's settings, as far as the script ``takes`` them."""
+        """Return a candidate's settings, as far as the script ``takes`` them; it runs so many micro-steps of a step.
+
+        What an option decides is told by that as well, since the script may make more of it, such as a schedule.
+        """
+        values = {"batch": candidate.per_device_train_batch_size, "accumulation": accumulation}
+        flags = source.interface.flags
         return cls(
             source.interface,
             candidate.arm.precision if "precision" in takes else None,
             accumulation if "accumulation" in takes else None,
             candidate.arm.gradient_checkpointing and "checkpointing" in takes,
+            {flags[what]: value for what, value in values.items() if what in takes and what in flags},
             say,
         )
 
@@ -217,4 +227,4 @@ class LoopInspection(Listener):
         """Return what decides the accumulation."""
         if self.accumulates_itself():
             return "accelerator"
-        return "option" if self.options.values.get("gradient_accumulation_steps") == self.passes else "script"
+        return "option" if "accumulation" in self.options.flags({}, {"accumulation": self.passes}) else "script"

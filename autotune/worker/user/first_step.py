@@ -40,7 +40,11 @@ class FirstStep(Listener):
             return
         wanted, name, arm = self._accumulation, self._training.source.name, self._training.candidate.arm
         # A gradient scaler may have left out steps.
-        if wanted is not None and self._passes != wanted and not (arm.precision == "fp16" and not self._passes % wanted):
+        if (
+            wanted is not None
+            and self._passes != wanted
+            and not (arm.precision == "fp16" and not self._passes % wanted)
+        ):
             self._end(
                 f"{name} makes {self._passes} backward passes for a step of its optimizer, asked was {wanted}",
                 "have it accumulate as many batches as it is told",

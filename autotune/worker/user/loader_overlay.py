@@ -59,6 +59,10 @@ class LoaderOverlay:
         self._on_made = on_made
         """Given that loader once it is made."""
         self._made: Counter[str] = Counter()
+        self.made: Any = None
+        """The loader that was made there last."""
+        self.said: int | None = None
+        """Its batch as the code has it."""
 
     def install(self) -> None:
         """Wrap ``DataLoader`` for the rest of this process."""
@@ -70,6 +74,7 @@ class LoaderOverlay:
             self._made[place] += 1
             if key == self._key:
                 given = signature.bind(loader, *words, **options)
+                self.made, self.said = loader, given.arguments.get("batch_size", 1)
                 if self._batch is not None:
                     _set_batch(given.arguments, self._batch)
                 if self._workers:

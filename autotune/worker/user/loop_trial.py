@@ -34,6 +34,7 @@ from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_lo
 from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.protection import keep_run
+from autotune.worker.user.script_options import set_options
 
 # Steps that the ends of the data cut short are not counted. A choice.
 _SPARE_STEPS = 40
@@ -175,7 +176,9 @@ class ScriptTrial(StepsTrial):
         self._overlay_loader(batch, accumulation=self._run)
         self.output_dir, self.is_on_cpu = output_dir, self._device_kind == "cpu"
         self._announced: Announced | None = None
-        ADAPTERS[source.framework].measure(Changes.of(source, candidate, takes, self._run, lambda _: None), self)
+        changes = Changes.of(source, candidate, takes, self._run, lambda _: None)
+        set_options(changes.options)
+        ADAPTERS[source.framework].measure(changes, self)
         run_script(source, output_dir)
 
     def steps(self) -> LoopSteps:

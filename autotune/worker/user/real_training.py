@@ -1,30 +1,33 @@
 """Train for real with the winner of a study, in the user's own code, which is changed in nothing else.
 
 The code is run as ``python`` would run it. Libraries are changed when it imports them, so that what it does before that
-has its effect. Run with ``python -m`` by ``autotune run``, and by ``torchrun`` for each rank.
+has its effect. Where the training begins otherwise than it is set, it ends before its second step, with the reason. Run
+with ``python -m`` by ``autotune run``, and by ``torchrun`` for each rank.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from autotune.core.errors import TrainingSourceError
 from autotune.core.loop import LoopConfig
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
 from autotune.space.levers import applied_settings
-from autotune.space.training_arguments import linked_fields
+from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
-from autotune.worker.user.code import load_function, run_as_main, tell_launched_precision
+from autotune.worker.user.code import load_function, run_as_main
 from autotune.worker.user.frameworks import ADAPTERS
-from autotune.worker.wrapping import before, on_import
+from autotune.worker.user.script_options import set_options
+from autotune.worker.user.trainer_fields import TrainerFields, otherwise
+from autotune.worker.wrapping import after, on_import
 
 
 def main() -> None:
@@ -38,13 +41,20 @@ def main() -> None:
     sys.argv = [source.file, *source.argv]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
-    _PREPARE.get(source.framework, _prepare_script)(training)
-    if source.kind == "build":
-        _apply(training, load_function(source)(dict(training.arguments))).train()
-    elif source.kind == "loop":
-        load_function(source)(LoopConfig(**training.arguments))
-    else:
-        run_as_main(source, source.argv)
+    kind = {"trainer": TrainerRun, "placeholders": Run}.get(source.framework, LoopRun)
+    try:
+        run = kind(training)
+        run.install()
+        if source.kind == "build":
+            load_function(source)(dict(training.arguments)).train()
+        elif source.kind == "loop":
+            load_function(source)(LoopConfig(**training.arguments))
+        else:
+            run_as_main(source, source.argv)
+        run.end()
+    finally:
+        if training.folder:
+            shutil.rmtree(training.folder, ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -52,79 +62,222 @@ def _say(text: str) -> None:
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
+class Run:
+    """A training of which nothing has to be set: its command line says everything."""
+
+    def __init__(self, training: RealTraining) -> None:
+        self.training = training
+        self.name = training.source.name
+        self.is_verified = False
+
+    def install(self) -> None:
+        """Have the settings put where they belong, in this process from now on."""
+        self.is_verified = True
+
+    def stop(self, message: str, hint: str) -> NoReturn:
+        """End the process. The user's code might catch an error."""
+        print(f"autotune: {message}: {hint}" if hint else f"autotune: {message}", file=sys.stderr)
+        leave(TrainingSourceError.exit_code)
+
+    def end(self) -> None:
+        """End with an error where nothing was seen to train."""
+        if not self.is_verified:
+            self.stop(
+                f"{self.name} ended without a step that could be looked at",
+                "it is not known whether it trained with what was set",
+            )
+
+    def watch_first_step(self, accumulation: int | None) -> Any:
+        """Have the first step looked at, once torch is there; return what watches it."""
+        from autotune.worker.user.first_step import FirstStep
+
+        first = FirstStep(self.training, self.stop, accumulation, self._look)
+        first.install()
+        return first
+
+    def _look(self) -> None:
+        self.is_verified = True
+
+
 # transformers.Trainer
 
 
-def _prepare_trainer(training: RealTraining) -> None:
-    if training.source.kind == "build":
-        # The function is handed what it is to pass on.
-        return
-    tell_launched_precision(training.arguments)
-    on_import("transformers.training_args", functools.partial(_set_fields, training.arguments))
-    if applied_settings(training.candidate.arm):
-        on_import(
-            "transformers.trainer",
-            lambda module: before(module.Trainer, "train", lambda trainer, *_, **__: _apply(training, trainer)),
+@dataclass
+class _RealFields(TrainerFields):
+    """Puts the winner's fields over ``TrainingArguments``, and tells of each ``Trainer`` that begins to train."""
+
+    run: TrainerRun = field(kw_only=True)
+
+    def begin(self, trainer: Any) -> None:
+        super().begin(trainer)
+        self.run.begin(trainer)
+
+
+class TrainerRun(Run):
+    """A training with ``transformers.Trainer``."""
+
+    def install(self) -> None:
+        """Wrap its classes once they are imported."""
+        training = self.training
+        # A function is handed what it is to pass on.
+        tuned = {} if training.source.kind == "build" else training.arguments
+        self._fields = _RealFields(tuned=tuned, say=_say, run=self)
+        on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
+        on_import("transformers.trainer", lambda module: self._fields.watch_trainer(module.Trainer))
+
+    def begin(self, trainer: Any) -> None:
+        """Apply the winner's levers to a ``Trainer`` that begins to train for the first time, and have it looked at."""
+        if hasattr(trainer, "_autotune_begun"):
+            return
+        trainer._autotune_begun = True
+        candidate, model = self.training.candidate, trainer.model
+        attention = candidate.arm.attn_implementation
+        if self.training.has_adapters is not None and hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation(attention)
+        if settings := applied_settings(candidate.arm):
+            from autotune.training import apply
+            from autotune.training.errors import SettingUnavailableError
+
+            try:
+                apply(trainer, **settings)
+            except SettingUnavailableError as error:
+                self.stop(f"{self.name} cannot train as it was set: {error}", "")
+        from transformers import TrainerCallback
+
+        run = self
+
+        class Looks(TrainerCallback):  # type: ignore[misc]
+            """Looks at a ``Trainer`` that is about to take its first step."""
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                run.check(trainer, kwargs.get("train_dataloader"))
+
+        trainer.add_callback(Looks())
+
+    def check(self, trainer: Any, loader: Any) -> None:
+        """End the process where a ``Trainer`` that begins to train would do so otherwise than it was set."""
+        found = (
+            self._fields.ignored(trainer.args, self.training.arguments)
+            or otherwise(trainer, self.training.candidate, loader)
+            or self._otherwise_made(trainer.model)
         )
+        if found is not None:
+            self.stop(
+                f"{self.name} does not train with the winner of {self.training.study}: {found}",
+                "set it so in the code, or search with the code as it is",
+            )
+        if not self.is_verified:
+            self.is_verified = True
+            first = self.watch_first_step(trainer.args.gradient_accumulation_steps)
+            if self.training.candidate.arm.cuda_graphs:
+                trainer.training_step.on_replay = first.checks.watch.take_replay
 
+    def _otherwise_made(self, model: Any) -> str | None:
+        """Return what of a model is otherwise than that which was measured."""
+        from autotune.worker.user.inspection import weight_dtype
 
-def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
-    """Have every ``TrainingArguments`` made with the winner's fields, and say what the script had said instead."""
-    kind: Any = module.TrainingArguments
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    fields: set[str] = set()
-
-    def put(arguments: Any) -> None:
-        for name, value in {**linked_fields(wanted), **wanted}.items():
-            if not hasattr(arguments, name):
-                continue
-            said = getattr(arguments, name)
-            if said not in (value, defaults.get(name)) and name not in fields:
-                fields.add(name)
-                _say(f"the script says {name}={said!r}; {value!r} is set")
-            setattr(arguments, name, value)
-
-    before(kind, "__post_init__", put)
-
-
-def _apply(training: RealTraining, trainer: Any) -> Any:
-    if settings := applied_settings(training.candidate.arm):
-        from autotune.training import apply
-
-        apply(trainer, **settings)
-    return trainer
+        wanted, dtype, has_adapters = self.training, weight_dtype(model), hasattr(model, "peft_config")
+        if wanted.dtype not in (None, dtype):
+            return f"its weights are {dtype}, measured were {wanted.dtype}"
+        if wanted.has_adapters not in (None, has_adapters):
+            return "its model has adapters" if has_adapters else "its model has no adapters of peft"
+        return None
 
 
 # Other loops
 
 
-def _prepare_loader(training: RealTraining, batch: int | None) -> None:
-    """Have the training ``DataLoader`` made with the winner's batch and processes, where it is known."""
-    arm, key = training.candidate.arm, training.source.interface.loader_key
-    if key is None or (batch is None and not arm.dataloader_num_workers):
-        return
+class LoopRun(Run):
+    """A training in a loop of the user's own: of a function, or of a script on a framework."""
 
-    def change(_: ModuleType) -> None:
-        from autotune.worker.user.loader_overlay import LoaderOverlay
+    def install(self) -> None:
+        """Wrap what makes the batches, and the framework, once they are imported."""
+        source, candidate = self.training.source, self.training.candidate
+        arm, takes, key = candidate.arm, source.interface.searched, source.interface.loader_key
+        batch = candidate.per_device_train_batch_size if "batch" in takes and source.kind != "loop" else None
+        self._loader: Any = None
+        self._overruled: int | None = None
 
-        LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor).install()
+        def change(_: ModuleType) -> None:
+            from autotune.worker.user.loader_overlay import LoaderOverlay
 
-    # Not "torch.utils.data", which torch imports while half of it is not there yet.
-    on_import("torch", change)
+            if key is not None and (batch is not None or arm.dataloader_num_workers):
+                self._loader = LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor)
+                self._loader.install()
+            known = source.kind != "loop" or "accumulation" in takes
+            self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
+            self._watch_schedules()
+
+        # Not "torch.utils.data", which torch imports while half of it is not there yet.
+        on_import("torch", change)
+        if source.kind != "loop":
+            changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
+            set_options(changes.options)
+            ADAPTERS[source.framework].overlay(replace(changes, overrules=self._overrule))
+
+    def _watch_schedules(self) -> None:
+        from torch.optim.lr_scheduler import LRScheduler
+
+        self._schedules: list[Any] = []
+        after(LRScheduler, "__init__", lambda _, schedule, *__, **___: self._schedules.append(schedule))
+
+    def _overrule(self, said: int) -> None:
+        self._overruled = said
+
+    def _look(self) -> None:
+        """End the process where another loader is trained with, or a schedule is made for what is not trained with."""
+        super()._look()
+        loader, interface = self._loader, self.training.source.interface
+        if loader is None:
+            return
+        if loader.made is None:
+            self.stop(
+                f"{self.name} makes no training DataLoader at {interface.loader}, as it did when it was searched",
+                "search with the script as it is now",
+            )
+        if not hasattr(loader.made.dataset, "__len__"):
+            return
+        accumulation, batch = self.training.candidate.gradient_accumulation_steps, loader.made.batch_size
+        batches, own = len(loader.made), loader.said
+        for end in map(planned_updates, self._schedules):
+            said = f"its learning rate schedule of {end} updates is made for"
+            if end is None or (self._overruled is None and is_made_for(end, batches, accumulation)):
+                continue
+            if self._overruled is not None and is_made_for(end, batches, self._overruled):
+                self.stop(
+                    f"{self.name} cannot train with an accumulation of {accumulation}: {said} one of {self._overruled}",
+                    f"write {accumulation} at {interface.accelerator}, or make it an option of its command line",
+                )
+            if own and batch and own != batch and is_made_for(end, -(-batches * batch // own), accumulation):
+                self.stop(
+                    f"{self.name} cannot train with batches of {batch}: {said} batches of {own}",
+                    f"write {batch} at {interface.loader} and where the schedule is made",
+                )
 
 
-def _prepare_script(training: RealTraining) -> None:
-    source, candidate, takes = training.source, training.candidate, training.source.interface.searched
-    _prepare_loader(training, candidate.per_device_train_batch_size if "batch" in takes else None)
-    changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
-    ADAPTERS[source.framework].overlay(changes)
+def planned_updates(schedule: Any) -> int | None:
+    """Return after how many updates a learning rate schedule ends: the largest number in it; ``None`` without one."""
+    held = list(vars(schedule).values())
+    for function in vars(schedule).get("lr_lambdas", ()):
+        inner = getattr(function, "func", function)
+        held += [*getattr(function, "keywords", {}).values(), *getattr(function, "args", ())]
+        held += [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+        code = getattr(inner, "__code__", None)
+        held += [inner.__globals__.get(name) for name in code.co_names] if code is not None else []
+    return max((each for each in held if type(each) is int and each > 1), default=None)
 
 
-_PREPARE: dict[str, Callable[[RealTraining], None]] = {
-    "trainer": _prepare_trainer,
-    "loop": lambda training: _prepare_loader(training, None),
-    "placeholders": lambda training: None,
-}
+def is_made_for(updates: int, batches: int, accumulation: int) -> bool:
+    """Return whether so many updates are some epochs of so many batches, however their last steps are rounded."""
+    whole, part = divmod(batches, accumulation)
+    each = {whole + bool(part), max(1, whole)}
+    epochs = max(1, round(updates * accumulation / batches))
+    total = epochs * batches
+    return any(updates % of_epoch == 0 for of_epoch in each) or updates in (
+        total // accumulation,
+        -(-total // accumulation),
+    )
+
 
 if __name__ == "__main__":
     main()

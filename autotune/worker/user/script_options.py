@@ -21,13 +21,17 @@ _MOST_NAMED = 12
 _EVALUATION = re.compile(r"eval|valid|test", re.IGNORECASE)
 
 
-def set_options(values: dict[str, int]) -> None:
+_MEANS = {"batch": re.compile("batch"), "accumulation": re.compile("accum")}
+
+
+def set_options(values: Mapping[str, int]) -> None:
     """Have every ``argparse`` parser of this process give other values for options that it has and that are given."""
 
-    def put(parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
-        for name, value in values.items():
-            if getattr(parsed[0], name, None) is not None:
-                setattr(parsed[0], name, value)
+    def put(parsed: tuple[Any, Any], parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        for action in parser._actions:
+            for name in {action.dest, *action.option_strings} & values.keys():
+                if getattr(parsed[0], action.dest, None) is not None:
+                    setattr(parsed[0], action.dest, values[name])
 
     after(argparse.ArgumentParser, "parse_known_args", put)
 
@@ -36,23 +40,34 @@ class SeenOptions:
     """The long options that the script's own parsers have, and what was given for them."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.names: dict[str, str] = {}
+        """Where each puts its value."""
         self.values: dict[str, Any] = {}
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
         after(kind, "add_argument", self._on_added)
         after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
 
-    def _on_added(self, _: argparse.Action, __: Any, /, *names: Any, **___: Any) -> None:
-        self.names += [name for name in names if isinstance(name, str) and name.startswith("--")]
+    def _on_added(self, made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
+        self.names |= {name: made.dest for name in names if isinstance(name, str) and name.startswith("--")}
 
     def _on_parsed(self, parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
         self.values |= vars(parsed[0])
 
-    def flags(self, options: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores."""
+    def flags(self, options: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
+        """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores.
+
+        What was ``seen`` of the training has the one option that is named so and was given as that number.
+        """
         spelled = {name.replace("_", "-"): name for name in self.names}
         wanted = {what: [name.replace("_", "-") for name in names] for what, names in options.items()}
-        return {what: spelled[name] for what, names in wanted.items() for name in names if name in spelled}
+        found = {what: spelled[name] for what, names in wanted.items() for name in names if name in spelled}
+        for what, number in seen.items():
+            named = [flag for flag in self.names if _MEANS[what].search(flag) and not _EVALUATION.search(flag)]
+            given = [flag for flag in named if self.values.get(self.names[flag]) == number]
+            flags = [flag for flag in given if "train" in flag] or given
+            if len(flags) == 1:
+                found[what] = flags[0]
+        return found
 
 
 @functools.cache

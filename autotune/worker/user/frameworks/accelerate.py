@@ -31,8 +31,6 @@ from autotune.worker.wrapping import after, around, before, on_import
 
 # The options of transformers' and accelerate's examples, by what they decide.
 _OPTIONS = {
-    "batch": ("--per_device_train_batch_size", "--train_batch_size", "--batch_size"),
-    "accumulation": ("--gradient_accumulation_steps",),
     "precision": ("--mixed_precision",),
     "checkpointing": ("--gradient_checkpointing", "--activation_checkpointing"),
     "workers": ("--dataloader_num_workers", "--num_workers", "--workers"),
@@ -81,9 +79,6 @@ class AccelerateOverlay:
 
     def install(self) -> None:
         """Wrap the class for the rest of this process, once it is imported."""
-        accumulation = self._changes.accumulation
-        if accumulation is not None and self._changes.interface.accumulates_by == "option":
-            set_options({"gradient_accumulation_steps": accumulation})
         on_import("accelerate.accelerator", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
@@ -109,8 +104,12 @@ class AccelerateOverlay:
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = precision_names.ACCELERATE[changes.precision]
-        if changes.accumulation is not None:
+        # A script that counts its batches itself divides its losses itself, too.
+        if changes.accumulation is not None and changes.interface.accumulates_by == "accelerator":
             plugin = given.get("gradient_accumulation_plugin")
+            said = given.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
+            if said != changes.accumulation:
+                changes.overrules(said)
             if plugin is None:
                 wanted["gradient_accumulation_steps"] = changes.accumulation
             else:
@@ -171,6 +170,7 @@ class AccelerateInspection(LoopInspection):
         import torch
 
         from autotune.worker.user.inspection import facts_of_script
+        from autotune.worker.user.loader_overlay import batch_of
 
         source = self.inspecting.source
         accelerator, models = self.overlay.accelerator, self.overlay.models
@@ -179,6 +179,7 @@ class AccelerateInspection(LoopInspection):
                 f"{source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
             )
         by = self.accumulates_by()
+        accumulation = accelerator.gradient_accumulation_steps if by == "accelerator" else self.passes
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
         return facts_of_script(
@@ -186,13 +187,13 @@ class AccelerateInspection(LoopInspection):
             CodeInterface(
                 "accelerate",
                 accumulates_by=by,
-                flags=self.options.flags(_OPTIONS),
+                flags=self.options.flags(_OPTIONS, {"batch": batch_of(self.loader), "accumulation": accumulation}),
                 accelerator=os.path.basename(self.overlay.made_at),
                 passed=tuple(sorted(self.overlay.passed)),
             ),
             models[0] if models else None,
             self.loader,
-            accumulation=accelerator.gradient_accumulation_steps if by == "accelerator" else self.passes,
+            accumulation=accumulation,
             precision=precision if precision != "no" else "tf32" if is_tf32 else "fp32",
             takes_accumulation=by != "script",
             takes_precision=True,

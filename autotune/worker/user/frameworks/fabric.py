@@ -24,12 +24,9 @@ from autotune.worker.user.adapter import (
     measured_batches,
     silence,
 )
-from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around, before, on_import
 
 _OPTIONS = {
-    "batch": ("--micro_batch_size", "--per_device_train_batch_size", "--batch_size"),
-    "accumulation": ("--gradient_accumulation_steps",),
     "precision": ("--precision",),
     "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
 }
@@ -70,8 +67,6 @@ class FabricOverlay:
 
     def install(self) -> None:
         """Wrap the class wherever it is imported from, once it is."""
-        if self._changes.accumulation is not None:
-            set_options({"gradient_accumulation_steps": self._changes.accumulation})
         for package in ("lightning.fabric", "lightning_fabric"):
             on_import(f"{package}.fabric", self._wrap)
 
@@ -109,12 +104,17 @@ class FabricInspection(LoopInspection):
     def facts(self) -> ModelFacts:
         """Return what the script trains with."""
         from autotune.worker.user.inspection import facts_of_script
+        from autotune.worker.user.loader_overlay import batch_of
 
         by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self.overlay.precision)
         is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
         return facts_of_script(
             self.inspecting.source,
-            CodeInterface("fabric", accumulates_by=by, flags=self.options.flags(_OPTIONS)),
+            CodeInterface(
+                "fabric",
+                accumulates_by=by,
+                flags=self.options.flags(_OPTIONS, {"batch": batch_of(self.loader), "accumulation": self.passes}),
+            ),
             self.overlay.models[0] if self.overlay.models else None,
             self.loader,
             accumulation=self.passes,

@@ -63,15 +63,18 @@ def inspect(inspecting: Inspecting) -> Callable[[], bool]:
 
     def on_start(trainer: Any, module: Any) -> None:
         from autotune.worker.user.inspection import facts_of_script
+        from autotune.worker.user.loader_overlay import batch_of
 
         precision = precision_names.OF_LIGHTNING.get(str(trainer.precision))
         is_automatic = module.automatic_optimization
+        accumulation = trainer.accumulate_grad_batches if is_automatic else 1
+        seen = {"batch": batch_of(trainer.train_dataloader), "accumulation": accumulation}
         facts = facts_of_script(
             inspecting.source,
-            CodeInterface("lightning", flags=options.flags(_OPTIONS)),
+            CodeInterface("lightning", flags=options.flags(_OPTIONS, seen)),
             module,
             trainer.train_dataloader,
-            accumulation=trainer.accumulate_grad_batches if is_automatic else 1,
+            accumulation=accumulation,
             # Weights of 16 bits are computed in without an autocast.
             precision=precision or "fp32",
             takes_accumulation=is_automatic,
