@@ -134,15 +134,16 @@ class TrainerRun(Run):
         attention = candidate.arm.attn_implementation
         if self.training.has_adapters is not None and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
-        if settings := applied_settings(candidate.arm):
-            from autotune.training import apply
-            from autotune.training.errors import SettingUnavailableError
-
-            try:
-                apply(trainer, **settings)
-            except SettingUnavailableError as error:
-                self.stop(f"{self.name} cannot train as it was set: {error}", "")
         from transformers import TrainerCallback
+
+        from autotune.training import apply
+        from autotune.training.errors import SettingUnavailableError
+
+        try:
+            # Without any, the loss is divided by the accumulation.
+            apply(trainer, **applied_settings(candidate.arm))
+        except SettingUnavailableError as error:
+            self.stop(f"{self.name} cannot train as it was set: {error}", "")
 
         run = self
 
