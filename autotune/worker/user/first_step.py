@@ -13,7 +13,7 @@ End = Callable[[str, str], NoReturn]
 """Ends the training, with what is wrong and what to do."""
 
 
-class FirstStep(Listener):
+class FirstStepWatch(Listener):
     """Watches a training up to the first step of its optimizer, and ends it where that is otherwise than it was set."""
 
     def __init__(self, training: RealTraining, end: End, accumulation: int | None, look: Callable[[], None]) -> None:

@@ -89,9 +89,9 @@ class Run:
 
     def watch_first_step(self, accumulation: int | None) -> Any:
         """Have the first step looked at, once torch is there; return what watches it."""
-        from autotune.worker.user.first_step import FirstStep
+        from autotune.worker.user.first_step import FirstStepWatch
 
-        first = FirstStep(self.training, self.stop, accumulation, self._look)
+        first = FirstStepWatch(self.training, self.stop, accumulation, self._look)
         first.install()
         return first
 

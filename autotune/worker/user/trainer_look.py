@@ -15,7 +15,7 @@ from autotune.space.levers import applied_settings
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.look import in_full_float32, prepare_look
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.trainer_code import generates
+from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 
 # What is set beside batch and accumulation where the user's own settings stay: what rounds, and what compiles.

@@ -34,7 +34,7 @@ from autotune.worker.user.trainer_code import (
     own_batch,
     run_source,
 )
-from autotune.worker.user.trainer_fields import generates, otherwise
+from autotune.worker.user.trainer_fields import otherwise
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
