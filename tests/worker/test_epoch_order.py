@@ -33,7 +33,7 @@ def test_any_number_of_steps_is_spread_over_the_epoch() -> None:
 
 
 def test_the_longest_come_first_and_groups_of_steps_come_twice_also_over_epochs() -> None:
-    sampler = SpreadSampler(SequentialSampler(range(20)), 2, 4, longest=(17, 3), longest_steps=2, revisits=True)
+    sampler = SpreadSampler(SequentialSampler(range(20)), 2, 4, longest=(17, 3), longest_steps=2, visits=2)
     order = [*sampler, *sampler, *sampler]
     assert len(sampler) == 20
     steps = [order[at : at + 4] for at in range(0, len(order), 4)]

@@ -194,7 +194,7 @@ def test_a_profiler_that_fails_costs_the_share_alone(clock: FakeClock, profiler:
 def test_batches_of_other_lengths_are_set_right(clock: FakeClock) -> None:
     # The two timed steps are of the epoch's mean, the profiled one is half as long.
     of_batches = {"run_of": PlannedRun(step_tokens=800.0), "lengths": (100, 100, 100, 50)}
-    shapes = BatchShapes(tells_new=False)
+    shapes = BatchShapes(settles=0)
     # Of each step: extra seconds that its batch takes.
     profiler = FakeProfiler(clock, 0.5)
     measured = profiled(clock, 1, profiler, micro=(0.0,), extra=(3, 3, 3, 1), shapes=shapes, **of_batches)
@@ -205,7 +205,7 @@ def test_batches_of_other_lengths_are_set_right(clock: FakeClock) -> None:
 
 def test_a_step_with_a_new_shape_is_not_profiled(clock: FakeClock) -> None:
     profiler = FakeProfiler(clock, 0.5)
-    shapes = BatchShapes(tells_new=True)
+    shapes = BatchShapes(settles=1)
     profiled(clock, 1, profiler, shapes=shapes, lengths=(5, 5, 5, 9, 5), extra=(0, 0, 0, 99.0))
     assert profiler.windows == pytest.approx([3.0])
 

@@ -219,7 +219,7 @@ def test_a_reading_of_the_energy_is_in_no_step(clock: FakeClock, monkeypatch: py
 
 def by_length(clock: FakeClock, effort: Effort, lengths: Sequence[int], run: PlannedRun, new_seconds: float) -> Drive:
     """Drive steps of a second and another for 100 tokens, and so many seconds for each length that is new."""
-    drive = Drive(candidate(8), effort, clock, run_of=run, shapes=BatchShapes(tells_new=True), lengths=lengths)
+    drive = Drive(candidate(8), effort, clock, run_of=run, shapes=BatchShapes(settles=1), lengths=lengths)
     first = [at for at, length in enumerate(lengths) if length not in lengths[:at]]
     extra = [length * 8 / 100 + new_seconds * (at in first) for at, length in enumerate(lengths)]
     drive.run(extra=extra)
@@ -241,6 +241,14 @@ def test_what_new_shapes_take_is_part_of_the_run_and_told_apart(clock: FakeClock
     assert measured.relative_spread == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_graph_that_is_captured_late_is_a_new_shape_until_then(clock: FakeClock) -> None:
+    """Three visits of a length take four, one and one seconds more."""
+    drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=BatchShapes(settles=3), lengths=[5] * 9)
+    drive.run(extra=(4.0, 1.0, 1.0))
+    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0])
+    assert drive.measured.new_shape_seconds == pytest.approx(6.0)
+
+
 def test_new_shapes_alone_are_what_is_measured_where_none_comes_again(clock: FakeClock) -> None:
     drive = by_length(clock, Effort(0, 3, 4, 0.0, 1000.0), range(10, 40), PlannedRun(), 5.0)
     assert len(drive.steps) == 8, "twice the most steps"
@@ -255,7 +263,7 @@ def test_new_shapes_are_not_waited_for_for_ever(clock: FakeClock) -> None:
 
 
 def test_waiting_for_data_is_no_cost_of_a_new_shape(clock: FakeClock) -> None:
-    shapes = BatchShapes(tells_new=True)
+    shapes = BatchShapes(settles=1)
     drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=shapes, lengths=[5] * 9)
     begin = drive.timer.step_begins
 
@@ -271,7 +279,7 @@ def test_waiting_for_data_is_no_cost_of_a_new_shape(clock: FakeClock) -> None:
 
 def test_a_new_shape_is_new_in_one_of_the_micro_steps_that_were_left_out(clock: FakeClock) -> None:
     """Three micro-steps are run of six; the shape is new in the first step."""
-    shapes = BatchShapes(tells_new=True)
+    shapes = BatchShapes(settles=1)
     drive = Drive(candidate(8, 6), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=shapes, lengths=[5] * 9)
     drive.timer.begin()
     drive.step(micro=(1.0, 4.0, 1.0))

@@ -61,7 +61,7 @@ def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: Bat
 
 
 def test_steps_with_padded_lengths_that_are_new_come_twice() -> None:
-    shape = BatchShape(8, 2, 2, 3, 1, 12, revisits=True)
+    shape = BatchShape(8, 2, 2, 3, 1, 12, visits=2)
     spec = DataSpec("/x", "json", "", group_by_length=True, pad_to_multiple_of=32)
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
     steps = micro_batches(schedule, shape)[4:]
@@ -76,7 +76,7 @@ def test_steps_with_padded_lengths_that_are_new_come_twice() -> None:
 
 def test_padded_targets_are_shapes_as_well() -> None:
     targets = np.random.default_rng(2).integers(5, 100, 5000)
-    shape = BatchShape(8, 1, 1, 3, 0, 12, revisits=True)
+    shape = BatchShape(8, 1, 1, 3, 0, 12, visits=2)
     schedule = make_schedule(5000, np.full(5000, 512), targets, SPEC, 512, shape, 0)
     assert schedule.repeats > 3
     assert schedule.run.new_shapes is not None

@@ -84,7 +84,7 @@ def test_two_whole_steps_come_before_the_measured_ones(clock: FakeClock) -> None
 def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
     # The third step is skipped, so that the ones after it count; all are of the mean.
     lengths, run_of = (5, 5, 45, 5, 5, 5), PlannedRun(step_tokens=40.0, varies=True)
-    shapes = BatchShapes(tells_new=False)
+    shapes = BatchShapes(settles=0)
     measured = run(clock, EFFORT, (False, False, True), run_of=run_of, shapes=shapes, lengths=lengths).measured
     assert measured.step_seconds == pytest.approx(WHOLE)
     assert measured.step_seconds_each == pytest.approx([WHOLE] * 3)

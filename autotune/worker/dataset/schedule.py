@@ -27,7 +27,7 @@ class Schedule:
     worst_steps: int
     """Number of steps on the largest batches, which come first."""
     repeats: int
-    """Number of steps that come a second time, so that their shapes are known to the GPU then."""
+    """Number of steps that come once more, so that their shapes are known to the GPU then."""
     worst_tokens: int | None
     """Padded length of the largest batches; ``None`` for images."""
     run: PlannedRun
@@ -62,8 +62,8 @@ class BatchShape:
     ordinary_steps: int
     """Steps between those on the largest batches and the measured ones."""
     measured_steps: int
-    revisits: bool = False
-    """Whether steps with new padded lengths come a second time."""
+    visits: int = 1
+    """How often steps with new padded lengths come."""
     ranks: int = 1
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
@@ -119,11 +119,11 @@ def make_schedule(
             run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
             taken, met = steps[step, run].reshape(-1).tolist(), set(shapes[step, run].reshape(-1).tolist())
             order += taken
-            if shape.revisits and not met <= seen:
+            if not met <= seen:
                 again += taken
-                repeats += 1
+                repeats += shape.visits - 1
             seen |= met
-        order += again
+        order += again * (shape.visits - 1)
     drawn = first_visits(shapes.reshape(-1, shape.ranks))
     return Schedule(
         tuple(order),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,22 +23,24 @@ from autotune.worker.arrays import arrays_by_place
 class BatchShapes:
     """What the batches of the step under way are, and which shapes came before.
 
-    No shape is called new without ``tells_new``: to a CPU it makes no difference.
+    A shape is new in the first ``settles`` micro-batches that have it: a CUDA graph is captured after a few. With 0
+    none is called new: to a CPU it makes no difference.
     """
 
-    def __init__(self, *, tells_new: bool) -> None:
-        self._tells_new = tells_new
-        self._seen: set[Hashable] = set()
+    def __init__(self, *, settles: int) -> None:
+        self._settles = settles
+        self._seen: Counter[Hashable] = Counter()
         self._tokens: list[int] = []
-        self.new = 0
-        """Shapes of this step that are new."""
+        self.new = 0.0
+        """Shapes of this step that are new; a part of one where it takes several micro-batches."""
 
     def take(self, batch: Any) -> None:
         """Record a batch that is about to be trained with."""
         shapes = {place: tuple(array.shape) for place, array in arrays_by_place(batch)}
         key = tuple(shapes.items())
-        self.new += self._tells_new and key not in self._seen
-        self._seen.add(key)
+        if self._seen[key] < self._settles:
+            self.new += 1 / self._settles
+        self._seen[key] += 1
         rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
         self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
 
@@ -46,13 +49,13 @@ class BatchShapes:
         """Number of shapes that were seen."""
         return len(self._seen)
 
-    def end_step(self) -> tuple[int, float]:
+    def end_step(self) -> tuple[float, float]:
         """Begin another step; return the new shapes of this one, and the tokens of its mean micro-batch (0: unknown).
 
         Padding counts.
         """
         ended = self.new, statistics.fmean(self._tokens) if self._tokens else 0.0
-        self.new, self._tokens = 0, []
+        self.new, self._tokens = 0.0, []
         return ended
 
 
@@ -62,7 +65,7 @@ class Timed(NamedTuple):
     seconds: float
     tokens: float
     """Of its batches, padding included; 0 where they are not known."""
-    new_shapes: int
+    new_shapes: float
     data_seconds: float = 0.0
 
 

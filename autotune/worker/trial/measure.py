@@ -78,7 +78,7 @@ class _Step:
     micro_seconds: float
     """Time of a micro-step that adds to existing gradients, and does not exchange them between ranks; 0 where none was
     run."""
-    new_shapes: int = 0
+    new_shapes: float = 0.0
     tokens: float = 0.0
     """Of the candidate's whole step, with padding; 0 where they are not known."""
 
@@ -299,10 +299,10 @@ class StepTimer(StepListener):
         if self._shapes is not None:
             self._shapes.take(batch)
 
-    def _end_batches(self) -> tuple[int, float]:
+    def _end_batches(self) -> tuple[float, float]:
         """Return the new shapes of the step that ends, and the tokens that the candidate's whole step has."""
         if self._shapes is None:
-            return 0, 0.0
+            return 0.0, 0.0
         new, tokens = self._shapes.end_step()
         return new, tokens * self._candidate.gradient_accumulation_steps
 

@@ -269,7 +269,7 @@ class Trial:
             on_enough,
             on_step=lambda step: self._send(Progress(step=step, of=of)),
             checks=self._checks,
-            shapes=BatchShapes(tells_new=self._device_kind == "cuda"),
+            shapes=BatchShapes(settles=self._settles),
             busy=busy_step(self._meter, run, accumulation) if self._effort.busy_steps else None,
             ranks=self._ranks,
             **others,
@@ -306,6 +306,21 @@ class Trial:
         left_out = max(0, self._candidate.gradient_accumulation_steps - run)
         self._inputs = LeftOutInputs(trainer, left_out, timer.takes)
 
+    @property
+    def _settles(self) -> int:
+        """How many micro-batches of a shape take longer than later ones.
+
+        A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
+        """
+        if self._device_kind != "cuda":
+            return 0
+        return EAGER_MICRO_STEPS + 1 if self._candidate.arm.cuda_graphs else 1
+
+    @property
+    def _visits(self) -> int:
+        """How often a step of new shapes is run, the last time with known ones."""
+        return 1 + self._settles
+
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one.
 
@@ -332,8 +347,7 @@ class Trial:
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
             most_steps(candidate, self._effort, are_alike=False) - self._effort.warmup_steps,
-            # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
-            revisits=dataset.makes_new_shapes and self._device_kind == "cuda",
+            visits=self._visits if dataset.makes_new_shapes else 1,
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
             multiple=candidate.arm.length_multiple or 1,

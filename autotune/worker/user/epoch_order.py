@@ -25,20 +25,20 @@ class SpreadSampler:
     """Yields the samples of another sampler, step by step in an order that stands for an epoch at any time.
 
     The first ``longest_steps`` steps have one of the ``longest`` samples in each micro-batch, so that the peak of
-    memory is met. Then groups of steps follow, each twice where ``revisits``, so that all shapes of the second time are
-    known. It goes on where it was left, also in the next epoch.
+    memory is met. Then groups of steps follow, each ``visits`` times, so that all shapes of the last time are known. It
+    goes on where it was left, also in the next epoch.
     """
 
     def __init__(
         self, sampler: Any, batch: int, step_samples: int, *, longest: Sequence[int] = (), longest_steps: int = 0,
-        revisits: bool = False,
+        visits: int = 1,
     ) -> None:  # fmt: skip
         self._sampler = sampler
         self._batch = batch
         self._step_samples = step_samples
         self._longest = itertools.cycle(longest) if longest else None
         self._longest_steps = longest_steps
-        self._times = 2 if revisits else 1
+        self._visits = visits
         self._endless = self._samples()
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class SpreadSampler:
                 yield from (next(self._longest) if at % self._batch == 0 else one for at, one in enumerate(step))
             left = 0
             for at in range(0, len(spread), GROUP):
-                for step in spread[at : at + GROUP] * self._times:
+                for step in spread[at : at + GROUP] * self._visits:
                     yield from step
 
 

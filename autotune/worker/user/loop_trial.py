@@ -61,7 +61,7 @@ class StepsTrial(OwnTrial):
             arm.dataloader_prefetch_factor,
             least_batches=least_batches,
             accumulation=accumulation,
-            on_made=functools.partial(spread_loader, accumulation=accumulation, revisits=self._device_kind == "cuda"),
+            on_made=functools.partial(spread_loader, accumulation=accumulation, visits=self._visits),
         ).install()
 
     def _set_tf32(self) -> None:

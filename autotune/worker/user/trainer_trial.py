@@ -214,7 +214,7 @@ class TrainerTrial(OwnTrial):
                 step_samples,
                 longest=lengths.longest_samples if lengths is not None else (),
                 longest_steps=self._effort.warmup_steps,
-                revisits=self._device_kind == "cuda" and (lengths is None or lengths.vary),
+                visits=self._visits if lengths is None or lengths.vary else 1,
             )
 
         trainer._get_train_sampler = spread
