@@ -17,7 +17,15 @@ from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step
 from autotune.results.expert import Expert, expert_of, utilization
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.results.wording import counted_in, counts_line, detail_lines, rate_unit, searched_lines, verdict
+from autotune.results.wording import (
+    counted_in,
+    counts_line,
+    detail_lines,
+    rate_unit,
+    run_lines,
+    searched_lines,
+    verdict,
+)
 from autotune.store.records import StudyRecord, TrialRecord
 
 
@@ -90,8 +98,10 @@ class BestView(TrialView):
     """Share of the GPU's rated arithmetic that a step uses; ``None`` where it is not known."""
     peak_bytes: int
     """What is compared with the cap: reserved memory, or allocated memory with expandable segments."""
+    run: tuple[str, ...]
+    """Sentences about the run that the speed is of: how long it takes, what new shapes cost."""
     details: tuple[str, ...]
-    """Sentences about energy, data, the first epoch, the boundary of the largest batch."""
+    """Sentences about energy, data, the boundary of the largest batch."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +227,18 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
         limit_words=describe_limit(candidate, measured),
         utilization=utilization(report, measured, candidate.arm),
         peak_bytes=measured.judged_bytes(candidate.arm),
+        run=tuple(run_lines(measured, candidate, rate_unit(report.workload), speed, _compared_with(report))),
         details=tuple(detail_lines(report, best, measured)),
     )
+
+
+def _compared_with(report: Report) -> tuple[str, float] | None:
+    """Return what would be run without a search, with its samples a second: the user's own settings, or an expert's."""
+    expert = expert_of(report) if report.workload["task"] != "own" else None
+    if expert is not None and report.best is not None and expert.candidate != report.best.candidate:
+        return f"{expert.candidate.arm.precision} at {expert.batch}", expert.samples_per_second
+    own = report.speed(report.baseline)
+    return (report.baseline_name, own.samples_per_second) if own is not None and not report.is_own_best else None
 
 
 def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:

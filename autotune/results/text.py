@@ -9,7 +9,6 @@ from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
 from autotune.results.expert import computed_in
 from autotune.results.study_view import BestView, StudyView, TrialView
-from autotune.results.wording import duration_line, run_lines
 
 
 def report_lines(view: StudyView) -> list[str]:
@@ -68,11 +67,7 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
-    other = view.baseline_speed.samples_per_second if view.baseline_speed and not view.is_own_best else None
-    samples = best.candidate.samples_per_step
-    if (line := duration_line(best.measured, samples, view.baseline_name, other)) is not None:
-        lines.append(line)
-    lines += run_lines(best.measured, view.rate_unit, speed.relative_half_width)
+    lines += best.run
     if view.is_own_best:
         lines.append(f"{view.baseline_name} are as fast as anything tried")
     elif view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:

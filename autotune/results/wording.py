@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
@@ -11,6 +11,7 @@ from autotune.core.stop import StopReason
 from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, plural
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import DATA_BOUND, what_limits
+from autotune.estimate.pooling import Speed
 from autotune.results.report import Report, measurement
 from autotune.space.dataloader import waits_for_data
 from autotune.store.records import StudyRecord, TrialRecord
@@ -173,42 +174,33 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
     return [*lines, waiting if which is None else f"{which} is the bottleneck: {waiting}"]
 
 
-def run_lines(measured: Measurement, unit: str, half_width: float) -> list[str]:
-    """Return what new shapes cost the run: where its steady speed differs by more than the interval, or by seconds."""
-    each = measured.new_shape_seconds
+def run_lines(
+    measured: Measurement, candidate: Candidate, unit: str, speed: Speed, other: tuple[str, float] | None
+) -> list[str]:
+    """Return how long the run takes, beside ``other`` settings with their speed, and what new shapes cost it."""
+    lines = []
+    if measured.run_steps is not None:
+        samples, epochs = candidate.samples_per_step * measured.run_steps, measured.run_epochs
+        seconds = samples / measured.samples_per_second + (measured.compile_seconds or 0.0)
+        what = plural(measured.run_steps, "step") if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+        instead = f" instead of {format_seconds(samples / other[1])} with {other[0]}" if other is not None else ""
+        lines.append(f"{what}: {format_seconds(seconds)}{instead}")
+    each, count = measured.new_shape_seconds, measured.epoch_shapes
     if each is None:
-        return []
-    if measured.epoch_shapes is None:
-        line = (
+        return lines
+    if count is None:
+        told = (
             f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not include: "
             "how many shapes an epoch has is not known"
         )
-        return [line] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
-    seconds = each * measured.epoch_shapes
-    if 1 / measured.steady_share - 1 <= half_width and seconds < _NOTICEABLE_SECONDS:
-        return []
-    of = "the first epoch" if (measured.run_epochs or 1) > 1 else "an epoch" if measured.run_epochs else "the run"
-    return [
-        f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: {of} meets about "
-        f"{measured.epoch_shapes}, each of which takes {format_seconds(each)} longer the first time"
-    ]
-
-
-def duration_line(best: Measurement, samples: int, others: str, other_samples_per_second: float | None) -> str | None:
-    """Return ``3 epochs: 41m00s instead of 1h36m, with your own settings``; ``None`` where the run is not known.
-
-    ``samples`` are those of one optimizer step.
-    """
-    if best.run_steps is None:
-        return None
-    of_run = samples * best.run_steps
-    seconds = of_run / best.samples_per_second + (best.compile_seconds or 0.0)
-    epochs = best.run_epochs
-    what = plural(best.run_steps, "step") if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
-    line = f"{what}: {format_seconds(seconds)}"
-    if other_samples_per_second is None:
-        return line
-    return f"{line} instead of {format_seconds(of_run / other_samples_per_second)} with {others}"
+        return [*lines, told] if each > _NOTICEABLE_SHARE * measured.step_seconds else lines
+    if 1 / measured.steady_share - 1 <= speed.relative_half_width and each * count < _NOTICEABLE_SECONDS:
+        return lines
+    told = (
+        f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: the first epoch meets "
+        f"about {count}, each of which takes {format_seconds(each)} longer the first time"
+    )
+    return [*lines, told]
 
 
 def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:

@@ -242,7 +242,7 @@ def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
     [
         (
             {"new_shape_seconds": 0.1, "epoch_shapes": 30, "steady_step_seconds": 0.1},
-            "640.0 samples/s once all shapes were seen: the run meets about 30, each of which takes 100 ms longer",
+            "640.0 samples/s once all shapes were seen: the first epoch meets about 30, each of which takes 100 ms",
         ),
         ({"new_shape_seconds": 0.1, "epoch_shapes": 9}, None),
         ({"new_shape_seconds": 0.1}, "the first batch of each new shape takes 100 ms longer"),
