@@ -26,6 +26,7 @@ from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, is_made_by_data, key_of, with_loader
+from autotune.worker.user.sample_lengths import lengths_of_loader
 from autotune.worker.user.script_options import next_step
 
 Finish = Callable[[InspectionAnswer], NoReturn]
@@ -85,6 +86,7 @@ def facts_of_script(
         )
     can_checkpoint = model is not None and bool(checkpointing_parts(model))
     own_checkpointing = model is not None and is_checkpointing(model)
+    interface = dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader))
     can_replace = {
         "batch": key_of(loader) is not None and batch is not None,
         "accumulation": takes_accumulation,
@@ -95,9 +97,7 @@ def facts_of_script(
         facts,
         gradient_checkpointing=can_checkpoint,
         always_checkpoints=own_checkpointing,
-        interface=dataclasses.replace(
-            with_loader(interface, loader), searched=tuple(what for what, can in can_replace.items() if can)
-        ),
+        interface=dataclasses.replace(interface, searched=tuple(what for what, can in can_replace.items() if can)),
         own=OwnSettings(OWN_OPTIM, batch, accumulation, precision, own_checkpointing, facts.attn_implementations[0]),
     )
 

@@ -34,6 +34,7 @@ from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_lo
 from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.protection import keep_run
+from autotune.worker.user.sample_lengths import lengths_of_loader
 from autotune.worker.user.script_options import set_options
 
 # Steps that the ends of the data cut short are not counted. A choice.
@@ -241,7 +242,7 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
         model = dataclasses.replace(
             facts_of(watch.model, loader),
             gradient_checkpointing="checkpointing" in searched,
-            interface=with_loader(interface, loader),
+            interface=dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader)),
         )
         keep_run()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))

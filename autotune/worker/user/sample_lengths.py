@@ -1,4 +1,4 @@
-"""Read how long the samples of a user's own Trainer are, and how its collator pads them, within seconds."""
+"""Read how long the samples of a user's own training are, and how its collator pads them, within seconds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autotune.core.lengths import Order, SampleLengths
-from autotune.worker.user.inspection import length
+from autotune.worker.user.loader_overlay import batch_of
 
 # So many samples tell how many shapes an epoch has; a dataset may make each as it is asked for. Choices.
 _MOST_SAMPLES = 4_000
 _MOST_SECONDS = 2.0
 _LONGEST = 64
+_COLLATED = 3
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
-def sample_lengths(trainer: Any, batches: Sequence[Any]) -> SampleLengths | None:
-    """Return the lengths of a Trainer's samples; ``batches`` are some that its collator made.
+def sample_lengths(dataset: Any, batches: Sequence[Any], batch: int, order: Order) -> SampleLengths | None:
+    """Return the lengths of a dataset's samples; ``batches`` are some that its collator made of so many samples.
 
     ``None`` where batches are no text. Read from samples that are drawn at random where they hold tokens, else from the
     batches.
     """
-    texts = [batch for batch in batches if isinstance(batch, Mapping) and getattr(batch.get(_IDS), "ndim", 0) == 2]
+    texts = [made for made in batches if isinstance(made, Mapping) and getattr(made.get(_IDS), "ndim", 0) == 2]
     if not texts or len(texts) < len(batches):
         return None
-    samples, order = length(trainer.train_dataset), _order(trainer.args)
-    drawn = dict(_of_samples(trainer.train_dataset, samples)) if samples is not None else {}
+    samples = len(dataset) if hasattr(dataset, "__len__") else None
+    drawn = dict(_of_samples(dataset, samples)) if samples is not None else {}
     by_length = sorted(drawn, key=lambda index: -drawn[index])
-    each = list(drawn.values()) or [tokens for batch in texts for tokens in _real_lengths(batch)]
-    is_row = trainer.args.train_batch_size > 1 and all(len(batch[_IDS]) == 1 for batch in texts)
+    each = list(drawn.values()) or [tokens for made in texts for tokens in _real_lengths(made)]
+    is_row = batch > 1 and all(len(made[_IDS]) == 1 for made in texts)
     if is_row and not drawn:
         return SampleLengths(unknown="its collator puts the samples of a batch in one row", samples=samples)
     return SampleLengths.of(
@@ -41,6 +42,33 @@ def sample_lengths(trainer: Any, batches: Sequence[Any]) -> SampleLengths | None
         multiple=1 if is_row else _multiple(texts),
         longest_samples=tuple(by_length[:_LONGEST]),
     )
+
+
+def lengths_of_trainer(trainer: Any, batches: Sequence[Any]) -> SampleLengths | None:
+    """Return the lengths of a Trainer's samples, of which its loader has made some ``batches``."""
+    asked = getattr(trainer.args, "train_sampling_strategy", None)
+    grouped = asked == "group_by_length" or getattr(trainer.args, "group_by_length", False)
+    order: Order = "batch_rebalance" if asked == "batch_rebalance" else "group_by_length" if grouped else "random"
+    return sample_lengths(trainer.train_dataset, batches, trainer.args.train_batch_size, order)
+
+
+def lengths_of_loader(loader: Any) -> SampleLengths | None:
+    """Return the lengths of the samples of a loop's loader; a few batches are made of samples drawn at random.
+
+    ``None`` where its data has no length or makes its batches itself.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    batch = batch_of(loader)
+    if batch is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    draw = random.Random(0)
+    try:
+        indices = [[draw.randrange(len(dataset)) for _ in range(batch)] for _ in range(_COLLATED)]
+        batches = [loader.collate_fn([dataset[index] for index in some]) for some in indices]
+    except Exception:
+        # Whatever their data and collator may raise.
+        return None
+    return sample_lengths(dataset, batches, batch, "random")
 
 
 def _of_samples(dataset: Any, samples: int) -> Iterator[tuple[int, int]]:
@@ -79,11 +107,3 @@ def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
         if all(padded == -(-longest // multiple) * multiple for padded, longest in pairs):
             return multiple
     return 1
-
-
-def _order(args: Any) -> Order:
-    """Return how the Trainer orders its samples, whatever its version calls it."""
-    asked = getattr(args, "train_sampling_strategy", None)
-    if asked == "batch_rebalance":
-        return "batch_rebalance"
-    return "group_by_length" if asked == "group_by_length" or getattr(args, "group_by_length", False) else "random"

@@ -33,7 +33,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.sample_lengths import sample_lengths
+from autotune.worker.user.sample_lengths import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
     Overlay,
     build_trainer,
@@ -340,7 +340,7 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
             break
     ids = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
     vary = len({shape[1:] for shape in ids if shape}) > 1 if any(ids) else None
-    lengths = sample_lengths(trainer, batches)
+    lengths = lengths_of_trainer(trainer, batches)
     return dataclasses.replace(interface, shapes_vary=vary, lengths=lengths, obstacles=obstacles(trainer, batches))
 
 
