@@ -94,6 +94,11 @@ class Measurement:
     tokens_per_sample: float | None = None
     """Mean tokens of a sample that went into the model as ``input_ids``, without those that its ``attention_mask``
     leaves out; ``None`` where none were seen. Shown for the user's own code: those of a model by name are known."""
+    trained_tensors: int | None = None
+    """Parameters of the model that had a gradient in an update before the timed steps; ``None`` where none was seen."""
+    untrained: tuple[str, ...] = ()
+    """Names of parameters that require a gradient and had none in any of them: as many as a note names."""
+    untrained_tensors: int = 0
     joules_per_sample: float | None = None
     """Mean power of the whole device while steps were measured (from NVML's energy counter), times seconds a sample."""
     compile_seconds: float | None = None

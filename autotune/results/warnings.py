@@ -89,15 +89,21 @@ def notes(report: Report) -> list[str]:
 
 
 def _look_notes(report: Report) -> list[str]:
-    """Say how the winner's training differs from the one that was asked for."""
+    """Say how the winner's training differs from the one that was asked for, and what is not trained at all."""
     look = report.study.look
+    idle: list[str] = []
+    for whose, measured in (("the winner", measurement(report.best)), ("the baseline", measurement(report.baseline))):
+        if measured is not None and measured.untrained and report.workload["task"] == "own" and not idle:
+            names = ", ".join(measured.untrained) + (" …" * (measured.untrained_tensors > len(measured.untrained)))
+            every = (measured.trained_tensors or 0) + measured.untrained_tensors
+            idle = [f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"]
     if look is None:
-        return []
+        return idle
     cure = f"; {look.cure}" if look.cure is not None else ""
     lines = [f"{each}{cure}" for each in look.differs]
     if look.unknown is not None:
         lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
-    return [*lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
+    return [*idle, *lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
 
 
 def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

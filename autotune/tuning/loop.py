@@ -401,6 +401,7 @@ class Search:
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)
+            report = self._plan.judged(report)
             ended = self._records.finish(trial.trial, trial.record, report, self._clock() - trial.started_seconds)
         self._take(ended)
 

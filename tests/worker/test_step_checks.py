@@ -87,6 +87,7 @@ def test_what_a_step_trains_is_counted() -> None:
     watch.remove()
     assert ([call.rows for call in seen.calls], seen.backward_passes) == ([4, 4], 2)
     assert watch.trained == {"used.weight", "used.bias"}
+    assert watch.untrained == ["idle.weight", "idle.bias"]
     assert watch.has_gradients
     assert watch.has_finite_gradients
 

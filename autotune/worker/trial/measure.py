@@ -37,6 +37,8 @@ _PATIENCE = 3.0
 _MOST_NEW = 2
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
+# Names of tensors without a gradient that are kept. A choice.
+_NAMED = 3
 
 
 MOST_SKIPPED_STEPS = 20
@@ -432,7 +434,11 @@ class StepTimer(StepListener):
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._timed])
         worst = self._largest(self._worst_peaks) if self._worst_peaks else None
+        trained, untrained = self.checks.watch.trained, self.checks.watch.untrained
         return Measurement(
+            trained_tensors=len(trained) if trained is not None else None,
+            untrained=tuple(untrained[:_NAMED]),
+            untrained_tensors=len(untrained),
             step_seconds=seconds,
             step_seconds_each=whole,
             relative_spread=spread if len(whole) > 1 else 0.0,

@@ -417,6 +417,12 @@ class TrainingWatch:
         elif self.listener is not None:
             self.listener.optimizer_ends(optimizer)
 
+    @property
+    def untrained(self) -> list[str]:
+        """Names of the model's parameters that require a gradient and had none in any of those updates."""
+        named = self.model.named_parameters() if self.model is not None and self.trained is not None else ()
+        return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
+
     @torch.no_grad()
     def _look_at_gradients(self, optimizer: Any) -> None:
         named = self.model.named_parameters() if self.model is not None else ()

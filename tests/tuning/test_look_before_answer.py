@@ -1,0 +1,116 @@
+"""Test what a search does with what a look at its winner finds, on computed trials."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from recorded import job_of
+from searching import H200, RecordingObserver, Run, new_store, prepared
+from test_anytime import Gpu, prepared_with_levers
+
+from autotune.core.candidate import Candidate
+from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
+from autotune.core.outcome import Completed, Failed
+from autotune.core.placement import Placement
+from autotune.estimate.history import History
+from autotune.results.report import load_report
+from autotune.results.warnings import notes
+from autotune.store.records import TrialRecord
+from autotune.tuning.look import Looker
+from autotune.tuning.loop import Search
+from autotune.tuning.plan import Plan
+from autotune.tuning.policy import make_policy
+from autotune.tuning.prepare import Prepared
+
+AS_ASKED = FirstStep(loss=2.0, gradients={"weight": Gradient(1.0, (1.0,) * 8)}, samples=4, micro_steps=1, weights=5.0)
+
+
+def searched(
+    given: Prepared, step: Callable[[Candidate], FirstStep], folder: Path
+) -> tuple[Run, list[LookWork], list[str]]:
+    """Search with the first steps of a training; return also what was asked of it, and the notes on the study."""
+    runner, observer, asked = Gpu().runner(), RecordingObserver(), list[LookWork]()
+
+    def ask(work: LookWork) -> LookAnswer:
+        asked.append(work)
+        return LookAnswer(tuple(map(step, work.candidates)))
+
+    devices = Placement.of(H200).rank_devices
+    looker = Looker(ask, given.baseline, devices, cap_bytes=1, seed=0, is_unmodified=False, is_own=False)
+    with new_store(folder) as store:
+        study = Search(given, runner, store, observer, Path("logs"), clock=runner.clock, looker=looker).run()
+        report = load_report(store, study.name)
+        return Run(study, observer, store.trials(study.id)), asked, notes(report)
+
+
+def changed() -> FirstStep:
+    """A step whose gradients have another direction."""
+    return replace(AS_ASKED, gradients={"weight": Gradient(1.0, (1.0, -1.0) * 4)})
+
+
+def test_a_lever_that_changes_the_training_is_left_out_and_the_search_goes_on(tmp_path: Path) -> None:
+    def step(candidate: Candidate) -> FirstStep:
+        return changed() if candidate.arm.cuda_graphs else AS_ASKED
+
+    run, _, lines = searched(prepared_with_levers(), step, tmp_path)
+    assert not run.best.candidate.arm.cuda_graphs
+    graphed = [trial.outcome for trial in run.trials if trial.candidate.arm.cuda_graphs]
+    assert graphed
+    assert all(isinstance(outcome, Failed) and outcome.reason == "other_training" for outcome in graphed)
+    assert run.study.look is not None
+    assert "cuda graphs has other gradients" in run.study.look.ruled_out[0]
+    assert any(line.startswith("left out, since it is another training: cuda graphs") for line in lines)
+    assert run.study.state == "finished"
+
+
+def test_a_split_that_changes_the_training_is_told_with_what_keeps_it(tmp_path: Path) -> None:
+    given = prepared()
+
+    def step(candidate: Candidate) -> FirstStep:
+        same = candidate.per_device_train_batch_size <= 2
+        return AS_ASKED if same else changed()
+
+    run, asked, lines = searched(given, step, tmp_path)
+    assert run.best.candidate.per_device_train_batch_size > given.baseline.per_device_train_batch_size
+    assert "is another training than 8 × 8: cut down to" in lines[0]
+    assert lines[0].endswith("--batch-multiple 8 searches batches of 8 and its multiples")
+    # The two settings; those of the baseline with other random numbers; the split alone.
+    assert [len(work.candidates) for work in asked] == [2, 1, 1]
+    assert all(candidate.arm.precision == "fp32" for work in asked for candidate in work.candidates)
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
+    def step(candidate: Candidate) -> FirstStep:
+        return replace(AS_ASKED, weights=5.0 + candidate.per_device_train_batch_size)
+
+    run, _, lines = searched(prepared(), step, tmp_path)
+    assert run.study.look is not None
+    assert run.study.look.differs == ()
+    assert any("was not looked at: its weights are other ones each time" in line for line in lines)
+
+
+def test_the_baselines_own_settings_are_not_looked_at(tmp_path: Path) -> None:
+    given = prepared(precisions=("fp32",), effective_batch=8)
+    run, asked, _ = searched(given, lambda _: AS_ASKED, tmp_path)
+    assert run.best.candidate == given.baseline
+    assert asked == []
+
+
+def test_a_trial_that_trains_less_than_half_of_the_baselines_tensors_has_failed() -> None:
+    given = prepared()
+    history = History(given.ceiling)
+    plan = Plan(given, history, make_policy("autotune", "throughput", given.space), lambda: 0.0)
+    runner = Gpu().runner()
+
+    def outcome(trained: int) -> Completed:
+        measured, _ = runner.answer(job_of(given.baseline, given.ceiling.cap_bytes))
+        assert isinstance(measured, Completed)
+        with_trained = replace(measured.measurement, trained_tensors=trained, untrained_tensors=14 - trained)
+        return replace(measured, measurement=with_trained)
+
+    assert plan.judged(outcome(2)) == outcome(2)
+    plan.take(TrialRecord("study", 0, given.baseline, "w", "e", stage="baseline", outcome=outcome(14)))
+    judged = plan.judged(outcome(2))
+    assert isinstance(judged, Failed)
+    assert judged.message == "trains 2 of 14 tensors, the baseline 14"
+    assert plan.judged(outcome(13)) == outcome(13)
