@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autotune.core.candidate import OWN_OPTIM
+from collections.abc import Iterable
+
+from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.prediction import ArmsToTrace
 from autotune.core.units import GIB
 from autotune.devices.host import host_memory
@@ -69,12 +71,16 @@ def forecast_of(
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
     pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
-    predictable = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
-    if traces is not None:
-        predictable = [arm for arm in predictable if traces.has(arm)]
+
+    def predictable(arms: Iterable[Arm]) -> list[Arm]:
+        return [
+            arm for arm in arms
+            if is_predictable(arm, prepared.request.workload) and (traces is None or traces.has(arm))
+        ]  # fmt: skip
+
     # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
     arms = sorted(
-        predictable,
+        predictable(prepared.space.arms),
         key=lambda arm: (
             objective == "max-batch" and not arm.gradient_checkpointing,
             ranks > 1 and arm.precision not in ("bf16", "fp16"),
@@ -82,8 +88,7 @@ def forecast_of(
     )
     multiple = batches.levels()[0] if is_free else None
     inquiries = questions(arms, pairs, multiple)
-    spare = [arm for arm in prepared.space.saving_arms if is_predictable(arm, prepared.request.workload)]
-    reserve = questions(spare if arms else [], pairs, multiple)
+    reserve = questions(predictable(prepared.space.saving_arms) if arms else [], pairs, multiple)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
     target = Target(prepared.chip, prepared.ceiling, inquiries, prepared.model.checkpointing_layers, reserve)

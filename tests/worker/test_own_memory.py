@@ -156,6 +156,19 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     assert not tried.intersection(too_large)
 
 
+def test_what_saves_memory_is_predicted_where_its_steps_were_traced_alone(
+    trial_server: ServerClient, trainer: Workload, model: ModelFacts
+) -> None:
+    ready = prepare(
+        request(workload=trainer, effective_batch=64, precisions=("bf16",), search_effort="default"),
+        dataclasses.replace(FACTS, chip=CHIP, model=dataclasses.replace(model, samples=10_000)),
+    )
+    assert ready.space.saving_arms
+    forecast = forecast_of(ready, Predictions(trial_server, trainer))
+    forecast.call_on_reserve()
+    assert not forecast.unanswered
+
+
 TRAINS = """
 import os, time
 import torch
