@@ -276,7 +276,8 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             *_placement(export),
             *_applying(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
-            f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
+            f"no evaluation was run: with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training; "
+            "what compute_metrics is given (the outputs for all samples, in the host's memory) comes on top",
             f"measured on {export.measured}",
         ]
     measured = f"measured on {export.measured}"

@@ -12,13 +12,13 @@ from typing import Protocol, runtime_checkable
 
 from autotune.core.candidate import Candidate
 from autotune.core.ceiling import Ceiling
-from autotune.core.errors import AutotuneError, NoResultError, StorageError
+from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError, StorageError
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, process_of
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
-from autotune.core.units import format_rate, format_seconds
+from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
@@ -417,6 +417,7 @@ class Search:
             self._keep_best()
         self._raise_if_unavailable(ended)
         self._raise_if_others_fail_too(ended)
+        self._raise_if_nothing_begins(ended)
 
     def _raise_if_unavailable(self, ended: TrialRecord) -> None:
         """Raise ``NoResultError`` where every trial asked for a setting that the training cannot have.
@@ -458,6 +459,22 @@ class Search:
                 f"{ended.candidate.describe()}, so nothing else was tried: {outcome.message}",
                 f"mend it and search again; its log is {ended.log_path}",
             )
+
+    def _raise_if_nothing_begins(self, ended: TrialRecord) -> None:
+        """Raise ``NothingFitsError`` where the user's own code ran out of memory twice before it trained.
+
+        What it makes before that, such as its data, is the same for every batch.
+        """
+        source, outcomes = self._request.workload.source, [t.outcome for t in self._plan.records.values()]
+        begun = [o for o in outcomes if not isinstance(o, OutOfMemory) or o.during == "train"]
+        if source is None or not isinstance(ended.outcome, OutOfMemory) or len(outcomes) < 2 or begun:
+            return
+        cap_bytes = self._history.ceiling.cap_bytes
+        raise NothingFitsError(
+            f"{source.name} needs more than {format_bytes(cap_bytes)} before its first step, whatever its batch: "
+            f"{ended.outcome.message}",
+            f"raise --memory-limit, or have it need less until it trains; its log is {ended.log_path}",
+        )
 
     def _next_control(self, step: Step) -> Candidate | None:
         """Return what is measured again before a first trial is compared with those of earlier searches.

@@ -252,4 +252,11 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
             f"use --effective-batch {max(1, samples // accumulation) * accumulation * request.world_size}",
         )
     # Accumulation follows from the batch, so one batch is left.
-    return int(samples // accumulation)
+    only = int(samples // accumulation)
+    if model.samples is not None and only > model.samples:
+        most = model.samples * accumulation * request.world_size
+        raise InvalidRequestError(
+            f"the training data of {source.name} has {model.samples} samples, which make no batch of {only}",
+            f"use --effective-batch {most} or less, more data, or let it accumulate (see docs/how-to/own-script.md)",
+        )
+    return only

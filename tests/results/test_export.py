@@ -204,7 +204,9 @@ def test_the_evaluation_has_the_batch_that_training_was_measured_with(fields: tu
     assert exported.arguments == {**exported.measured_arguments, "per_device_eval_batch_size": 2}
     own = export_of("cuda-bf16", fields, tiny_workload("bert-tiny", task="own", model="train.py:build"))
     assert own.arguments == own.measured_arguments
-    assert "no evaluation was run; with per_device_eval_batch_size up to 32" in " ".join(beside_lines(own))
+    said = " ".join(beside_lines(own))
+    assert "no evaluation was run: with per_device_eval_batch_size up to 32" in said
+    assert "compute_metrics" in said
 
 
 def test_what_is_no_field_is_said_beside_it(fields: tuple[str, ...]) -> None:

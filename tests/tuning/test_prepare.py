@@ -329,7 +329,14 @@ class TestOwnLoop:
     """Of code that trains in a loop of its own, and takes of a candidate what its inspection saw."""
 
     def prepared(
-        self, searched: list[str], *, kind: str = "accelerate", batch: int = 8, accumulation: int = 2, **options: Any
+        self,
+        searched: list[str],
+        *,
+        kind: str = "accelerate",
+        batch: int = 8,
+        accumulation: int = 2,
+        samples: int | None = None,
+        **options: Any,
     ) -> Prepared:
         source = TrainingSource("script", "/run.py", "0", "/")
         asked = dataclasses.replace(
@@ -337,8 +344,8 @@ class TestOwnLoop:
         )
         own = OwnSettings(OWN_OPTIM, batch, accumulation)
         interface = CodeInterface(kind, tuple(searched))
-        model = facts(own=own, interface=interface, gradient_checkpointing="checkpointing" in searched)
-        return prepare(asked, model)
+        checkpoints = "checkpointing" in searched
+        return prepare(asked, facts(own=own, interface=interface, gradient_checkpointing=checkpoints, samples=samples))
 
     def batches(self, given: Prepared) -> list[tuple[int, int]]:
         found = given.space.batches
@@ -386,6 +393,11 @@ class TestOwnLoop:
             (["accumulation"], {"effective_batch": 12}, "does not take another per-device batch than 8"),
             (["precision"], {}, "trains at 8 × 2 and takes no other batch"),
             (["batch"], {"optims": ("adafactor",)}, "--optim adafactor does not apply to run.py"),
+            (
+                ["batch"],
+                {"effective_batch": 1024, "samples": 300, "kind": "placeholders"},
+                "300 samples, which make no batch of 512",
+            ),
         ],
     )
     def test_what_cannot_be_had_is_refused(self, searched: list[str], options: dict[str, Any], message: str) -> None:

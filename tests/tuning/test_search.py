@@ -353,6 +353,18 @@ class TestOwnSettingsThatFail:
         study = store.study("bert")
         assert (study.state, study.stop_reason) == ("interrupted", StopReason.ERROR)
 
+    def test_it_ends_where_memory_runs_out_before_the_first_step(self, store: Store) -> None:
+        """As with all pairs of a data set, which no batch changes; within the training it is the batch."""
+        runner, observer = fits_up_to(64), RecordingObserver()
+        early = OutOfMemory("MemoryError: pairs = list(combinations(texts, 2)) (run.py:7)", during="script")
+        runner.answer = lambda job: (early, 1.0)  # type: ignore[method-assign]
+        with pytest.raises(
+            NothingFitsError, match=r"before its first step.*combinations\(texts, 2\)\) \(run\.py:7"
+        ) as caught:
+            self.search(store, runner, observer)
+        assert len(observer.ended) == 2
+        assert "--memory-limit" in (caught.value.hint or "")
+
     def test_it_goes_on_without_a_reference_where_others_do_not(self, store: Store) -> None:
         runner, observer = fits_up_to(64), RecordingObserver()
         runner.faults[self.OWN] = [fault("run.py ended before enough steps were measured")]

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -134,6 +135,8 @@ class OwnTrial(Trial):
             reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
             return Failed(reason, str(error), during=self._phases.current)
         outcome = self._failure(error)
+        if isinstance(outcome, OutOfMemory) and (line := _line_of(error, self._source.file)) is not None:
+            return dataclasses.replace(outcome, message=f"{outcome.message} ({line})")
         if isinstance(outcome, Failed):
             return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
         return outcome
@@ -159,6 +162,12 @@ def planned_run(
     tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
     varies = lengths.vary and batching.padding != "max_length"
     return PlannedRun(shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), tokens, varies)
+
+
+def _line_of(error: BaseException, file: str) -> str | None:
+    """Return ``train.py:12``: the innermost line of a file that an error went through."""
+    lines = [trace.lineno for trace in traceback.extract_tb(error.__traceback__) if trace.filename == file]
+    return f"{os.path.basename(file)}:{lines[-1]}" if lines else None
 
 
 def note_cache_files(list_file: str) -> None:
