@@ -167,4 +167,10 @@ class Look:
     """Settings that make another training of this one, each with how; the search went on without them."""
     unknown: str | None = None
     """Why nothing was compared; ``None`` where it was."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """How the training differs, each with the cure."""
+        return [f"{each}; {self.cure}" if self.cure is not None else each for each in self.differs]
+
     seconds: float = 0.0

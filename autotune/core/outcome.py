@@ -94,6 +94,8 @@ class Measurement:
     tokens_per_sample: float | None = None
     """Mean tokens of a sample that went into the model as ``input_ids``, without those that its ``attention_mask``
     leaves out; ``None`` where none were seen. Shown for the user's own code: those of a model by name are known."""
+    divides_loss: bool = False
+    """Whether the Trainer had to be told to divide the loss by the accumulation (``autotune.training.division``)."""
     trained_tensors: int | None = None
     """Parameters of the model that had a gradient in an update before the timed steps; ``None`` where none was seen."""
     untrained: tuple[str, ...] = ()

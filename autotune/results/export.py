@@ -80,6 +80,10 @@ class Export:
     cpu_core: int | None = None
     """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
 
+    differs: tuple[str, ...] = ()
+    """How this training differs from the one that was asked for, as the look before the answer found."""
+    divides_loss: bool = False
+    """Whether the Trainer has to be told to divide the loss by the accumulation."""
     omp_threads: str | None = None
     """``OMP_NUM_THREADS`` of several ranks, and of an optimizer on the CPU; ``None`` otherwise."""
 
@@ -152,7 +156,10 @@ class Export:
     def applied(self) -> str:
         """The call that applies what has no field in ``TrainingArguments``; empty where there is none."""
         settings = ", ".join(f"{name}={value!r}" for name, value in applied_settings(self.candidate.arm).items())
-        return f"apply(trainer, {settings})" if settings else ""
+        if settings:
+            return f"apply(trainer, {settings})"
+        # What apply does as well.
+        return "trainer.model_accepts_loss_kwargs = False" if self.divides_loss else ""
 
     @property
     def filling(self) -> Values:
@@ -219,6 +226,8 @@ def make_export(report: Report) -> Export:
             if best.candidate.arm.expandable_segments
             else {}
         ),
+        differs=tuple(report.study.look.sentences) if report.study.look is not None else (),
+        divides_loss=isinstance(best.outcome, Completed) and best.outcome.measurement.divides_loss,
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         source=report.source,
@@ -242,7 +251,7 @@ _REENTRANT_OFF = (5, 23)
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
     """Return what the export, in a form, cannot contain since it is no field of ``TrainingArguments``."""
-    return [in_one_line(line) for line in _beside(export, form)]
+    return [in_one_line(line) for line in (*export.differs, *_beside(export, form))]
 
 
 def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
@@ -304,7 +313,11 @@ def made_by_hand(export: Export) -> list[str]:
 
 def _applying(export: Export) -> list[str]:
     """Say how to apply what has no field in ``TrainingArguments``."""
-    return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"] if export.applied else []
+    if not export.applied:
+        return []
+    if not applied_settings(export.candidate.arm):
+        return [f"before it trains: {export.applied}, since else nobody divides the loss by the accumulation"]
+    return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"]
 
 
 def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
@@ -512,7 +525,7 @@ def _python(export: Export) -> str:
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
         name = "overrides" if export.framework == "trainer" else "settings"
-        first += f"{_IMPORT_APPLY}\n\n" if export.applied else ""
+        first += f"{_IMPORT_APPLY}\n\n" if applied_settings(export.candidate.arm) else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     # The hub repository of a name of the catalog; any other name as it is.
@@ -534,7 +547,7 @@ def _python(export: Export) -> str:
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
-        + (f"from autotune.training import {applying}\n\n" if export.applied else "")
+        + (f"from autotune.training import {applying}\n\n" if applied_settings(export.candidate.arm) else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {loadable!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"

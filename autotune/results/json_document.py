@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from autotune.core.candidate import Arm, Document
+from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, with_version
 from autotune.core.stop import LeftOut, StopReason
@@ -86,6 +87,8 @@ class StudyDocument:
     stop_reason: StopReason | None
     stopped_because: str | None
     left_out: tuple[LeftOut, ...]
+    look: Look | None
+    """What the look at the winner's training found; ``None`` before it, and in studies of versions without one."""
     request: dict[str, Any]
     """As it was recorded, by this version or an earlier one; so are workload and environment."""
     workload: dict[str, Any]
@@ -123,6 +126,7 @@ def report_document(view: StudyView) -> Document:
             stop_reason=study.stop_reason,
             stopped_because=study.stopped_because,
             left_out=study.left_out,
+            look=study.look,
             request=study.request,
             workload=view.workload,
             environment={k: v for k, v in view.environment.items() if k != "training_arguments_fields"},

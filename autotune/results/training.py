@@ -75,6 +75,7 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
     if kind == "trainer":
         notes += [f"by hand {line}" for line in made_by_hand(export)]
     notes += [f"set     {export.applied}"] if export.applied else []
+    notes += [f"note: {line}" for line in export.differs]
     notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
     own = ("-m", source.module) if source.module else (source.file,)
     is_several = export.processes > 1

@@ -99,8 +99,7 @@ def _look_notes(report: Report) -> list[str]:
             idle = [f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"]
     if look is None:
         return idle
-    cure = f"; {look.cure}" if look.cure is not None else ""
-    lines = [f"{each}{cure}" for each in look.differs]
+    lines = look.sentences
     if look.unknown is not None:
         lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
     return [*idle, *lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]

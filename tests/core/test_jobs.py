@@ -40,7 +40,7 @@ def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"kind": "dance"}, "its kind is 'dance', not one of trial, inspect, read_data, predict"),
+        ({"kind": "dance"}, "its kind is 'dance', not one of trial, look, inspect, read_data, predict"),
         ({"work": {}}, "malformed TrialWork: Object missing required field `candidate`"),
         ({"work": {**document_as_read(TRIAL)["work"], "seed": "x"}}, r"Expected `int`, got `str` - at `\$.seed`"),
         ({"work": {**document_as_read(TRIAL)["work"], "speed": 1}}, "does not know its fields speed"),

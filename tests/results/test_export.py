@@ -21,7 +21,8 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
-from autotune.core.outcome import Failed
+from autotune.core.look import Look
+from autotune.core.outcome import Completed, Failed
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
@@ -408,3 +409,19 @@ def test_every_form_says_that_samples_are_packed(fields: tuple[str, ...]) -> Non
     made = dataclasses.replace(make_export(report), row_tokens=512)
     assert any("rows = pack(dataset, 512)" in line for line in beside_lines(made))
     assert "rows = pack(dataset, 512)" in render(made, "python")
+
+
+def test_what_the_look_found_comes_with_the_export(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm(), 8, 4), "cpu", fields)
+    look = Look(("8 × 4 is another training than 32 × 1: it has other gradients",), "--batch-multiple 32 keeps it")
+    measured = report.trials[0].outcome
+    assert isinstance(measured, Completed)
+    divided = dataclasses.replace(measured.measurement, divides_loss=True)
+    trial = dataclasses.replace(report.trials[0], outcome=dataclasses.replace(measured, measurement=divided))
+    study = dataclasses.replace(report.study, look=look)
+    export = make_export(dataclasses.replace(report, study=study, trials=(trial,)))
+    first, *others = beside_lines(export, "json")
+    assert first == f"{look.differs[0]}; {look.cure}"
+    assert any("trainer.model_accepts_loss_kwargs = False, since" in line for line in others)
+    assert render(export, "python").splitlines()[-1] == "trainer.model_accepts_loss_kwargs = False"
+    assert "autotune.training" not in render(export, "python")

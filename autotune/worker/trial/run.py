@@ -254,7 +254,8 @@ class Trial:
         measured = results[0] if results else timer.pending
         if measured is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        return self._completed(measured, loss)
+        divides = getattr(trainer, "divides_by_accumulation", False)
+        return self._completed(dataclasses.replace(measured, divides_loss=divides), loss)
 
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any

@@ -222,4 +222,5 @@ class TrainerTrial(OwnTrial):
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        return self._completed(measured, mean_train_loss(trainer))
+        divides = getattr(trainer, "divides_by_accumulation", False)
+        return self._completed(dataclasses.replace(measured, divides_loss=divides), mean_train_loss(trainer))
