@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, SCRIPT, Kind
-from autotune.core.options import OPTIONS, Option, options_of
+from autotune.core.options import OPTIONS, USUAL, Option, options_of
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -67,8 +67,31 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
     )
 
 
+def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_ALL = "autotune.help_all"
+
+
 class SectionedCommand(click.Command):
-    """A command whose help shows its many options under headings."""
+    """A command whose help shows its usual options under headings, and all of them with ``--help-all``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show every option and exit.",
+            )
+        )
 
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
@@ -84,8 +107,12 @@ class SectionedCommand(click.Command):
         left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
         for heading, names in self.sections.items():
             records = [left.pop(name) for name in names]
+            if not ctx.meta.get(_ALL):
+                records = [record for name, record in zip(names, records, strict=True) if name in USUAL]
             if heading == list(self.sections)[-1]:
                 records += left.values()
+            if not any(records):
+                continue
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record], col_max=28)
 

@@ -39,6 +39,7 @@ def search(
       autotune search --trainer train.py:build --effective-batch 64
       autotune search --loop train.py:train --effective-batch 64
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
+      autotune search --effective-batch 64 -- python loop.py --batch '{batch}' --acc '{accumulation}'
     """
     if server is not None:
         if executor is not None:

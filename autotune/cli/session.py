@@ -31,7 +31,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     where = f" --storage {shlex.quote(shown_location(storage))}" if storage is not None else ""
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
-    if report.best is not None:
+    if report.best is not None and report.too_noisy is None:
         form = make_export(report).usual_form
         file = "settings.json" if report.is_loop else "training_arguments.json"
         click.echo(f"  autotune export {name}{where} {f'> {file}' if form == 'json' else f'--format {form}'}")

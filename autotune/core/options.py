@@ -76,6 +76,13 @@ JSON = (
     "search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue", "follow",
 )  # fmt: skip
 
+USUAL = frozenset((
+    "model", "trainer", "loop", "effective_batch", "seq_len", "dataset", "tokenizer", "device", "gpus", "memory_limit",
+    "precision", "gradient_checkpointing", "peft", "quantize", "objective", "effort", "trials", "time_budget", "gpu",
+    "verify", "study", "fresh", "storage", "as_json",
+))  # fmt: skip
+"""Names of the options that ``--help`` shows; ``--help-all`` shows all."""
+
 TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
 
@@ -404,7 +411,8 @@ class _How(TypedDict, total=False):
     trials: Annotated[int | None, Option("Run at most N trials.", BUDGET,
         help_in={"resume": "Run at most N trials, including those already recorded [default: as before]."},
     )]
-    time_budget: Annotated[float | str | None, Option("Start no trial after this long, e.g. 5m.", BUDGET, kind=SECONDS,
+    time_budget: Annotated[float | str | None, Option(
+        "Start no trial that would end later than this, e.g. 5m.", BUDGET, kind=SECONDS,
         help_in={"resume": "Start no trial after this long, including the time already spent [default: as before]."},
     )]
     trial_timeout: Annotated[float | str | None, Option(

@@ -183,7 +183,7 @@ def _starved(outcome: Outcome) -> Outcome:
     share, busy = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
     if share < LEAST_CORE_WAIT or busy >= HOST_BOUND:
         return outcome
-    why = f"waited {share:.0%} of its time for cores that other processes used"
+    why = f"other processes had its cores for {share:.0%} of the time"
     others_share = max(share, outcome.others_share or 0.0)
     return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), others_share=others_share)
 

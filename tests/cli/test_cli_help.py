@@ -19,7 +19,7 @@ COMMANDS = [
         (name,)
         for name in ("run", "verify", "dashboard", "devices", "models", "db", "serve", "queue", "cancel", "token")
     ),
-    *(("db", name) for name in ("copy", "current", "upgrade")),
+    *(("db", name) for name in ("current", "upgrade")),
     *(("token", name) for name in ("add", "list", "remove")),
 ]
 HEAVY = {
@@ -97,11 +97,20 @@ def test_version(run: Run) -> None:
 def test_every_option_of_search_stands_under_one_heading() -> None:
     """An option that is forgotten there would not be shown at all, or twice."""
     named = [name for names in search.sections.values() for name in names]
-    assert sorted(named) == sorted(str(param.name) for param in search.params if isinstance(param, click.Option))
+    options = {str(param.name) for param in search.params if isinstance(param, click.Option)}
+    assert sorted(named) == sorted(options - {"help_all"})
+
+
+def test_help_has_the_usual_options_and_where_to_find_the_others(run: Run) -> None:
+    usual = run("search", "--help").stdout
+    assert len(usual.splitlines()) < 100
+    assert {"--model", "--effective-batch", "--help-all"} <= set(usual.split())
+    assert "--batch-multiple" not in usual
+    assert "--batch-multiple" in run("search", "--help-all").stdout
 
 
 def test_every_option_of_search_is_explained(run: Run) -> None:
-    shown = run("search", "--help").stdout
+    shown = run("search", "--help-all").stdout
     for param in search.params:
         if isinstance(param, click.Argument):
             assert param.name == "script"

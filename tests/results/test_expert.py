@@ -124,7 +124,7 @@ def test_every_form_of_a_result_shows_it() -> None:
     expert = report_document(study_view(shown))["expert"]
     assert (expert["speedup"], expert["measured"]) == (pytest.approx(2.0), True)
     assert expert["candidate"]["per_device_train_batch_size"] == 64
-    assert "Against the expert" in html_page(shown)
+    assert "Against the usual choice" in html_page(shown)
 
 
 def test_utilization_is_the_counted_arithmetic_over_the_rated() -> None:

@@ -16,10 +16,12 @@ from starlette.testclient import TestClient
 from autotune.core.candidate import Document
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import StorageError
+from autotune.core.owner import this_owner
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
+from autotune.store.leases import name_of_study
 from autotune.store.queue import Needs
 from autotune.store.records import new_id
 from autotune.store.repository import Store
@@ -174,6 +176,8 @@ def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
     run = run_recorded(searches, on_gpu, ends=False)
     study = store.existing_study(run.work.study)
     store.update_study(dataclasses.replace(study, state="running", best_trial_id=None))
+    # As the process that searches does.
+    assert store.leases.take(name_of_study(study.name), this_owner(), "token") is None
     part = visitor.get(f"/parts/searches/{run.job}").text
     assert "Best so far" in part
     assert "302.9 samples/s" in part
