@@ -38,6 +38,16 @@ def test_it_is_bf16_at_the_largest_batch_that_was_measured() -> None:
     assert found.speedup == pytest.approx(2.0)
 
 
+def test_an_expert_pads_to_the_longest_and_meets_every_shape() -> None:
+    """The speed is that of the same epoch, new shapes included; few lengths and other attention are levers."""
+    plain = completed(200.0)
+    first = dataclasses.replace(plain.measurement, steady_step_seconds=plain.measurement.step_seconds / 2)
+    levers = dataclasses.replace(BF16, length_multiple=64), dataclasses.replace(BF16, cudnn_attention=False)
+    found = expert_of(search(*((arm, 64, completed(400.0)) for arm in levers), (BF16, 32, Completed(first))))
+    assert (found.candidate.arm, found.samples_per_second) == (BF16, 200.0)
+    assert found.speedup == pytest.approx(2.0)
+
+
 def test_a_larger_batch_that_did_not_fit_is_none() -> None:
     found = expert_of(
         search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), (BF16, 64, OVER), best=2)
