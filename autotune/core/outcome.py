@@ -83,6 +83,9 @@ class Measurement:
     ``None`` where none was seen."""
     evaluates_every: int | None = None
     """Steps from one of them to the next; ``None`` where fewer than two were seen, or not as many steps apart."""
+    growth_bytes: int | None = None
+    """Bytes by which the memory that is held after a step still grew with each as the trial ended; ``None`` where it
+    did not."""
     device_used_bytes: int | None = None
     """Memory in use on the whole device after the last step, by all processes, as NVML reports it."""
     context_bytes: int | None = None

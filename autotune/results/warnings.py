@@ -8,7 +8,7 @@ import math
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.stop import StopReason
-from autotune.core.units import format_deviation, format_seconds, plural
+from autotune.core.units import format_bytes, format_deviation, format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
 from autotune.space.levers import LEVERS, changed, levers_of, without
@@ -37,6 +37,12 @@ def notes(report: Report) -> list[str]:
         lines.append(
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps; the time of the others was added"
+        )
+    if best is not None and measured and measured.growth_bytes is not None:
+        room = report.ceiling.cap_bytes - measured.judged_bytes(best.candidate.arm)
+        lines.append(
+            f"memory still grew by {format_bytes(measured.growth_bytes)} a step as the trial ended: the limit is "
+            f"reached after about {max(0, room) // measured.growth_bytes:,} steps, if something is kept of each"
         )
     is_cut_short = report.study.stop_reason is not StopReason.NOTHING_LEFT
     if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:

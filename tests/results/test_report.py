@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -468,6 +469,15 @@ def test_a_promise_for_very_short_steps_of_ones_own_is_said_to_be_low(rate: floa
     made = dataclasses.replace(made, workload={**WORKLOAD, **({"task": task} if task == "own" else {})})
     said = "\n".join(summary_lines(study_view(made)))
     assert ("the winner's takes 1 ms: your own run may be faster than is promised" in said) is is_said
+
+
+def test_what_a_loop_does_besides_its_steps_is_told() -> None:
+    """The limit is 24 GiB, a GiB of it headroom."""
+    plain = completed(312.0, 12.0).measurement
+    measured = dataclasses.replace(plain, growth_bytes=2**20, evaluation_seconds=3.9, evaluates_every=5)
+    said = "\n".join(summary_lines(study_view(report(BASELINE, trial(1, BF16, 32, Completed(measured))))))
+    assert "your code evaluates every 5 steps, for 3.9 s, which the speed leaves out" in said
+    assert re.search(r"memory still grew by 1\.0 MiB a step .* reached after about 1[12],\d{3} steps", said)
 
 
 def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None:

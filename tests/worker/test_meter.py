@@ -11,7 +11,9 @@ from meter_contract import check_contract
 
 from autotune.core.device import Device
 from autotune.core.placement import Placement
+from autotune.core.units import MIB
 from autotune.execution.process_environment import server_environment
+from autotune.worker.trial.meter import growth_of
 
 CONTRACT = Path(__file__).with_name("meter_contract.py")
 
@@ -36,3 +38,21 @@ def test_the_cpu_meter_keeps_the_contract(cpu: Device) -> None:
     command = [sys.executable, str(CONTRACT), "cpu"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == "kept", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("held", "grows"),
+    [
+        ([1, 100, 100, 100, 100, 100], None),
+        # Once, as when an allocator takes more; in each step; by little; at the end alone.
+        ([1, 100, 100, 140, 140, 140], None),
+        ([1, 100, 102, 104, 106, 108], 2),
+        ([1, 100, 100, 100, 130, 160], None),
+        ([1, 100, 102], None),
+        ([None] * 9, None),
+    ],
+)
+def test_memory_that_grows_with_each_step_is_told(held: list[int | None], grows: int | None) -> None:
+    found = growth_of([None if each is None else each * MIB for each in held])
+    assert found == (None if grows is None else grows * MIB)
+    assert growth_of([None if each is None else each * 100 for each in held]) is None

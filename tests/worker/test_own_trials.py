@@ -653,3 +653,20 @@ def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(trial_server
     effort = Effort(warmup_steps=1, min_steps=8, max_steps=8, max_seconds=100.0)
     measured = trial_server.trial(workload, Candidate(Arm(), 4, 2), effort).completed.measurement
     assert measured.tokens_per_sample == pytest.approx(13, rel=0.15)
+
+
+def test_memory_that_is_kept_from_step_to_step_is_told(trial_server: ServerClient, folder: Path) -> None:
+    """Four MiB of each."""
+    text = """
+from transformers import TrainerCallback
+class Keeps(TrainerCallback):
+    kept = []
+    def on_step_end(self, *_, **__):
+        self.kept.append(torch.ones(2**20))
+keeps = trainer()
+keeps.add_callback(Keeps())
+keeps.train()
+"""
+    effort = Effort(warmup_steps=2, min_steps=8, max_steps=8, max_seconds=1000.0)
+    measured = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), effort).completed.measurement
+    assert measured.growth_bytes == pytest.approx(4 * MIB, rel=0.5)

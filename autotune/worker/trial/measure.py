@@ -27,7 +27,7 @@ from autotune.worker.trial.evaluations import Evaluations
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
-from autotune.worker.trial.meter import Meter, PeakBytes
+from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrained, StepChecks
 from autotune.worker.trial.training_watch import Seen
 
@@ -144,6 +144,8 @@ class StepTimer(StepListener):
         self._on_step = on_step
         self._schedule = schedule
         self._evaluations = Evaluations()
+        self._held: list[int | None] = []
+        """Bytes that were held after each step."""
         self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
         self._timed: list[_Step] = []
@@ -266,6 +268,7 @@ class StepTimer(StepListener):
 
     def _step_is_over(self) -> None:
         self._steps_seen += 1
+        self._held.append(self._meter.allocated_bytes())
         self._on_step(self._steps_seen)
 
     def _end_profiled(self, measured: Measurement) -> None:
@@ -473,6 +476,7 @@ class StepTimer(StepListener):
             ),
             evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
             evaluates_every=self._evaluations.every,
+            growth_bytes=max((g for g in self._ranks.gather(growth_of(self._held)) if g is not None), default=None),
             saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
             **(self._of_ranks() if ranks > 1 else {}),
         )

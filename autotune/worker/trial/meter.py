@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -55,6 +56,10 @@ class Meter:
     def peaks(self) -> PeakBytes:
         """Return the peak bytes since ``reset_peaks``."""
         raise NotImplementedError
+
+    def allocated_bytes(self) -> int | None:
+        """Return the bytes that are held now: on a CPU, resident."""
+        return None
 
     def allocation_retries(self) -> int | None:
         """Return how often the allocator had to free its cache and retry."""
@@ -110,6 +115,9 @@ class CudaMeter(Meter):
 
     def peaks(self) -> PeakBytes:
         return PeakBytes(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
+
+    def allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self.device)
 
     def allocation_retries(self) -> int | None:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
@@ -186,6 +194,9 @@ class CpuMeter(Meter):
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
+    def allocated_bytes(self) -> int | None:
+        return _status_bytes("VmRSS") - _status_bytes("RssFile")
+
     def reset_peaks(self) -> None:
         # proc_pid_clear_refs(5): writing a 5 resets VmHWM.
         with contextlib.suppress(OSError):
@@ -197,6 +208,24 @@ class CpuMeter(Meter):
         # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)
         return PeakBytes(self._peak_bytes, self._peak_bytes)
+
+
+# Steps after the first that are looked at, the fewest that tell, and the least growth a step in bytes. Choices.
+_LOOKED_AT, _FEWEST, _LEAST_GROWTH = 24, 4, 2**16
+
+
+def growth_of(held: Sequence[int | None]) -> int | None:
+    """Return by how many bytes the memory that is held after each step grows a step, as when graphs are kept.
+
+    ``None`` where it does not grow as much in the second half of the last steps as in the first, within a factor of 2.
+    """
+    # In the first step the optimizer gets its state.
+    last = [each for each in held[1:] if each is not None][-_LOOKED_AT:]
+    if len(last) < _FEWEST:
+        return None
+    middle, end = len(last) // 2, len(last) - 1
+    halves = (last[middle] - last[0]) / middle, (last[end] - last[middle]) / (end - middle)
+    return int(halves[1]) if min(halves) >= _LEAST_GROWTH and max(halves) <= 2 * min(halves) else None
 
 
 def open_meter(device_kind: str, uuid: str, index: int = 0, ranks: int = 1) -> Meter:
