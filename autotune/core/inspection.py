@@ -107,8 +107,6 @@ class ModelFacts:
     always_checkpoints: bool = False
     """Whether the code turns checkpointing on by itself."""
     dataloader_num_workers: int = 0
-    in_batch_loss: str | None = None
-    """The class of a loss that compares the samples of a batch."""
     memory: tuple[TracedStep, ...] = ()
     """A traced step for each arm whose memory can be predicted."""
 

@@ -252,12 +252,6 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
             f"{model.interface.batch_matters}: another per-device batch is another training; --batch-multiple N "
             "--effective-batch N keeps a batch of N samples"
         )
-    if model is not None and model.in_batch_loss is not None and model.own is not None:
-        own = model.own.per_device_train_batch_size
-        observer.note(
-            f"{model.in_batch_loss} compares the samples of a batch: another per-device batch is another training; "
-            f"--batch-multiple {own} with an --effective-batch of {own} keeps yours"
-        )
     return facts
 
 

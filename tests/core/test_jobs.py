@@ -9,6 +9,7 @@ from tiny import QUICK, tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.chip import Chip
 from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork, Work
+from autotune.core.look import LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import PredictionWork
 
@@ -16,6 +17,7 @@ DEVICES = RankDevices("cuda", ("GPU-1", "GPU-2"))
 TRIAL = TrialWork(Candidate(Arm("bf16", ranks=2), 8, 2), DEVICES, 2**30, QUICK, 42, data_folder="/data")
 WORKS: tuple[Work, ...] = (
     TRIAL,
+    LookWork((TRIAL.candidate,), DEVICES, 2**30, 42, noise=1),
     InspectionWork(DEVICES),
     DataWork("/data"),
     PredictionWork(Arm(), Chip(), 2, 1, ((8, 1),), 8),

@@ -576,12 +576,6 @@ def test_cache_files_that_a_trial_makes_are_removed_with_it(
     assert {path.name for path in (folder / "data").glob("cache-*")} == before
 
 
-def test_a_loss_that_compares_the_samples_of_a_batch_is_named(trial_server: ServerClient, folder: Path) -> None:
-    text = "class MultipleNegativesRankingLoss: ...\nt = trainer()\nt.loss = MultipleNegativesRankingLoss()\nt.train()"
-    model = trial_server.model(inline(folder, text))
-    assert model.in_batch_loss == "MultipleNegativesRankingLoss"
-
-
 def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates(
     trial_server: ServerClient, folder: Path
 ) -> None:

@@ -297,7 +297,6 @@ def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> Mo
     batch, accumulation = own_batch(args)
     checkpointing, recomputes = overlay.own_checkpointing, is_checkpointing(model)
     without_fsdp2 = why_no_fsdp2()
-    loss = type(getattr(trainer, "loss", None)).__name__
     return dataclasses.replace(
         facts_of(model, None),
         attn_implementations=(attention_of(config),),
@@ -319,7 +318,6 @@ def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> Mo
         samples=length(getattr(trainer, "train_dataset", None)),
         always_checkpoints=recomputes and (overlay.is_probing or not checkpointing),
         dataloader_num_workers=args.dataloader_num_workers,
-        in_batch_loss=loss if any(part in loss for part in _IN_BATCH_LOSSES) else None,
     )
 
 
@@ -355,19 +353,6 @@ def _samples_a_prompt(args: Any) -> int:
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     is_of_step = getattr(args, "generation_batch_size", None) == step
     return int(args.num_generations) if is_of_step and getattr(args, "num_generations", None) else 1
-
-
-# Losses of sentence-transformers for which the other samples of a batch are the negatives: another batch makes another
-# training.
-_IN_BATCH_LOSSES = (
-    "MultipleNegatives",
-    "MegaBatch",
-    "GIST",
-    "ContrastiveTension",
-    "BatchHard",
-    "BatchAll",
-    "BatchSemi",
-)
 
 
 def _precision(args: Any) -> Precision:
