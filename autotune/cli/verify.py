@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--same-loss",
     is_flag=True,
-    help="Compare instead the losses of a few steps with the baseline's: same seed, same samples, no dropout.",
+    help="Compare instead the first step with the baseline's: loss and gradients, same samples, no dropout.",
 )
 @click.option("--study", metavar="NAME", help="The study that FILE is an export of [default: the one that fits].")
 @table_options("verify")
@@ -131,16 +131,16 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.json_document import comparison_document
-    from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
+    from autotune.verify.loss import check_can_compare, compare_losses
 
     check_can_compare(target)
     name = target.report.study.name
-    with waiting("training the winner, then the baseline") as view:
+    with waiting("training the baseline, then the winner") as view:
         view.print_line(
-            f"training {target.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner "
-            "and of the baseline, without dropout …"
+            f"training {target.report.workload['model']} of the study {name} for one step of the winner and of the "
+            "baseline, without dropout …"
         )
-        comparison = compare_losses(target, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
+        comparison = compare_losses(target, log_folder(storage, name) / "same-loss")
     if as_json:
         print_json(encode(comparison_document(comparison)))
     elif comparison.is_same:

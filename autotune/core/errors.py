@@ -120,7 +120,7 @@ class PromiseMissedError(AutotuneError):
 
 
 class DifferentTrainingError(AutotuneError):
-    """The loss of the winner's first steps differs from that of the baseline's."""
+    """The winner's first step has another loss or other gradients than the baseline's."""
 
     exit_code = 12
 

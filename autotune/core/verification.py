@@ -1,4 +1,4 @@
-"""Describe what a fresh process trains to verify a result, and what it measures: a stock run, a loss curve.
+"""Describe what a fresh process trains to verify a result, and what it measures.
 
 Both are sent as JSON documents.
 """
@@ -81,16 +81,3 @@ class StockResult:
     loss_problem: str | None = None
     """What was wrong with the loss, such as that it was not finite."""
     evaluation_batch_size: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LossCurve:
-    """The loss and the gradient norm of each step of a short training, or how it failed."""
-
-    state: RunState
-    losses: tuple[float, ...] = ()
-    gradient_norms: tuple[float, ...] = ()
-    skipped: tuple[int, ...] = ()
-    """Number of updates that fp16's gradient scaler had skipped after each step."""
-    message: str | None = None
-    during: str | None = None

@@ -53,8 +53,11 @@ def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], 
     return (one, other) if batches[0] < batches[1] else (other, one)
 
 
-def as_looked_at(arm: Arm) -> Arm:
-    """Return an arm in float32 on one device and not compiled, so that what is left decides what is trained."""
+def as_looked_at(arm: Arm, *, as_measured: bool = False) -> Arm:
+    """Return an arm on one device; unless ``as_measured`` in float32 and not compiled, so that nothing but the training
+    is left."""
+    if as_measured:
+        return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
     return changed(plain, attn_implementation="sdpa") if arm.attn_implementation == FLASH_ATTENTION else plain
 
@@ -80,12 +83,13 @@ class Looker:
         is_unmodified: bool,
         is_own: bool,
         data_folder: str | None = None,
+        as_measured: bool = False,
     ) -> None:
         """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code."""
         self._ask, self._asked = ask, asked
         self._is_unmodified, self._is_own = is_unmodified, is_own
         one = dataclasses.replace(devices, uuids=devices.uuids[:1])
-        self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder)
+        self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder, as_measured=as_measured)
 
     def differences(self, winner: Candidate) -> Verdict:
         """Return how a winner's training differs from the one asked for; never raises for what a look meets."""
@@ -99,7 +103,8 @@ class Looker:
 
     def _verdict(self, winner: Candidate) -> Verdict:
         split, winners = small_splits(self._asked, winner)
-        arm, winners_arm = as_looked_at(self._asked.arm), as_looked_at(winner.arm)
+        is_measured = self._work.as_measured
+        arm, winners_arm = (as_looked_at(each.arm, as_measured=is_measured) for each in (self._asked, winner))
         levers = _levers_between(arm, winners_arm)
         if not levers and split == winners:
             return Verdict(Look())

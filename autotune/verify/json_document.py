@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autotune.core.look import Look
 from autotune.core.verification import RunState
 from autotune.verify.comparison import Verdict, slack
-from autotune.verify.loss import LossComparison
+from autotune.verify.loss import Comparison
 from autotune.verify.throughput import MEMORY_TOLERANCE, Verification, notes
 
 
@@ -100,16 +101,7 @@ class LossComparisonDocument:
     candidate: Any
     reference: Any
     """The baseline's settings with as many samples a step."""
-    steps: int
-    loss_difference: float | None
-    """Largest relative difference of a step's losses; ``None`` where one is not finite."""
-    loss_tolerance: float
-    gradient_norm_difference: float | None
-    gradient_norm_tolerance: float
-    accumulation_factor: float | None
-    losses: tuple[tuple[float, ...], tuple[float, ...]]
-    """Of each step, the candidate's and the reference's."""
-    gradient_norms: tuple[tuple[float, ...], tuple[float, ...]]
+    look: Look
     finding: str
 
 
@@ -176,21 +168,13 @@ def verification_document(verification: Verification) -> VerificationDocument:
     )
 
 
-def comparison_document(comparison: LossComparison) -> LossComparisonDocument:
+def comparison_document(comparison: Comparison) -> LossComparisonDocument:
     """Return a comparison of losses as ``--json`` prints it."""
-    ours, theirs = comparison.candidate_curve, comparison.reference_curve
     return LossComparisonDocument(
         same=comparison.is_same,
         candidate=comparison.candidate.parameters(),
         reference=comparison.reference.parameters(),
-        steps=comparison.steps,
-        loss_difference=_finite(comparison.loss_difference),
-        loss_tolerance=comparison.loss_tolerance,
-        gradient_norm_difference=_finite(comparison.gradient_difference),
-        gradient_norm_tolerance=comparison.gradient_tolerance,
-        accumulation_factor=comparison.accumulation_factor,
-        losses=(ours.losses, theirs.losses),
-        gradient_norms=(ours.gradient_norms, theirs.gradient_norms),
+        look=comparison.look,
         finding=comparison.sentence(),
     )
 

@@ -200,20 +200,16 @@ def test_a_search_verifies_at_its_end(tmp_path: Path) -> None:
     assert compared.code == 0, compared.stderr
     found = json.loads(compared.stdout)
     assert found["same"]
-    assert found["steps"] == 8
-    assert 0 <= found["loss_difference"] <= found["loss_tolerance"]
+    assert found["look"]["unknown"] is None
 
 
-def test_a_loss_that_nobody_divides_is_found(studied: Studied, doctored: Doctor, run: Run, tmp_path: Path) -> None:
-    """bert's head takes any keyword and ignores ``num_items_in_batch``: with it, accumulation multiplies the loss."""
+def test_a_loss_that_nobody_divides_is_divided(studied: Studied, doctored: Doctor, run: Run, tmp_path: Path) -> None:
+    """bert's head takes any keyword and ignores ``num_items_in_batch``: by itself, accumulation multiplies the loss."""
 
     def without_accumulation(candidate: dict[str, Any]) -> None:
         candidate |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
 
     storage = doctored("autotune_trials.candidate", without_accumulation)
     ran = run_process("verify", "tiny", "--same-loss", "--storage", storage, folder=tmp_path)
-    if ran.code == 0:
-        pytest.skip("this transformers divides")
-    assert ran.code == 12, ran.stderr
-    assert "0.5 times as large" in ran.stderr
-    assert "accepts_loss_kwargs = False" in ran.stderr
+    assert ran.code == 0, ran.stderr
+    assert "the same training" in ran.stdout

@@ -10,18 +10,18 @@ import pytest
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.device import Device
-from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
+from autotune.core.errors import PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.units import GIB
-from autotune.core.verification import LossCurve, PeakBytes, StockResult, Stretch
+from autotune.core.verification import PeakBytes, StockResult, Stretch
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict
-from autotune.verify.json_document import comparison_document, verification_document
-from autotune.verify.loss import LossComparison, reference_of
+from autotune.verify.json_document import verification_document
+from autotune.verify.loss import reference_of
 from autotune.verify.target import Target
 from autotune.verify.text import verification_lines
 from autotune.verify.throughput import Verification, notes, steps_of
@@ -287,76 +287,6 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, mon
     with pytest.raises(TrialServerError, match="no answer came within 1 s"):
         run_fresh("sleeps_for_long", {}, dict, Placement.of(cpu), tmp_path / "log", 1.0, offline=True)
     assert not list((tmp_path / "temporary").iterdir())
-
-
-# The same training
-
-FP32, BF16 = Candidate(Arm("fp32"), 8, 8), Candidate(Arm("bf16"), 32, 2)
-
-
-def comparison(candidate: Candidate, factor: float, norm_factor: float = 1.0, **changes: Any) -> LossComparison:
-    """Losses of three steps, the candidate's ``factor`` times as large."""
-    curve = LossCurve("completed", (2.0, 1.5, 1.0), (3.0, 2.0, 1.0), (0, 0, 0))
-    other = dataclasses.replace(
-        curve,
-        losses=tuple(loss * factor for loss in curve.losses),
-        gradient_norms=tuple(norm * norm_factor for norm in curve.gradient_norms),
-    )
-    return LossComparison(candidate, FP32, "float32", dataclasses.replace(other, **changes), curve)
-
-
-@pytest.mark.parametrize(
-    ("precision", "factor", "same"),
-    [
-        ("fp32", 1.00009, True),
-        ("fp32", 1.0002, False),
-        ("tf32", 1.0019, True),
-        ("tf32", 1.0021, False),
-        ("fp16", 1.0019, True),
-        ("bf16", 1.015, True),
-        ("bf16", 1.017, False),
-        ("bf16", math.nan, False),
-    ],
-)
-def test_losses_agree_within_their_precision(precision: Any, factor: float, same: bool) -> None:
-    found = comparison(Candidate(Arm(precision), 32, 2), factor)
-    assert found.is_same == same
-    assert comparison_document(found).same == same
-    if not same:
-        with pytest.raises(DifferentTrainingError, match="different training"):
-            found.check()
-
-
-def test_gradients_must_agree_too() -> None:
-    assert comparison(BF16, 1.0, 1.06).is_same
-    assert not comparison(BF16, 1.0, 1.07).is_same
-
-
-def test_coarse_weights_allow_more() -> None:
-    assert not comparison(Candidate(Arm("fp32"), 32, 2), 1.01).is_same
-    coarse = dataclasses.replace(comparison(Candidate(Arm("fp32"), 32, 2), 1.01), dtype="bfloat16")
-    assert coarse.is_same
-
-
-def test_a_loss_that_grows_with_accumulation_is_named() -> None:
-    found = comparison(BF16, 0.25, 0.25)
-    assert found.accumulation_factor == 0.25
-    assert "0.25 times as large" in found.sentence()
-    assert comparison(BF16, 0.3).accumulation_factor is None
-    # Such gradients make every later step another.
-    *losses, last = found.candidate_curve.losses
-    drifted = dataclasses.replace(
-        found, candidate_curve=dataclasses.replace(found.candidate_curve, losses=(*losses, last * 1.5))
-    )
-    assert drifted.accumulation_factor == 0.25
-
-
-def test_steps_after_one_that_was_left_out_are_not_compared() -> None:
-    """From then on the weights are one update behind."""
-    candidate = Candidate(Arm("fp16"), 32, 2)
-    found = comparison(candidate, 1.0, losses=(2.0, 1.5, 9.0), skipped=(0, 1, 1))
-    assert found.steps == 2
-    assert found.is_same
 
 
 def test_the_reference_is_the_baseline_at_as_many_samples() -> None:

@@ -8,8 +8,9 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.look import calm
 from autotune.worker.trial.losses import LossWatch, scaler_watch, skipped_steps
-from autotune.worker.verify.loss_curve import without_dropout
 
 
 class _Trainer:
@@ -98,10 +99,9 @@ def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> N
 
 @pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "vit-tiny", "llama-tiny"])
 def test_dropout_is_off_whatever_its_name(model: str) -> None:
-    """No module of the model that is built then drops anything."""
-    from autotune.worker.trial.build import build_model
-
-    built = build_model(without_dropout(tiny_workload(model)), "eager", torch.device("cpu"))
+    """No module of the model then drops anything in a look."""
+    built = build_model(tiny_workload(model), "eager", torch.device("cpu"))
+    calm(built)
     dropouts = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
     assert all(module.p == 0 for module in dropouts)
     drops = {key: value for key, value in built.config.to_dict().items() if "drop" in key and value}

@@ -36,6 +36,9 @@ from autotune.worker.trial.synthetic import synthetic_dataset
 # A gradient is projected in rows of so many numbers: the random directions are products of one along the rows and one
 # across them, so that few random numbers make many.
 _COLUMNS = 4096
+# Unit roundoffs: half the distance from 1 to the next number, with 24, 11, 11 and 8 significant bits.
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_MODEST_SCALE = 2.0**7
 
 
 @functools.cache
@@ -47,10 +50,10 @@ def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def gradient_of(tensor: torch.Tensor) -> Gradient:
-    """Return the norm and the random projections of a gradient."""
+def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
+    """Return the norm and the random projections of a gradient, which a gradient scaler multiplied by ``scale``."""
     tensor = tensor.detach()
-    flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1)
+    flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / scale
     columns = min(_COLUMNS, max(1, flat.numel()))
     rows = -(-flat.numel() // columns)
     signs, normal = _directions(rows, columns, flat.device)
@@ -103,18 +106,20 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         """Keep the gradients, once enough micro-steps have run."""
         if self._micro_steps < self._after:
             return
+        scaler = self._trainer.accelerator.scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         named = [(_plain(name), each) for name, each in kwargs["model"].named_parameters()]
         trained = {name: each for name, each in named if each.requires_grad}
         self._finish(
             FirstStep(
                 loss=float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
                 gradients={
-                    name: None if each.grad is None else gradient_of(each.grad) for name, each in trained.items()
+                    name: None if each.grad is None else gradient_of(each.grad, scale) for name, each in trained.items()
                 },
                 samples=self._samples,
                 micro_steps=len(self._losses),
                 weights=float(sum(each.detach().float().norm().double() for _, each in named)),
-                roundoff=max((_roundoff(each.dtype) for each in trained.values()), default=2.0**-24),
+                roundoff=max([_computed_with(self._trainer), *(_roundoff(each.dtype) for each in trained.values())]),
                 divides=getattr(self._trainer, "divides_by_accumulation", False),
                 has_same_samples=self.has_same_samples,
             )
@@ -128,6 +133,13 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
 def _plain(name: str) -> str:
     """Return a parameter's name without what compiled and wrapped modules add."""
     return re.sub(r"(^|\.)(_orig_mod|module)\.", r"\1", name)
+
+
+def _computed_with(trainer: Any) -> float:
+    """Return the unit roundoff of the precision that a Trainer multiplies in."""
+    if trainer.args.tf32:
+        return UNIT_ROUNDOFF["tf32"]
+    return UNIT_ROUNDOFF.get(trainer.accelerator.mixed_precision, UNIT_ROUNDOFF["fp32"])
 
 
 def _roundoff(dtype: torch.dtype) -> float:
@@ -159,6 +171,10 @@ def prepare_look(
     for callback in list(trainer.callback_handler.callbacks):
         if is_reporting(type(callback)):
             trainer.remove_callback(callback)
+    scaler = trainer.accelerator.scaler
+    if scaler is not None and scaler.is_enabled():
+        # From its usual 65,536 on, the first updates are skipped.
+        scaler.load_state_dict({**scaler.state_dict(), "scale": _MODEST_SCALE})
     has_same_samples = _cut_from_one_batch(trainer, samples, seed)
     if settings is not None:
         apply(trainer, **settings)
@@ -243,7 +259,8 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     """Look at the first step of each setting of a model by name, which is built anew for each."""
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
-    in_full_float32()
+    if not work.as_measured:
+        in_full_float32()
     try:
         return LookAnswer(tuple(_steps(workload, work, meter.device, output_dir)))
     except SettingUnavailableError as error:
@@ -279,7 +296,7 @@ def _steps(workload: Workload, work: LookWork, device: torch.device, output_dir:
             applied_settings(candidate.arm),
             seed=work.seed,
             noise=work.noise,
-            most_bytes=work.cap_bytes // 2,
+            most_bytes=0 if work.as_measured else work.cap_bytes // 2,
         )
         del model, trainer
         gc.collect()
