@@ -9,6 +9,7 @@ from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
 from autotune.cli.output import print_json, print_lines, terminal_columns
+from autotune.core.errors import NothingFitsError
 
 
 @click.command(cls=SectionedCommand, short_help="Predict what fits on a GPU, and its speed.")
@@ -49,12 +50,18 @@ def predict(
             predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
         if problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
             click.echo(f"autotune: what was predicted is not kept: {problem.message}", err=True)
-    if as_json:
-        print_json(predicted)
-        return
     from autotune.results.prediction_text import accuracy_lines, prediction_lines
     from autotune.results.prediction_view import gpu_view
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
+    # What is not predicted may fit.
+    fits = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)
+    if as_json:
+        print_json(predicted)
+        ctx.exit(0 if fits else NothingFitsError.exit_code)
     print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy, columns=terminal_columns()))
     click.echo("\n".join(accuracy_lines(gpus, options.get("optim") or ())), err=True)
+    if not fits:
+        raise NothingFitsError(
+            f"no batch of {options['model']} is predicted to fit", "give it more memory, or name a smaller model"
+        )

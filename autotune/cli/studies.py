@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from autotune.cli.options import service_of, table_options
-from autotune.cli.output import print_json, print_lines, print_table
+from autotune.cli.output import print_json, print_lines, terminal_columns
 
 
 @click.command()
@@ -39,6 +39,7 @@ def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as
 def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate
+    from autotune.results.cells import narrow_table_lines
     from autotune.results.report import winners_speeds
     from autotune.results.wording import state_of
     from autotune.store.location import shown_location
@@ -85,4 +86,5 @@ def studies(storage: str, as_json: bool) -> None:
         click.echo(f"There is no study in {shown_location(storage)} yet; autotune search makes one.", err=True)
         return
     head = ("study", "state", "device", "trials", "best", "samples/s", "started (UTC)")
-    print_table(head, rows, right=("trials", "samples/s"))
+    spare = ("device", "trials", "started (UTC)")
+    print_lines(narrow_table_lines(head, rows, terminal_columns(), spare, 0, right=("trials", "samples/s")))

@@ -84,21 +84,26 @@ def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], right: Colle
 
 
 def narrow_table_lines(
-    head: Sequence[str], rows: Sequence[Sequence[str]], columns: int | None, spare: Sequence[str], folds: int = 0
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    columns: int | None,
+    spare: Sequence[str],
+    folds: int = 0,
+    right: Collection[str] = (),
 ) -> list[str]:
     """Return ``table_lines`` of at most so many columns, as far as that can be.
 
     Where they would be wider, the cells headed as in ``spare`` are left out, one after the other. Then the words of the
     cells that stand at ``folds`` go on in further lines.
     """
-    lines = table_lines(head, rows)
+    lines = table_lines(head, rows, right)
     if columns is None:
         return lines
     for title in spare:
         if max(map(len, lines)) > columns and title in head:
             place = list(head).index(title)
             head, *rows = ([*row[:place], *row[place + 1 :]] for row in (head, *rows))
-            lines = table_lines(head, rows)
+            lines = table_lines(head, rows, right)
     excess = max(map(len, lines)) - columns
     width = max(len(row[folds]) for row in (head, *rows)) - excess
     if excess <= 0 or width < _LEAST_WIDTH:
@@ -108,4 +113,4 @@ def narrow_table_lines(
         begins, *goes_on = wrap(row[folds], width, subsequent_indent="  ", break_long_words=False) or [""]
         folded.append([*row[:folds], begins, *row[folds + 1 :]])
         folded += [[""] * folds + [words] + [""] * (len(row) - folds - 1) for words in goes_on]
-    return table_lines(head, folded)
+    return table_lines(head, folded, right)

@@ -194,7 +194,7 @@ def check_training_state_fits(request: SearchRequest, model: ModelFacts, context
     unit, name = (GIB, "GiB") if least_bytes >= GIB else (MIB, "MiB")
     needed = f"{math.ceil(least_bytes / unit * 100) / 100:g}"
     enough = f"--memory-limit {needed}{name}" if least_bytes <= free_bytes else f"a device with {needed} {name} free"
-    ways = [f"use more than {enough}, for the samples as well", "a smaller model"]
+    ways = [f"use {enough} at least, and more for the samples", "a smaller model"]
     if request.workload.dtype == "float32":
         ways.append("--dtype bfloat16")
     raise NothingFitsError(

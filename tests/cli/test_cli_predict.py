@@ -138,6 +138,13 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     assert offers["small"]["fits"]
 
 
+def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path) -> None:
+    tight = ("--model", "bert-tiny", "--effective-batch", "8", "--memory-limit", "840MiB", "--precision", "fp32")
+    for form in ((), ("--json",)):
+        done = run_process("predict", *tight, *form, folder=tmp_path)
+        assert (done.code, bool(done.stdout)) == (6, True), done.stderr
+
+
 def test_why_nothing_is_predicted_is_said(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     few = ("--seq-len", "64", "--effective-batch", "8", "--gpu", "rtx-4090", "--precision", "bf16", "--peft", "lora")

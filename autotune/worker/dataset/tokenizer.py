@@ -24,7 +24,9 @@ def load_tokenizer(name: str | None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
     except Exception as error:
-        raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", _NEXT_STEP) from error
+        is_elsewhere = isinstance(error, OSError) and name is not None and not os.path.isdir(name)
+        why = "none is on this machine, and the hub gave none" if is_elsewhere else first_line(error)
+        raise InvalidRequestError(f"there is no tokenizer in {name}: {why}", _NEXT_STEP) from error
     _make_pad(tokenizer, name)
     return tokenizer
 

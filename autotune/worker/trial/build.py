@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.workload import Workload
+from autotune.core.workload import TASKS, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.space.precision_names import HALF
 from autotune.training.errors import SettingUnavailableError
@@ -47,10 +48,14 @@ def model_class(workload: Workload) -> Any:
 
     Raises ``ValueError`` where transformers has no class for this task and model type.
     """
-    try:
-        return class_for_config(auto_class(workload), build_config(workload))
-    except KeyError as error:
-        raise ValueError(f"transformers has no {workload.task} model of type {workload.model_type!r}") from error
+    config, found = build_config(workload), {}
+    for task in (workload.task, *TASKS):
+        with contextlib.suppress(KeyError):
+            found[task] = class_for_config(auto_class(dataclasses.replace(workload, task=task)), config)
+        if workload.task in found:
+            return found[workload.task]
+    others = f", but {' and '.join(found)}" if found else ""
+    raise ValueError(f"transformers has no {workload.task} model of type {workload.model_type!r}{others}")
 
 
 def check_liger_knows(model_type: str) -> None:
