@@ -100,6 +100,8 @@ class CodeInterface:
     fixed: Fixed = Fixed()
     precisions: tuple[Precision, ...] = ()
     """Those that a placeholder says the script's names of; none where it says no names."""
+    casts_weights: bool = False
+    """Whether the weights of a script with placeholders have another dtype with another precision."""
     sample_tokens: int | None = None
     """Tokens of a sample, where a placeholder asks for a total of them."""
     steps: HowItSteps = HowItSteps()

@@ -129,10 +129,12 @@ class Workload:
     def describe_numerics(self) -> str:
         """Return ``describe_weights``, and what fp32 means beside weights in 16 bits.
 
-        An arm is named by its autocast, which says nothing about products of such weights.
+        An arm is named by its autocast, which says nothing about products of such weights. A script with a loop of its
+        own may make them of the precision that it is told.
         """
-        without = f"; fp32 below is without autocast, in {self.dtype}" if self.dtype != "float32" else ""
-        return self.describe_weights() + without
+        keeps_dtype = self.source is None or self.source.framework == "trainer"
+        is_half = self.dtype != "float32" and keeps_dtype
+        return self.describe_weights() + (f"; fp32 below is without autocast, in {self.dtype}" if is_half else "")
 
     def lora_arguments(self) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig``, as far as neither task nor model decides them."""

@@ -256,7 +256,7 @@ def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> l
 
 def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     several = _processes(export, form)
-    if form != "torchrun":
+    if form != "torchrun" and not (form == "cli" and export.template is not None):
         set_them = "start the training with {}={} in its environment"
         in_file = launch_variables(export.candidate.arm) if form == "accelerate" else {}
         several += [set_them.format(name, value) for name, value in export.variables.items() if name not in in_file]
@@ -492,7 +492,10 @@ def _flags(export: Export) -> list[str]:
     Of a script with placeholders it is the whole command line.
     """
     if export.template is not None:
-        return [shlex.join(["python", *fill_words(export.command, export.filling)])]
+        # Not before the command, so that $(…) takes them, too.
+        variables = [f"{name}={value}" for name, value in export.variables.items()]
+        words = [*(["env", *variables] if variables else []), "python", *fill_words(export.command, export.filling)]
+        return [shlex.join(words)]
     if export.source is None or export.framework == "trainer":
         kwargs = {"use_reentrant": False}
         left_out = [

@@ -250,10 +250,15 @@ def _own_batch_notes(report: Report) -> list[str]:
 
 
 def _objective_notes(report: Report) -> list[str]:
-    """Say that another per-device batch is another training, whatever the accumulation."""
-    if report.source is not None and (why := report.source.interface.batch_matters) is not None:
-        return [f"{why}: with another per-device batch it is another training, also at the same effective batch"]
-    return []
+    """Say that another per-device batch is another training, whatever the accumulation, or another precision is."""
+    if report.source is None:
+        return []
+    interface, lines = report.source.interface, []
+    if (why := interface.batch_matters) is not None:
+        lines.append(f"{why}: with another per-device batch it is another training, also at the same effective batch")
+    if interface.casts_weights:
+        lines.append("{precision} is the dtype of the weights here: in 16 bits they are trained without a float32 copy")
+    return lines
 
 
 def _reused(report: Report) -> list[str]:

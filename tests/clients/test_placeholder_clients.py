@@ -122,6 +122,9 @@ def test_the_training_ends_as_the_script_does(tmp_path: Path) -> None:
     searched = run(tmp_path, "search", *words, "t.py", "60")
     assert searched.returncode == 0, searched.stderr
     assert run(tmp_path, "export", "s", "--format", "env").stdout == "BATCH=16\n"
+    # As a shell takes it in $(…).
+    told = run(tmp_path, "export", "s", "--format", "cli")
+    assert (told.stdout, "BATCH" in told.stderr) == ("env BATCH=16 python t.py 60\n", False)
     trained = run(tmp_path, "run", "s")
     assert trained.returncode == 16, trained.stderr
     assert "set     BATCH=16" in trained.stderr

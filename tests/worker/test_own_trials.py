@@ -292,6 +292,16 @@ t.train()
     assert "is 3, asked was 2" in trial_server.trial(kept, Candidate(Arm(), 4, 2)).failed.message
 
 
+def test_the_line_of_a_configuration_file_that_says_the_batch_is_named(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    """As of tools that make the arguments of a file of their own."""
+    inline(folder, "trainer(per_device_train_batch_size=8).train()\n")
+    (folder / "lora.yml").write_text("micro_batch_size: 8\neval_batch_size: 8\nbatch_flattening: 80\n")
+    interface = trial_server.model(script("run.py", "lora.yml")).interface
+    assert (interface.made_from, interface.place) == ("file", "lora.yml (micro_batch_size: 8)")
+
+
 def test_what_one_compiles_by_its_backend_alone_is_known_and_can_be_left_uncompiled(
     trial_server: ServerClient, folder: Path
 ) -> None:

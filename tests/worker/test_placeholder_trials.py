@@ -35,6 +35,7 @@ p.add_argument("--compile", action="store_true")
 p.add_argument("--double", action="store_true", help="take twice the batch that was asked for, with accumulation")
 p.add_argument("--freeze", action="store_true")
 p.add_argument("--casts", action="store_true", help="each layer casts by itself")
+p.add_argument("--weights", action="store_true", help="weights have the dtype, without an autocast")
 p.add_argument("--multiple", type=int, default=1)
 args = p.parse_args()
 assert args.batch_size % args.multiple == 0
@@ -77,9 +78,11 @@ def loss_of(net, ids):
     return net(ids.reshape(-1) if args.shape == "flat" else ids).float().logsumexp(-1).mean()
 
 # With float32 as well: on a GPU such an autocast stays on. On a CPU, torch turns one off that is made with it.
-cast = torch.autocast("cpu", enabled=not args.casts)
+cast = torch.autocast("cpu", enabled=not args.casts and not args.weights)
 cast.fast_dtype = getattr(torch, args.dtype)
 net, other = Net(), Net()
+if args.weights:
+    net.to(getattr(torch, args.dtype))
 if args.freeze:
     net.requires_grad_(False)
     other.b.requires_grad_(False)
@@ -194,6 +197,8 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
         # By casts of the layers' own.
         ("-b {batch} --casts --dtype '{precision:bf16=bfloat16,fp32=float32}'", ["batch", "precision"],
          {"accumulation": 1}, (3, 1, "fp32")),
+        ("-b {batch} --weights --dtype '{precision:fp32=float32,bf16=bfloat16}'", ["batch", "precision"],
+         {"accumulation": 1}, (3, 1, "fp32")),
         ("-b {batch} --casts --dtype bfloat16", ["batch"], {"accumulation": 1}, (3, 1, "bf16")),
         # In the environment.
         ("BATCH={batch} loop.py", ["batch"], {"accumulation": 1}, (3, 1, "fp32")),
@@ -205,6 +210,7 @@ def test_what_is_obeyed_is_seen_in_any_loop(
     told, model = inspected(trial_server, options)
     assert (model.interface.searched, model.interface.fixed) == (tuple(searched), Fixed(**fixed))
     assert model.interface.compiles == ("--compile" in options)
+    assert model.interface.casts_weights == ("--weights" in options)
     assert own_batch(model) == own
     batch = 8 if "batch" in searched else fixed["batch"]
     accumulation = fixed.get("accumulation") or fixed.get("effective_batch", 2 * batch) // batch

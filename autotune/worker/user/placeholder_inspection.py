@@ -312,6 +312,7 @@ class _Inspecting:
                 tuple(what for what, can in takes.items() if can),
                 fixed=fixed,
                 precisions=self._template.precisions or (),
+                casts_weights="precision" in names and one.weights_dtype != two.weights_dtype,
                 sample_tokens=self._sample_tokens,
                 steps=how,
                 compiles=one.compiles or two.compiles,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -133,15 +135,11 @@ class Overlay(TrainerFields):
         self.watch_arguments(TrainingArguments)
         before(Trainer, "__init__", self._take_arguments)
 
-    def take_arguments(self, arguments: Any) -> None:
-        """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
-        super().take_arguments(arguments)
+    def put_again(self, arguments: Any) -> None:
+        """Set the fields and what keeps a trial quiet, which may be set by ``set_push_to_hub``, and what is run."""
+        super().put_again(arguments)
         # In arguments that are made, nobody is reported to by an empty list.
         _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
-
-    def put_again(self, arguments: Any) -> None:
-        """Set the fields, and as many accumulation steps as are run."""
-        super().put_again(arguments)
         self._shorten(arguments)
 
     def put(self, arguments: Any) -> None:
@@ -156,7 +154,7 @@ class Overlay(TrainerFields):
             self.why_batch_matters = (
                 f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
             )
-        self.made_from, self.place = _origin()
+        self.made_from, self.place = _origin(given[0])
         if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.
             self.refuse(
@@ -217,8 +215,8 @@ def probe(batch: int, accumulation: int) -> Document:
     return dict(zip(BATCH, pair, strict=True))
 
 
-def _origin() -> tuple[MadeFrom, str | None]:
-    """Return where the arguments that are being made come from, as the call stack shows."""
+def _origin(batch: int) -> tuple[MadeFrom, str | None]:
+    """Return where the arguments that are being made come from, as the call stack and the command line show."""
     lines = list(lines_above())
     for frame, _ in lines:
         function, module = frame.f_code.co_name, module_of(frame)
@@ -228,8 +226,22 @@ def _origin() -> tuple[MadeFrom, str | None]:
             if function in ("parse_json_file", "parse_yaml_file"):
                 given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
                 return "file", os.path.basename(os.fsdecode(given)) if given else ""
-    place = users_line(lines)
-    return ("flags" if place is None else "code"), place
+    if (place := users_line(lines)) is None:
+        return "flags", None
+    said = _lines_that_say(batch)
+    return ("file", said[0]) if len(said) == 1 else ("code", place)
+
+
+def _lines_that_say(batch: int) -> list[str]:
+    """List what says a batch in the configuration files of the command line: ``lora.yml (micro_batch_size: 8)``."""
+    said = re.compile(rf"""^[\s{{,]*["']?(\w*batch\w*["']?\s*[:=]\s*{batch})\b""", re.IGNORECASE | re.MULTILINE)
+    found = []
+    for path in (word.rpartition("=")[2] for word in sys.argv[1:]):
+        if path.endswith((".yaml", ".yml", ".json", ".toml")) and os.path.isfile(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                lines = said.findall(file.read())
+            found += [f"{os.path.basename(path)} ({line})" for line in lines if "eval" not in line.lower()]
+    return found
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:

@@ -89,11 +89,7 @@ class TrainerFields:
     def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
         for given in (*words, *options.values()):
             if is_arguments(given):
-                self.take_arguments(given)
-
-    def take_arguments(self, arguments: Any) -> None:
-        """Set the fields of arguments of which a ``Trainer`` is being made."""
-        self.put_again(arguments)
+                self.put_again(given)
 
     def _note_change(self, arguments: Any, name: str, value: Any) -> None:
         """Record where fields are set after the arguments were made."""
