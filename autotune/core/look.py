@@ -57,6 +57,9 @@ class FirstStep:
     """The sum of the norms of all weights, by which two steps are seen to begin from the same ones."""
     roundoff: float = _ROUNDOFF
     """Unit roundoff of the weights' type: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
+    batch: float | None = None
+    """The sum of all numbers that the model was given, by which two steps are seen to have the same samples; ``None``
+    where that is known otherwise."""
     divides: bool = False
     """Whether ``autotune.training`` had the Trainer divide the loss by the accumulation, since nobody would."""
     has_same_samples: bool = True

@@ -112,6 +112,12 @@ class Looker:
         asked, found = self._steps(own, [own, Candidate(winners_arm, *winners)])
         if asked.weights != found.weights:
             raise _UnknownError("its weights are other ones each time it is run; set a seed before the model is made")
+        if (
+            asked.batch is not None
+            and found.batch is not None
+            and not math.isclose(asked.batch, found.batch, rel_tol=1e-9)
+        ):
+            raise _UnknownError("another batch has other samples, or pads and masks them otherwise")
         whole = difference(asked, found)
         if whole is None:
             return Verdict(Look())
@@ -171,7 +177,7 @@ def looker_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -
         server.placement.rank_devices,
         cap_bytes=prepared.ceiling.cap_bytes,
         seed=request.seed,
-        is_unmodified=source is not None and prepared.model.own is not None,
+        is_unmodified=source is not None and source.framework == "trainer" and prepared.model.own is not None,
         is_own=source is not None,
         data_folder=str(server.data_folder) if server.data_folder else None,
     )

@@ -7,7 +7,7 @@ import pytest
 from server_client import ServerClient
 from tiny import AMPLE_BYTES, tiny_workload
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.schema import decode
@@ -139,3 +139,44 @@ def test_a_random_loss_is_not_judged(trial_server: ServerClient, own: Any) -> No
     look = looker(trial_server, own("random"), Candidate(PLAIN, 8, 1)).differences(Candidate(PLAIN, 2, 4)).look
     assert look.unknown is not None
     assert "other gradients each time" in look.unknown
+
+
+LOOP = """
+import sys, torch
+from torch.nn.functional import cross_entropy
+from accelerate import Accelerator
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(16, 8), torch.nn.Dropout(0.5)
+    def forward(self, points):
+        return self.drop(self.layer(points))
+accelerator = Accelerator()
+torch.manual_seed(1)
+model, points = Encoder(), torch.randn(256, 2, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(points, batch_size=8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for _ in range(9):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            one, other = model(batch).unbind(1)
+            if "negatives" in sys.argv:
+                loss = cross_entropy(one @ other.T, torch.arange(len(one)))
+            else:
+                loss = (one - other).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("case", ["negatives", "distances"])
+def test_a_loop_on_accelerate_is_looked_at(trial_server: ServerClient, folder: Path, case: str) -> None:
+    (folder / "loop.py").write_text(LOOP)
+    workload, _ = trial_server.prepared(Workload.of_source(find_script(("loop.py", case))))
+    own = Arm(optim=OWN_OPTIM)
+    look = looker(trial_server, workload, Candidate(own, 8, 1), is_unmodified=False)
+    found = look.differences(Candidate(own, 2, 4)).look
+    assert found.unknown is None
+    assert bool(found.differs) is (case == "negatives")

@@ -6,10 +6,11 @@ dropout, and see micro-batches that are cut from one batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +80,32 @@ def _calm_config(config: Any, depth: int = 0) -> None:
             _calm_config(value, depth + 1)
 
 
+def step_of(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    loss: float,
+    samples: int,
+    micro_steps: int,
+    *,
+    scale: float = 1.0,
+    roundoff: float = UNIT_ROUNDOFF["fp32"],
+    batch: float | None = None,
+) -> FirstStep:
+    """Return what a step is given to do, from the gradients that parameters have before it."""
+    named = [(_plain(name), each) for name, each in parameters]
+    trained = {name: each for name, each in named if each.requires_grad}
+    return FirstStep(
+        loss=loss,
+        gradients={
+            name: None if each.grad is None else gradient_of(each.grad, scale) for name, each in trained.items()
+        },
+        samples=samples,
+        micro_steps=micro_steps,
+        weights=float(sum(each.detach().float().norm().double() for _, each in named)),
+        roundoff=max([roundoff, *(_roundoff(each.dtype) for each in trained.values())]),
+        batch=batch,
+    )
+
+
 class _EndedError(BaseException):
     """Ends a training whose first step was seen; no handler of the Trainer takes it."""
 
@@ -108,22 +135,16 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
             return
         scaler = self._trainer.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-        named = [(_plain(name), each) for name, each in kwargs["model"].named_parameters()]
-        trained = {name: each for name, each in named if each.requires_grad}
-        self._finish(
-            FirstStep(
-                loss=float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
-                gradients={
-                    name: None if each.grad is None else gradient_of(each.grad, scale) for name, each in trained.items()
-                },
-                samples=self._samples,
-                micro_steps=len(self._losses),
-                weights=float(sum(each.detach().float().norm().double() for _, each in named)),
-                roundoff=max([_computed_with(self._trainer), *(_roundoff(each.dtype) for each in trained.values())]),
-                divides=getattr(self._trainer, "divides_by_accumulation", False),
-                has_same_samples=self.has_same_samples,
-            )
+        step = step_of(
+            kwargs["model"].named_parameters(),
+            float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
+            self._samples,
+            len(self._losses),
+            scale=scale,
+            roundoff=_computed_with(self._trainer),
         )
+        divides = getattr(self._trainer, "divides_by_accumulation", False)
+        self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have nothing logged, evaluated or saved."""

@@ -22,6 +22,7 @@ from autotune.worker.user import (
     trainer_trial,
 )
 from autotune.worker.user.inspection import Code
+from autotune.worker.user.loop_look import look_at_loop
 from autotune.worker.user.loop_trial import ScriptTrial
 from autotune.worker.user.own_trial import OwnTrial
 
@@ -62,8 +63,10 @@ def run_own(
         leave(0)
 
     if isinstance(work, LookWork):
+        if source.framework == "placeholders":
+            finish_look(LookAnswer(problem="a script with placeholders trains in processes of its own"))
         if source.framework != "trainer":
-            finish_look(LookAnswer(problem="the first steps of two settings are compared for a Trainer alone"))
+            look_at_loop(_TRIALS.get(source.framework, ScriptTrial), workload, work, scratch, finish_look, ranks)
         trainer_look.TrainerLook(workload, work, scratch, finish_look, ranks).run_and_end()
     if isinstance(work, TrialWork):
         kind = _TRIALS.get(source.framework, ScriptTrial)
