@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import import_utils
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.look import difference
 from autotune.space.levers import EXPERTS
 from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
@@ -35,6 +36,7 @@ from autotune.training.checkpointing import checkpoint_layers
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, evaluate_in_their_memory
 from autotune.training.loss import linear_cross_entropy
 from autotune.training.sparse import positions_to_compute, with_positions
+from autotune.worker.trial.look import first_step
 
 VOCABULARY = 200
 
@@ -132,6 +134,23 @@ class TestGraphs:
         # Each graph's micro-step ran twice, for comparison.
         assert len(ran) == 8 * accumulation + (1 if accumulation == 1 else 2)
         assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
+
+    def test_a_look_sees_the_step_that_is_replayed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps: list[GraphedSteps] = []
+
+        def use(trainer: Any) -> None:
+            """As on a GPU, where no device is asked for."""
+            trainer.training_step = GraphedSteps(trainer)
+            steps.append(trainer.training_step)
+
+        monkeypatch.setattr("autotune.training.use_cuda_graphs", use)
+        split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        asked, replayed = (
+            first_step(trainer_of(classifier(), samples(classes=True), tmp_path, **split), 4, settings)
+            for settings in ({}, {"cuda_graphs": True})
+        )
+        assert steps[0].replays == 2
+        assert difference(asked, replayed) is None
 
     def test_batches_of_several_lengths_share_their_gradients(self, tmp_path: Path) -> None:
         data = [row for length in (16, 8) * 16 for row in samples(length, classes=True)[:4]] * 4

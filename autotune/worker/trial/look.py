@@ -40,6 +40,8 @@ _COLUMNS = 4096
 # Unit roundoffs: half the distance from 1 to the next number, with 24, 11, 11 and 8 significant bits.
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _MODEST_SCALE = 2.0**7
+# Times the micro-steps after which graphs are captured that are waited for them; then they are not captured. A choice.
+_MOST_WARMUPS = 3
 
 
 @functools.cache
@@ -113,9 +115,11 @@ class _EndedError(BaseException):
 class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
     """Hands what the first optimizer step was given to do to ``finish``, and does not let it happen."""
 
-    def __init__(self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, *, after: int) -> None:
+    def __init__(self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, graphs: Any = None) -> None:
         self._trainer, self._finish, self._samples = trainer, finish, samples
-        self._after = after
+        # Captured after some micro-steps; the step that replays them is looked at.
+        self._graphs = graphs
+        self._replayed_before = 0
         self._losses: list[torch.Tensor] = []
         self._micro_steps = 0
         self.has_same_samples = True
@@ -128,10 +132,13 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Forget the losses of the step before."""
         self._losses.clear()
+        self._replayed_before = self._graphs.replays if self._graphs is not None else 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the gradients, once enough micro-steps have run."""
-        if self._micro_steps < self._after:
+        """Keep the gradients; those of graphs once they are replayed."""
+        steps = len(self._losses)
+        waits = self._graphs is not None and self._micro_steps < _MOST_WARMUPS * (EAGER_MICRO_STEPS + steps)
+        if waits and self._graphs.replays - self._replayed_before < steps:
             return
         scaler = self._trainer.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
@@ -199,9 +206,8 @@ def prepare_look(
     has_same_samples = _cut_from_one_batch(trainer, samples, seed)
     if settings is not None:
         apply(trainer, **settings)
-    # A graph is captured after some micro-steps, and the step that replays it is looked at.
-    after = EAGER_MICRO_STEPS + 1 if settings and settings.get("cuda_graphs") else 0
-    watch = FirstStepWatch(trainer, finish, samples, after=after)
+    graphs = trainer.training_step if settings and settings.get("cuda_graphs") else None
+    watch = FirstStepWatch(trainer, finish, samples, graphs)
     watch.has_same_samples = has_same_samples
     on_each_micro_step(trainer, watch.take)
     trainer.add_callback(watch)
