@@ -105,10 +105,7 @@ class NvmlSession:
 
     def _instances(self, handle: Any) -> list[Device] | None:
         """Return the MIG instances of a GPU; ``None`` where MIG is off. The binding of 2017 cannot list them."""
-        name = "nvmlDeviceGetMigMode"
-        mode = self._optional(name, handle) or _call_for_two_numbers(
-            self._optional("_nvmlGetFunctionPointer", name), handle
-        )
+        mode = self._two_numbers("nvmlDeviceGetMigMode", handle)
         # The first is the mode now, the second that after the next reset.
         if mode is None or not mode[0]:
             return None
@@ -294,11 +291,8 @@ class NvmlSession:
 
     def _capability(self, handle: Any) -> tuple[int, int] | None:
         """Return the CUDA compute capability; for a MIG instance that of its GPU."""
-        name = "nvmlDeviceGetCudaComputeCapability"
-        function = self._optional("_nvmlGetFunctionPointer", name)
-        numbers = self._optional(name, handle) or _call_for_two_numbers(function, handle)
-        if numbers is not None:
-            return int(numbers[0]), int(numbers[1])
+        if (numbers := self._two_numbers("nvmlDeviceGetCudaComputeCapability", handle)) is not None:
+            return numbers
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
@@ -329,6 +323,18 @@ class NvmlSession:
             name = self._optional("nvmlSystemGetProcessName", pid)
             processes.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
         return tuple(processes)
+
+    def _two_numbers(self, name: str, handle: Any) -> tuple[int, int] | None:
+        """Return the two results of a function, which the binding of 2017 does not wrap; ``None`` where it has none."""
+        if (found := self._optional(name, handle)) is not None:
+            return int(found[0]), int(found[1])
+        import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
+
+        first, second = ctypes.c_int(), ctypes.c_int()
+        function = self._optional("_nvmlGetFunctionPointer", name)
+        if function is None or function(handle, ctypes.byref(first), ctypes.byref(second)) != 0:
+            return None
+        return first.value, second.value
 
     def _optional(self, name: str, *arguments: Any) -> Any:
         """Call a function of the binding; return ``None`` where binding, driver or device do not support it."""
@@ -453,16 +459,6 @@ def _code(error: Exception) -> int | None:
 
 
 # The rest of this file is for the differences between nvidia-ml-py and nvidia-ml-py3 of 2017.
-
-
-def _call_for_two_numbers(function: Any, handle: Any) -> tuple[int, int] | None:
-    """Call a library function that the older binding does not wrap, and return its two results."""
-    import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
-
-    first, second = ctypes.c_int(), ctypes.c_int()
-    if function is None or function(handle, ctypes.byref(first), ctypes.byref(second)) != 0:
-        return None
-    return first.value, second.value
 
 
 def _text(value: str | bytes) -> str:
