@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from autotune.training.batches import pad_to_multiples
 from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
-from autotune.training.division import divide_by_accumulation
+from autotune.training.division import divide_by_accumulation, withdraw_division
 from autotune.training.during import leave_out_cudnn_attention
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
@@ -65,6 +65,7 @@ def apply(
 
     Whatever the settings, a loss is divided by the accumulation, see ``autotune.training.division``.
     """
+    withdraw_division(trainer)
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
     if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")

@@ -24,9 +24,16 @@ def divide_by_accumulation(trainer: Trainer) -> None:
         trainer.args.gradient_accumulation_steps > 1,
     )
     own = trainer.__dict__.get("compute_loss")
-    if not (accepts and accumulates) or isinstance(own, _FirstLoss):
+    if not (accepts and accumulates):
         return
     trainer.compute_loss = _FirstLoss(trainer, own)
+
+
+def withdraw_division(trainer: Trainer) -> None:
+    """Take back what ``divide_by_accumulation`` did to a ``Trainer`` that has not trained since."""
+    waiting = trainer.__dict__.get("compute_loss")
+    if isinstance(waiting, _FirstLoss):
+        waiting.withdraw()
 
 
 class _FirstLoss:
@@ -36,15 +43,19 @@ class _FirstLoss:
         self._trainer, self._own = trainer, own
         self._compute = trainer.compute_loss
 
+    def withdraw(self) -> None:
+        """Give the Trainer its own function back."""
+        if self._own is None:
+            del self._trainer.compute_loss
+        else:
+            self._trainer.compute_loss = self._own
+
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """Return the loss, computed with a number of items that the graph of the loss tells of."""
         trainer = self._trainer
         if num_items_in_batch is None or not torch.is_grad_enabled():
             return self._compute(*args, num_items_in_batch=num_items_in_batch, **kwargs)
-        if self._own is None:
-            del trainer.compute_loss
-        else:
-            trainer.compute_loss = self._own
+        self.withdraw()
         items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=trainer.args.device).detach().clone()
         items.requires_grad_()
         with torch.compiler.set_stance("force_eager"):

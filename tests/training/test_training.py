@@ -569,6 +569,14 @@ class TestDivision:
         assert torch.allclose(weights, whole[1], atol=1e-4)
         assert trainer.model_accepts_loss_kwargs is False
 
+    def test_settings_may_be_applied_one_after_the_other(self, tmp_path: Path) -> None:
+        """What looks at the first loss is no ``compute_loss`` of the user's own."""
+        trainer = trainer_of(language_model(), samples(), tmp_path, gradient_accumulation_steps=2)
+        for settings in ({}, {"fused_loss": True}, {"length_multiple": 8}):
+            apply(trainer, **settings)
+        train(trainer)
+        assert "compute_loss" not in vars(trainer)
+
     def test_a_loss_that_the_model_divides_stays(self, tmp_path: Path) -> None:
         split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
         stock = train(trainer_of(language_model(), samples(), tmp_path, **split))
