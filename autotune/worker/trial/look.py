@@ -103,7 +103,7 @@ def step_of(
         samples=samples,
         micro_steps=micro_steps,
         weights=float(sum(each.detach().float().norm().double() for _, each in named)),
-        roundoff=max([roundoff, *(_roundoff(each.dtype) for each in trained.values())]),
+        roundoff=max([roundoff, *(_roundoff(each.dtype) for _, each in named)]),
         batch=batch,
     )
 
@@ -171,7 +171,8 @@ def _computed_with(trainer: Any) -> float:
 
 
 def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-24
+    # Quantized weights are multiplied in 16 bits.
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else UNIT_ROUNDOFF["bf16"]
 
 
 def prepare_look(
@@ -300,7 +301,11 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
 
 def in_full_float32() -> None:
     """Have float32 mean float32 in the rest of this process: by default convolutions on a GPU round to TF32."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # Since torch 2.9; afterwards the settings of before cannot be read.
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "ieee"
+    else:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _steps(workload: Workload, work: LookWork, device: torch.device, output_dir: str) -> Iterator[FirstStep]:
