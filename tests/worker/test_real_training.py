@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from server_client import ServerClient
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
@@ -25,9 +26,9 @@ FIELDS = ("activation_checkpointing",)
 
 def run(training: RealTraining, folder: Path) -> subprocess.CompletedProcess[str]:
     """Train with it, as ``autotune run`` starts it."""
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "autotune.worker.user.real_training"],
-        env={**os.environ, VARIABLE: json.dumps(encode(training)), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, VARIABLE: json.dumps(encode(training))},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -95,9 +96,10 @@ def test_a_loop_trains_as_many_samples_as_by_itself(trial_server: ServerClient, 
     source = inspected(trial_server)
     assert source.interface.flags == {"batch": "--per_device_train_batch_size", "accumulation": "--accum"}
     winner = Candidate(Arm("bf16", optim=OWN_OPTIM), 32, 1)
-    by_itself = subprocess.run([sys.executable, *LOOP[1:]], capture_output=True, text=True, check=True, timeout=280)
-    assert by_itself.stdout == "updates 16, samples 512, last lr 0.00e+00, no\n"
-    ran = run(RealTraining("s", source, winner, {}), folder)
+    assert warm.output_of(LOOP[1]) == "updates 16, samples 512, last lr 0.00e+00, no\n"
+    with warm.cold():
+        # Its libraries are changed as it imports them.
+        ran = run(RealTraining("s", source, winner, {}), folder)
     assert ran.stdout == "updates 16, samples 512, last lr 0.00e+00, bf16\n", ran.stderr
 
 
