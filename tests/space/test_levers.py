@@ -23,6 +23,7 @@ from autotune.space.levers import (
     never_slower,
     prediction_class,
     why_unpredictable,
+    with_lever,
     without,
 )
 
@@ -52,6 +53,15 @@ class TestTable:
         others = [value for value in row.values if value != FIELDS[row.name].default]
         whole = {row.part_of: True} if row.part_of == "torch_compile" else {}
         assert all(Arm(**whole, **{row.name: value}).describe() != Arm(**whole).describe() for value in others)
+
+    def test_rows_are_filled_to_another_multiple_than_lengths_are_padded_to(self) -> None:
+        few = with_lever(Arm("bf16"), "length_multiple", {"length_multiple"}, (128, 2048))
+        rows = with_lever(few, "padding_free", {"length_multiple"}, (128, 2048))
+        assert (few.length_multiple, rows.length_multiple, rows.padding_free) == (128, 2048, True)
+        captured = with_lever(changed(rows, cuda_graphs=True), "regional_compilation", ())
+        assert captured.torch_compile
+        assert excluding(captured) is None
+        assert "length_multiple" in str(excluding(changed(captured, length_multiple=None)))
 
     def test_what_does_not_go_together_is_said(self) -> None:
         assert excluding(Arm("bf16", True, cuda_graphs=True)) == "cuda_graphs does not go with gradient_checkpointing"

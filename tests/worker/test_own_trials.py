@@ -1,5 +1,6 @@
 """Test trials of the user's own Trainers and scripts on the CPU, each in its own process."""
 
+import dataclasses
 import json
 import math
 import os
@@ -643,6 +644,9 @@ def test_a_trainer_of_texts_is_looked_at_for_its_levers(trial_server: ServerClie
     measured = trial_server.trial(workload, Candidate(levers, 4, 2)).completed.measurement
     assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
     assert (measured.run_steps, measured.run_epochs, measured.run_shapes) == (24, 3.0, 2), "16 and 32 tokens"
+    rows = dataclasses.replace(levers, length_multiple=32, padding_free=True)
+    measured = trial_server.trial(workload, Candidate(rows, 4, 2)).completed.measurement
+    assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
 
 
 def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(trial_server: ServerClient, folder: Path) -> None:
