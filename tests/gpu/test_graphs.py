@@ -82,3 +82,64 @@ def test_an_evaluation_gets_the_memory_of_graphs(tmp_path: Path) -> None:
     assert len(limited) >= 2
     assert replays[1] > replays[0] > 0
     assert all("eval_loss" in entry for entry in trainer.state.log_history if "eval_runtime" in entry)
+
+
+LENGTHS = {
+    "few lengths": ({"length_multiple": 64}, 3),
+    "few lengths, compiled": ({"length_multiple": 64, "regional_compilation": True}, 3),
+    "rows": ({"padding_free": True, "length_multiple": 256, "fused_loss": True}, 8),
+    "rows, compiled": (
+        {"padding_free": True, "length_multiple": 256, "fused_loss": True, "regional_compilation": True},
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize(("levers", "shapes"), LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_texts_of_different_lengths_train_in_graphs_as_they_do_padded(
+    accumulation: int, levers: dict[str, Any], shapes: int, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from autotune.training import apply
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 193, (1024,), generator=generator).tolist()
+    data = [{"input_ids": torch.randint(5, 1000, (tokens,), generator=generator)} for tokens in lengths]
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        def stack(fill: int, values: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+
+        ids = [row["input_ids"] for row in rows]
+        mask = stack(0, [torch.ones_like(each) for each in ids])
+        return {"input_ids": stack(0, ids), "labels": stack(-100, ids), "attention_mask": mask}
+
+    def train(**settings: Any) -> tuple[list[float], list[float], Any]:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "qwen2", hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=256, vocab_size=1000,
+        )  # fmt: skip
+        compiled = {"torch_compile": True} if settings.get("regional_compilation") else {}
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=accumulation,
+            max_steps=60 // accumulation, eval_strategy="steps", eval_steps=10, logging_steps=1, report_to="none",
+            save_strategy="no", disable_tqdm=True, bf16=True, remove_unused_columns=False, **compiled,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+        trainer: Any = Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data[:32], data_collator=collate
+        )
+        apply(trainer, **settings).train()
+        logged = trainer.state.log_history
+        return [e["loss"] for e in logged if "loss" in e], [e["eval_loss"] for e in logged if "eval_loss" in e], trainer
+
+    losses, evaluated, _ = train()
+    again, evaluated_again, trainer = train(**levers, cuda_graphs=True)
+    assert again == pytest.approx(losses, rel=2e-2)
+    assert evaluated_again == pytest.approx(evaluated, rel=2e-2)
+    captured = [shape for shape in trainer.training_step._shapes.values() if shape.writing or shape.adding]
+    assert 1 < len(captured) <= shapes
+    assert trainer.training_step.replays > 10
