@@ -126,3 +126,12 @@ def test_a_script_that_was_changed_since_is_not_trained_with_its_own_batch(
     ended = run(RealTraining("s", workload.source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}), folder)
     assert (ended.returncode, ended.stdout) == (10, ""), ended.stderr
     assert "makes no training DataLoader at no_trainer.py:" in ended.stderr
+
+
+@pytest.mark.parametrize("text", ["print('no training')", "import sys; sys.exit(0)"])
+def test_a_script_that_trained_nothing_has_not_trained_with_the_winner(tmp_path: Path, text: str) -> None:
+    (tmp_path / "idle.py").write_text(text)
+    source = find_script(["python", str(tmp_path / "idle.py")])
+    ended = run(RealTraining("s", source, Candidate(Arm(), 8), {}), tmp_path)
+    assert ended.returncode == 10, ended.stderr
+    assert "idle.py ended without a step that could be looked at" in ended.stderr

@@ -42,8 +42,8 @@ def main() -> None:
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
     kind = {"trainer": TrainerRun, "placeholders": Run}.get(source.framework, LoopRun)
+    run = kind(training)
     try:
-        run = kind(training)
         run.install()
         if source.kind == "build":
             load_function(source)(dict(training.arguments)).train()
@@ -52,6 +52,10 @@ def main() -> None:
         else:
             run_as_main(source, source.argv)
         run.end()
+    except SystemExit as error:
+        if error.code in (None, 0):
+            run.end()
+        raise
     finally:
         if training.folder:
             shutil.rmtree(training.folder, ignore_errors=True)
