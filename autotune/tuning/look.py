@@ -40,11 +40,10 @@ class Verdict:
 def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return batch and accumulation of the two at which they are looked at, with as many samples in both.
 
-    Which is larger stays, and whether both accumulate. Settings with other effective batches are compared at the
-    winner's.
+    Which batch is larger stays, and whether both accumulate.
     """
     batches = asked.per_device_train_batch_size, winner.per_device_train_batch_size
-    if batches[0] == batches[1] or asked.samples_per_step != winner.samples_per_step:
+    if batches[0] == batches[1]:
         split = min(_SMALL, batches[1]), min(2, winner.gradient_accumulation_steps)
         return split, split
     small = min(_SMALL, *batches)
@@ -84,10 +83,11 @@ class Looker:
         is_own: bool,
         data_folder: str | None = None,
         as_measured: bool = False,
+        is_batch_free: bool = False,
     ) -> None:
         """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code."""
         self._ask, self._asked = ask, asked
-        self._is_unmodified, self._is_own = is_unmodified, is_own
+        self._is_unmodified, self._is_own, self._is_batch_free = is_unmodified, is_own, is_batch_free
         one = dataclasses.replace(devices, uuids=devices.uuids[:1])
         self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder, as_measured=as_measured)
 
@@ -103,6 +103,9 @@ class Looker:
 
     def _verdict(self, winner: Candidate) -> Verdict:
         split, winners = small_splits(self._asked, winner)
+        if self._is_batch_free:
+            # Another batch was asked for.
+            split = winners
         is_measured = self._work.as_measured
         arm, winners_arm = (as_looked_at(each.arm, as_measured=is_measured) for each in (self._asked, winner))
         levers = _levers_between(arm, winners_arm)
@@ -134,7 +137,7 @@ class Looker:
         if of_split is not None:
             undivided = _undivided(of_split, own, tried[-1], divides=found.divides)
             told = undivided or f"cut down to {_pair(tried[-1])} for {_pair(own)}, it {of_split.words}"
-            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked)}: {told}")
+            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked, winner)}: {told}")
             cure = _DIVIDE if undivided else self._keeps()
         if not guilty and of_split is None:
             differs.append(
@@ -177,14 +180,19 @@ def looker_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -
         server.placement.rank_devices,
         cap_bytes=prepared.ceiling.cap_bytes,
         seed=request.seed,
+        is_batch_free=request.effective_batch is None,
         is_unmodified=source is not None and source.framework == "trainer" and prepared.model.own is not None,
         is_own=source is not None,
         data_folder=str(server.data_folder) if server.data_folder else None,
     )
 
 
-def _pair(candidate: Candidate) -> str:
-    return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
+def _pair(candidate: Candidate, like: Candidate | None = None) -> str:
+    """Return batch and accumulation; with as many samples a step as another where that goes."""
+    batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
+    if like is not None and like.per_device_train_batch_size * like.gradient_accumulation_steps % batch == 0:
+        accumulation = like.per_device_train_batch_size * like.gradient_accumulation_steps // batch
+    return f"{batch} × {accumulation}"
 
 
 def _undivided(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:

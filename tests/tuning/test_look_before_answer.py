@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from recorded import job_of
 from searching import H200, RecordingObserver, Run, new_store, prepared
 from test_anytime import Gpu, prepared_with_levers
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement
@@ -87,6 +88,20 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     assert run.study.look is not None
     assert run.study.look.differs == ()
     assert any("was not looked at: its weights are other ones each time" in line for line in lines)
+
+
+def test_a_batch_that_may_be_any_is_not_compared() -> None:
+    asked: list[LookWork] = []
+
+    def ask(work: LookWork) -> LookAnswer:
+        asked.append(work)
+        return LookAnswer((AS_ASKED,) * len(work.candidates))
+
+    devices = Placement.of(H200).rank_devices
+    options: Any = {"cap_bytes": 1, "seed": 0, "is_unmodified": False, "is_own": False, "is_batch_free": True}
+    looker = Looker(ask, Candidate(Arm(), 8, 1), devices, **options)
+    assert looker.differences(Candidate(Arm("bf16"), 64, 1)).look.differs == ()
+    assert asked == []
 
 
 def test_the_baselines_own_settings_are_not_looked_at(tmp_path: Path) -> None:

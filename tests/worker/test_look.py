@@ -100,8 +100,8 @@ def test_both_splits_are_small_and_have_as_many_samples() -> None:
     assert splits((8, 4), (32, 1)) == ((2, 2), (4, 1))
     assert splits((1, 4), (4, 1)) == ((1, 2), (2, 1))
     assert splits((8, 4), (8, 4)) == ((2, 2), (2, 2))
-    # Another effective batch was asked for: nothing is said of the split.
-    assert splits((8, 1), (64, 1)) == ((2, 1), (2, 1))
+    # Of another effective batch: 8 × 8 for 64 × 1.
+    assert splits((8, 1), (64, 1)) == ((2, 2), (4, 1))
 
 
 def test_a_model_by_name_trains_the_same_with_another_split_and_checkpointing(trial_server: ServerClient) -> None:
