@@ -49,22 +49,25 @@ def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from repeated_layers(child)
 
 
-def compile_layers(trainer: Trainer) -> None:
+def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     """Have a ``Trainer`` compile the layers of its model, with its own ``torch_compile_mode``, and nothing else.
+
+    One code ``for_any_length`` is compiled at once; else torch does so when a second length comes, after it has
+    compiled one for the first.
 
     Raises ``SettingUnavailableError`` for a model without layers that repeat.
     """
     make = trainer.call_model_init
     # One with a function that makes its model makes another when training starts.
-    trainer.call_model_init = lambda trial=None: _compiled(trainer, make(trial))
-    _compiled(trainer, trainer.model)
+    trainer.call_model_init = lambda trial=None: _compiled(trainer, make(trial), for_any_length or None)
+    _compiled(trainer, trainer.model, for_any_length or None)
     # With torch_compile=True it would compile the model whole as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(_AtStart())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 
 
-def _compiled(trainer: Trainer, model: torch.nn.Module) -> torch.nn.Module:
+def _compiled(trainer: Trainer, model: torch.nn.Module, dynamic: bool | None) -> torch.nn.Module:
     layers = list(repeated_layers(model))
     if not layers:
         raise SettingUnavailableError(
@@ -76,5 +79,8 @@ def _compiled(trainer: Trainer, model: torch.nn.Module) -> torch.nn.Module:
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = getattr(trainer.args, "use_cache", False)  # type: ignore[union-attr]
     for layer in layers:
-        layer.compile(backend=trainer.args.torch_compile_backend or "inductor", mode=trainer.args.torch_compile_mode)
+        layer.compile(
+            backend=trainer.args.torch_compile_backend or "inductor", mode=trainer.args.torch_compile_mode,
+            dynamic=dynamic,
+        )  # fmt: skip
     return model
