@@ -235,6 +235,8 @@ class RecordedRunner(SimulatedRunner):
             seconds += cell["phase_seconds"]["train"] * (run / cell["micro_steps_run"] - 1)
         allocated_bytes = int(cell["peak_allocated_mib"] * MIB)
         measured = measurement(candidate, cell["step_seconds"], allocated_bytes, reserved_bytes, run)
+        # As many steps as a trial with this effort measures.
+        measured = replace(measured, step_seconds_each=(measured.step_seconds,) * max(3, job.effort.min_steps))
         if job.effort.busy_steps:
             seconds += BUSY_SECONDS
             measured = replace(measured, gpu_busy_share=self._busy_share(candidate, cell))
