@@ -122,3 +122,23 @@ def test_a_loop_whose_batches_do_not_follow_its_config_is_told(trial_server: Ser
     assert outcome.message == (
         "train_loop.py:keep_its_batch makes batches of 8 with a per_device_batch_size of 16, and of 8 with one of 8"
     )
+
+
+def test_an_incomplete_last_batch_that_fails_is_told(trial_server: ServerClient, folder: Path) -> None:
+    """Of 129 samples one is left, of which batch norm knows no deviation."""
+    (folder / "run.py").write_text("""
+import torch, autotune
+from torch.utils.data import DataLoader, TensorDataset
+def train(config):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    loader = DataLoader(TensorDataset(torch.randn(129, 4)), batch_size=config.per_device_batch_size)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for (batch,) in autotune.steps(loader):
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""")
+    effort = dataclasses.replace(QUICK, max_steps=9, min_steps=9)
+    outcome = trial_server.trial(Workload.of_source(find_loop("run.py:train")), Candidate(Arm(), 64), effort).failed
+    assert "Expected more than 1 value per channel" in outcome.message
+    assert "drop_last=True" in outcome.message

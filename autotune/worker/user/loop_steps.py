@@ -136,6 +136,11 @@ class LoopSteps(MarkedSteps):
             yield
             self.micro_step_ends()
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the step under way has a batch of fewer samples than others, as at the end of an epoch."""
+        return self._is_short
+
     def begin(self) -> None:
         """Say that the first batch is about to be given, unless that was said."""
         if not self._has_begun:

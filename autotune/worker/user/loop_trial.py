@@ -122,6 +122,13 @@ class StepsTrial(OwnTrial):
         is_over = isinstance(error, UserCodeError | SystemExit)
         if is_over and self._timer is not None and self._timer.has_measured:
             self._end(self._judged_measurement(self._timer.measurement()))
+        steps = getattr(self, "_steps", None)
+        if isinstance(steps, LoopSteps) and steps.is_incomplete:
+            # It would end the training, too, in its first epoch.
+            outcome = self._judged(error)
+            if isinstance(outcome, Failed) and outcome.reason == "error":
+                told = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
+                self._end(dataclasses.replace(outcome, message=f"{outcome.message} ({told})"))
         super()._end_after(error)
 
 
