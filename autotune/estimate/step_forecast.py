@@ -52,6 +52,10 @@ class StepForecast:
             self._known[candidate] = self._model.predict(operations, candidate)
         return self._known[candidate]
 
+    def known(self) -> Iterable[StepTime]:
+        """Return the steps that were predicted."""
+        return self._known.values()
+
     def step(self, candidate: Candidate) -> StepTime | None:
         """Return the predicted step of a candidate, corrected by measured steps of its arm, or of its precision."""
         step = self.predicted(candidate)

@@ -1,0 +1,278 @@
+"""Say how likely a candidate runs and fits: one probability, from predictions, measured peaks and failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Failed, OutOfMemory
+from autotune.estimate.feasibility import failed_without_verdict
+from autotune.estimate.history import History, Tried
+from autotune.space.levers import LEVERS, changed, levers_of, memory_class, needs_at_least, without
+from autotune.space.precision_names import HALF
+
+_LEVER_NAMES = tuple(row.name for row in LEVERS if row.prior is not None)
+_LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.1, 0.03, 0.05
+"""How likely a lever cannot run with a training, an arm, a single candidate, all batches from some size on. Choices."""
+_CHECKED, _RIGHT, _DISTRUSTED = 0.02, 0.05, 0.2
+"""Deviation of the logarithm of a measured peak from its prediction: where predictions were checked, before, and where
+a check failed."""
+_UNTRACED = 0.1
+"""The same of code that a trace does not show, as compiled layers are: it keeps 0.7 to 1.0 of activations (H200)."""
+_UNCHECKED_RIGHT = 0.9
+"""How likely predictions are right before a trial checked one. A choice."""
+_SHARES = (0.003, 0.02, 0.1, 0.25, 0.4, 0.6, 0.8, 0.95)
+"""Share of a peak that grows with the batch, each as likely, where one batch was measured."""
+_FACTORS = (0.4, 0.65, 1.0, 1.5)
+"""What a sample of another memory class takes, over what is usual, each as likely."""
+_USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
+"""The batch that fits in one of two searches where nothing is known, and that below one that was too large. Choices."""
+
+
+@dataclass(frozen=True)
+class _Peaks:
+    """How peak memory grows with the batch: ``bytes × (1 - share + share × factor × batch / at)``, in hypotheses."""
+
+    fitting: int
+    """The largest batch that fits."""
+    over: int | None
+    """The smallest batch that does not."""
+    at: int
+    """A measured batch; 0 where none was."""
+    log_bytes: float
+    slope: float | None
+    """Share that grows with the batch, where two batches were measured."""
+    factor: float
+    """Of the part that grows, over that of the class in which it was measured; 1 in the class itself."""
+
+    @classmethod
+    def of(cls, history: History, candidate: Candidate) -> _Peaks:
+        """Return what the trials show of a candidate's memory class."""
+        own, accumulates = memory_class(candidate.arm), candidate.accumulates
+        batch, over = (
+            candidate.per_device_train_batch_size,
+            history.smallest_over(candidate.arm, accumulates=accumulates),
+        )
+        measured = [t for t in history.tried if t.measurement]
+        fits = [
+            t.candidate.per_device_train_batch_size
+            for t in history.believed()
+            if needs_at_least(memory_class(t.candidate.arm), own) and t.candidate.accumulates >= accumulates
+        ]
+        fitting = max(fits, default=0)
+        like = {
+            t.candidate.per_device_train_batch_size: _bytes(t)
+            for t in measured
+            if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
+        }
+        if below := [b for b in like if b <= 0.75 * max(like)]:
+            top = max(like)
+            grows = max(0.0, (like[top] - like[max(below)]) / (top - max(below)))
+            return cls(fitting, over, top, math.log(like[top]), min(1.0, grows * top / like[top]), 1.0)
+        if not measured:
+            tops = [
+                t.candidate.per_device_train_batch_size * _activations(t.candidate.arm) / _activations(own)
+                for t in history.tried
+                if history.is_over(t)
+            ]
+            return cls(fitting, over, 0, min(tops, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER, None, 1.0)
+
+        def distance(tried: Tried) -> float:
+            factor = abs(math.log2(_activations(tried.candidate.arm) / _activations(own)))
+            return factor + abs(math.log2(batch / tried.candidate.per_device_train_batch_size))
+
+        near = min(measured, key=distance)
+        factor = _activations(own) / _activations(near.candidate.arm)
+        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_bytes(near)), None, factor)
+
+    def fits(self, batch: int, line: float) -> float:
+        """Return how likely a batch stays under a line, the logarithm of bytes."""
+        if batch <= self.fitting:
+            return 0.99
+        if self.over is not None and batch >= self.over:
+            return 0.0
+        if not self.at:
+            return 1 / (1 + batch / self.log_bytes)
+
+        def under(at: int, share: float, factor: float) -> float:
+            times = 1 - share + share * factor * at / self.at
+            doubt = 0.04 + 0.02 * abs(math.log2(at / self.at))
+            return _normal((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
+
+        shares = _SHARES if self.slope is None else (self.slope,)
+        factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
+        total = likely = 1e-9
+        for share in shares:
+            for factor in factors:
+                weight = (1 - under(self.over, share, factor) if self.over else 1.0) + 0.02
+                weight *= under(self.fitting, share, factor) + 0.02 if self.fitting else 1.0
+                total += weight
+                likely += weight * under(batch, share, factor)
+        chance = likely / total
+        if self.over is not None and self.slope is not None and under(self.over, self.slope, 1.0) > 0.5:
+            # Not on the line through two: between the two batches anywhere.
+            chance = min(chance, 1 - (batch - self.fitting) / (self.over - self.fitting))
+        return chance
+
+
+def _bytes(tried: Tried) -> int:
+    assert tried.measurement is not None
+    return tried.measurement.judged_bytes(tried.candidate.arm)
+
+
+def _activations(arm: Arm) -> float:
+    """Return what a sample's activations take, relative to those in 16 bits: roughly, to compare arms."""
+    return (1.0 if arm.precision in HALF else 1.6) * (0.3 if arm.gradient_checkpointing else 1.0)
+
+
+class Chances:
+    """Probabilities that candidates run and fit, given what was tried."""
+
+    def __init__(self, history: History, *, compiled_recomputes: bool = True) -> None:
+        """``compiled_recomputes``: whether layers that are compiled with their checkpoints hold on to nothing."""
+        self._history, self._compiled_recomputes = history, compiled_recomputes
+        self._line = math.log(history.ceiling.line_bytes)
+        self._by_class: dict[tuple[Arm, bool, int], float] = {}
+        self._ratios = [
+            (memory_class(t.candidate.arm), math.log(t.measurement.judged_bytes(t.candidate.arm) / p))
+            for t in history.tried
+            if t.measurement and (p := self._predicted_bytes(t.candidate))
+        ]
+        self._contradicted = any(
+            (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _RIGHT
+            for t in history.tried
+            if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
+        )
+        self._blame = self._blamed()
+        self._failures: dict[Arm, list[int]] = {}
+        self._completed: dict[Arm, list[int]] = {}
+        for tried in history.tried:
+            batch = tried.candidate.per_device_train_batch_size
+            if failed_without_verdict(tried):
+                self._failures.setdefault(tried.candidate.arm, []).append(batch)
+            elif tried.measurement:
+                self._completed.setdefault(tried.candidate.arm, []).append(batch)
+        self._limits = self._weigh_limits()
+
+    def chance(self, candidate: Candidate) -> float:
+        """Return how likely a candidate runs, and under the line."""
+        return self.fits(candidate) * self.runs(candidate)
+
+    # Memory
+
+    def fits(self, candidate: Candidate) -> float:
+        """Return how likely its peak stays under the line."""
+        if self._history.ruled_out_by(candidate) is not None:
+            return 0.0
+        if (predicted := self._predicted_bytes(candidate)) is not None:
+            return self._by_prediction(candidate, math.log(predicted))
+        return self._by_peaks(candidate)
+
+    def _predicted_bytes(self, candidate: Candidate) -> int | None:
+        memory = self._history.memory
+        if memory is None:
+            return None
+        if candidate.arm.torch_compile:
+            # Compiled code is not traced: it keeps no more than the same layers do otherwise.
+            recomputes = candidate.arm.gradient_checkpointing and self._compiled_recomputes
+            arm = changed(without(candidate.arm, ["torch_compile"]), gradient_checkpointing=recomputes)
+            candidate = replace(candidate, arm=arm)
+        predicted = memory.prediction(candidate)
+        if predicted is None and (arm := without(candidate.arm, _LEVER_NAMES)) != candidate.arm:
+            predicted = memory.prediction(replace(candidate, arm=arm))
+        return predicted.peak_reserved_bytes if predicted else None
+
+    def _by_prediction(self, candidate: Candidate, predicted: float) -> float:
+        memory = self._history.memory
+        assert memory is not None
+        room = self._line - predicted
+        own = [ratio for arm, ratio in self._ratios if arm == memory_class(candidate.arm)]
+        alike = own or [ratio for arm, ratio in self._ratios if arm.torch_compile == candidate.arm.torch_compile]
+        if not own and levers_of(candidate.arm, _LEVER_NAMES) and (alike or self._ratios):
+            # Untraced levers add a doubt of their own.
+            doubt = _UNTRACED * (1.0 if candidate.arm.torch_compile and not alike else 0.4)
+            return _normal((room - (_mean(alike) if alike else 0.0)) / doubt)
+        if memory.trusted(candidate.arm):
+            width = _CHECKED * (1.5 if candidate.arm.gradient_checkpointing else 1.0)
+            return _normal((room - (_mean(own) if own else 0.005)) / width)
+        ratios = own or [ratio for _, ratio in self._ratios]
+        if ratios:
+            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * _normal((room - _mean(ratios)) / _DISTRUSTED)
+        if self._contradicted:
+            return self._by_peaks(candidate) * min(1.0, 0.3 + _normal((room - 0.7) / _DISTRUSTED))
+        return _UNCHECKED_RIGHT * _normal((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
+
+    def _by_peaks(self, candidate: Candidate) -> float:
+        """Return how likely it fits by measured peaks."""
+        key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
+        if key not in self._by_class:
+            self._by_class[key] = _Peaks.of(self._history, candidate).fits(key[2], self._line)
+        return self._by_class[key]
+
+    # Failures
+
+    def runs(self, candidate: Candidate) -> float:
+        """Return how likely it does not fail for another reason than memory.
+
+        An arm may be broken, every batch from some size on may be, or a candidate by itself.
+        """
+        arm, batch = candidate.arm, candidate.per_device_train_batch_size
+        chance = math.prod(1 - self._blame.get(name, _LEVER_FAILS) for name in levers_of(arm, _LEVER_NAMES))
+        if not self._failures:
+            return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
+        total = runs = 0.0
+        for limit, weight in self._limits.items():
+            broken, whole = self._evidence(arm, limit)
+            total += weight
+            if batch < limit:
+                runs += weight * (1 - _CANDIDATE_FAILS) * (whole / (broken + whole) if whole else 0.0)
+        return chance * runs / total
+
+    def is_blamed(self, lever: str) -> bool:
+        """Return whether a lever failed by itself, so that it is not tried any more."""
+        return self._blame.get(lever) == 1.0
+
+    def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
+        """Return how likely an arm's trials are, broken and not, where batches from a limit on fail."""
+        failed, completed = self._failures.get(arm, []), self._completed.get(arm, [])
+        if any(batch >= limit for batch in completed):
+            return 0.0, 0.0
+        whole = math.prod(1.0 if batch >= limit else _CANDIDATE_FAILS for batch in failed)
+        return 0.0 if completed else _ARM_FAILS, (1 - _ARM_FAILS) * whole
+
+    def _weigh_limits(self) -> dict[float, float]:
+        """Return how likely each limit on the batch is, given all failures."""
+        limits = {math.inf: 1 - _LIMITED} | {2 ** (quarter / 4): _LIMITED / 64 for quarter in range(64)}
+        arms = {*self._failures, *self._completed}
+        return {
+            limit: weight * math.prod(sum(self._evidence(arm, limit)) for arm in arms)
+            for limit, weight in limits.items()
+        }
+
+    def _blamed(self) -> dict[str, float]:
+        """Return how likely each lever fails by itself, given the trials in which levers took part.
+
+        A lever that completed once does not. Of a failure each lever that never completed may be the cause.
+        """
+        proven = {n for t in self._history.tried if t.measurement for n in levers_of(t.candidate.arm, _LEVER_NAMES)}
+        blame = dict.fromkeys(proven, 0.0)
+        suspects: list[Collection[str]] = [
+            unproven
+            for t in self._history.tried
+            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, _LEVER_NAMES) - proven)
+        ]
+        for names in sorted(suspects, key=len):
+            if not any(blame.get(name) == 1.0 for name in names):
+                one = 1.0 if len(names) == 1 else _LEVER_FAILS / (1 - (1 - _LEVER_FAILS) ** len(names))
+                blame |= {name: max(one, blame.get(name, 0.0)) for name in names}
+        return blame
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _normal(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))

@@ -1,0 +1,385 @@
+"""Model the speed of every candidate: two Gaussian processes, of the GPU's and of the host's time, and their maximum.
+
+A step takes as long as the GPU computes or as the host launches, whichever is longer. The logarithm of each is a
+Gaussian process over candidates:
+
+- its mean is the predicted step where there is one, else what precision, checkpointing, batch and levers usually do;
+- its kernel adds up what candidates have in common: the machine, the precision, checkpointing, each lever, each pair of
+  levers, what small batches cost, and a smooth function of the batch;
+- a trial observes the GPU's time by the share of the step in which the GPU was busy, and the host's where it was not. A
+  step that the GPU fills says only that the host takes no longer.
+
+So a lever that shortens the host's time alone promises nothing where the GPU limits the step, and two levers that pay
+only together promise it together: no rule says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.core.candidate import PRECISIONS, Candidate
+from autotune.core.measured_steps import mean_step
+from autotune.estimate.bottleneck import HOST_BOUND, what_limits
+from autotune.estimate.history import History, Tried
+from autotune.estimate.step_time import StepTime
+from autotune.space.dataloader import plain_loader
+from autotune.space.levers import LEVERS, levers_of, without
+
+Floats = NDArray[np.float64]
+
+_FULL = 0.95
+"""Share of a step in which a GPU that limits it is busy: 0.92 and 0.89 of BERT-large, up to 0.97 (H200)."""
+_HOST_SECONDS = 0.03
+"""Of a micro-step, where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
+_USUAL_PASSING = 0.3
+"""Share of the GPU's time limited by memory traffic, where it was not measured: 0.2 to 0.5 of nine models (H200)."""
+_IN_PASSING = frozenset(
+    ("elementwise", "normalisation", "normalisation_backward", "softmax", "dropout", "reduction", "cast", "copy",
+     "fill", "transpose")
+)  # fmt: skip
+"""Kinds of work that one kernel can do in passing, which a compiler fuses."""
+_LEVERS = tuple(row for row in LEVERS if row.prior is not None)
+_LEVER_NAMES = tuple(row.name for row in _LEVERS)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a feature adds to the logarithm of a time: a normal distribution."""
+
+    mean: float
+    deviation: float
+
+
+# Effects of a feature on the GPU's and on the host's time, in logs. GPU: tensor cores multiply 16 bits at 1.4 to 2.4
+# times the rate of tf32, and fp32 has none; recomputing repeats a third of the operations: 1.15 to 1.4 times the time.
+# The host has casts to launch in autocast, and loss scaling in fp16 (five recorded landscapes, H200).
+_GPU: Mapping[str, Effect] = {
+    "single": Effect(0.6, 0.15), "fp16": Effect(0.03, 0.015), "fp32": Effect(0.7, 0.35),
+    "recomputing": Effect(0.25, 0.07), "small batch": Effect(0.12, 0.08), "step": Effect(0.0, 0.1),
+}  # fmt: skip
+_HOST: Mapping[str, Effect] = {
+    "half": Effect(0.15, 0.12), "fp16": Effect(0.15, 0.1), "fp32": Effect(0.0, 0.01), "recomputing": Effect(0.25, 0.07),
+}  # fmt: skip
+# With predicted steps as the mean, features correct it: errors of some per cent that steps of one precision share
+# (studies/corrections.py).
+_PREDICTED = 0.06
+_MACHINE, _MACHINE_PREDICTED = 4.0, 0.3
+_HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
+_SMOOTH, _OCTAVES = 0.02, 2.5
+"""Deviation of the smooth function of the batch, and over how many doublings it changes."""
+_OWN = 0.004
+"""Deviation of a candidate from all of that."""
+_SURELY_NOT = 0.02
+_PINNED = Effect(-0.07, 0.08)
+"""Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
+
+
+@dataclass
+class Process:
+    """A Gaussian process with a linear part, given observations of some candidates."""
+
+    effects: dict[str, Effect]
+    machine: float
+    smooth: float
+    own: float
+    points: list[Features] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    """Observed minus mean."""
+    variances: list[float] = field(default_factory=list)
+
+    def observe(self, at: Features, value: float, deviation: float) -> None:
+        """Take in a value above the mean, with the deviation of its noise."""
+        self.points.append(at)
+        self.values.append(value)
+        self.variances.append(deviation**2)
+
+    def posterior(self, among: Sequence[Features]) -> tuple[Floats, Floats]:
+        """Return what is added to the mean of candidates, and its deviation."""
+        names = sorted({name for each in (*self.points, *among) for name in each.amounts})
+        index = {name: i for i, name in enumerate(names)}
+        deviations: Floats = np.array([self._deviation(name) for name in names], dtype=np.float64)
+
+        def matrix(features: Sequence[Features]) -> Floats:
+            out = np.zeros((len(features), len(names)))
+            for row, each in enumerate(features):
+                for name, amount in each.amounts.items():
+                    out[row, index[name]] = amount
+            return np.asarray(out * deviations, dtype=np.float64)
+
+        def smooth(one: Floats, other: Floats) -> Floats:
+            apart = (one[:, None] - other[None, :]) / _OCTAVES
+            return np.asarray(self.machine**2 + self.smooth**2 * np.exp(-0.5 * apart**2), dtype=np.float64)
+
+        new, at_new = matrix(among), np.array([each.octave for each in among])
+        prior = np.sum(new**2, axis=1) + self.machine**2 + self.smooth**2 + self.own**2
+        if not self.points:
+            return np.zeros(len(among)), np.sqrt(prior)
+        old, at_old = matrix(self.points), np.array([each.octave for each in self.points])
+        covariance = old @ old.T + smooth(at_old, at_old)
+        same = np.array([[a.candidate == b.candidate for b in self.points] for a in self.points], dtype=float)
+        covariance += self.own**2 * same + np.diag(np.array(self.variances) + 1e-9)
+        cross = old @ new.T + smooth(at_old, at_new)
+        own = {each.candidate: [] for each in self.points}  # type: dict[Candidate, list[int]]
+        for row, each in enumerate(self.points):
+            own[each.candidate].append(row)
+        for column, each in enumerate(among):
+            for row in own.get(each.candidate, ()):
+                cross[row, column] += self.own**2
+        solved = np.linalg.solve(covariance, cross)
+        mean = solved.T @ np.array(self.values)
+        return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
+
+    def _deviation(self, name: str) -> float:
+        return self.effects[name].deviation if name in self.effects else 0.0
+
+    def mean(self, features: Features) -> float:
+        """Return what the effects of a candidate's features add up to."""
+        return math.fsum(
+            amount * self.effects[name].mean for name, amount in features.amounts.items() if name in self.effects
+        )
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a candidate has in common with others: amounts of named effects, and its batch."""
+
+    candidate: Candidate
+    amounts: Mapping[str, float]
+    octave: float
+    """Logarithm of the per-device batch, to base 2."""
+
+
+@lru_cache(maxsize=65536)
+def features(candidate: Candidate, layers: int | None = None) -> Features:
+    """Return the features of a candidate, of whose model so many ``layers`` can recompute their activations."""
+    arm = candidate.arm
+    amounts: dict[str, float] = {f"{name}={getattr(arm, name)}": 1.0 for name in _FURTHER if getattr(arm, name)}
+    amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
+    if arm.precision in ("fp16", "fp32"):
+        amounts[arm.precision] = 1.0
+    if arm.gradient_checkpointing:
+        amounts["recomputing"] = min(1.0, (arm.checkpointed_layers or math.inf) / layers) if layers else 1.0
+    if arm.cpu_affinity:
+        amounts["pinned"] = 1.0
+    amounts["small batch"] = 8 / candidate.per_device_train_batch_size
+    amounts["step"] = 8 / candidate.samples_per_step
+    levers = sorted(levers_of(arm, _LEVER_NAMES))
+    amounts |= dict.fromkeys(levers, 1.0)
+    amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(levers, 2)}
+    return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
+
+
+_FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "experts_implementation", "sync_each_batch")
+_FURTHER_EFFECT = Effect(0.0, 0.1)
+_PAIR = 0.1
+"""Deviation of what two levers give together from what they give alone."""
+
+
+class SpeedModel:
+    """What the trials of a search show of the speed of every candidate."""
+
+    def __init__(self, history: History, layers: int | None = None) -> None:
+        self._history, self._layers = history, layers
+        self._is_predicted = history.steps is not None
+        seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
+        self._passing = _passing(seen)
+        self._gpu_base, self._host_base = self._bases()
+        self._gpu, self._host = self._processes(seen)
+        self._learn(seen)
+
+    def _bases(self) -> tuple[float, float]:
+        """Return the logarithms of the seconds of a sample and of a micro-step in bf16, as far as they are known."""
+        known = next(iter(self._history.steps.known()), None) if self._history.steps is not None else None
+        if known is None:
+            self._is_predicted = False
+            return 0.0, math.log(_HOST_SECONDS)
+        candidate = known.candidate
+        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual(candidate, _GPU)
+        host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual(candidate, _HOST)
+        return gpu, host
+
+    def _processes(self, seen: Iterable[Tried]) -> tuple[Process, Process]:
+        most = _PREDICTED if self._is_predicted else math.inf
+        gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _GPU.items()}
+        host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
+        if self._is_predicted:
+            gpu_effects |= {"small batch": Effect(0.0, 0.03), "step": Effect(0.0, 0.03), "fp16": Effect(0.025, 0.012)}
+            for precision in PRECISIONS:
+                for doubtful in ("not predicted", "recomputing not predicted"):
+                    gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
+        for row in _LEVERS:
+            prior = row.prior
+            assert prior is not None
+            work = self._passing * prior.passing + (1 - self._passing) * prior.computing
+            gpu_effects[row.name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
+            host_effects[row.name] = _lever(prior.host)
+        for one, other in combinations(sorted(_LEVER_NAMES), 2):
+            gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
+        for part, whole in ((row.name, row.part_of) for row in _LEVERS if row.part_of):
+            # A part says what it does with its whole.
+            for effects in (gpu_effects, host_effects):
+                if whole in effects:
+                    name = " and ".join(sorted((part, whole)))
+                    effects[name] = Effect(-effects[whole].mean, 0.0)
+        host_effects["pinned"], gpu_effects["pinned"] = _PINNED, Effect(0.0, 0.01)
+        values = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
+        for effects in (gpu_effects, host_effects):
+            effects |= dict.fromkeys(values, _FURTHER_EFFECT)
+        machine = (_MACHINE_PREDICTED, _HOST_PREDICTED) if self._is_predicted else (_MACHINE, _HOST_MACHINE)
+        return Process(gpu_effects, machine[0], _SMOOTH, _OWN), Process(host_effects, machine[1], 0.0, _OWN)
+
+    def _learn(self, seen: Sequence[Tried]) -> None:
+        unclear = []
+        for tried in seen:
+            at, measured = self._features(tried.candidate), tried.measurement
+            assert measured is not None
+            total = math.log(measured.step_seconds / tried.candidate.samples_per_step)
+            noise = self._noise(tried)
+            busy = what_limits(measured).gpu_busy_share
+            if busy is None:
+                unclear.append((at, total, noise))
+                continue
+            share = min(1.0, busy / _FULL)
+            self._gpu.observe(at, total + math.log(share) - self._gpu_mean(at), math.hypot(noise, 0.2 * (1 - share)))
+            if busy < HOST_BOUND:
+                self._host.observe(at, total - self._host_mean(at), noise)
+            else:
+                unclear.append((at, total, noise))
+        for at, total, noise in unclear:
+            self._learn_from_sum(at, total, noise, filled=any(p is at for p in self._gpu.points))
+
+    def _learn_from_sum(self, at: Features, total: float, noise: float, *, filled: bool) -> None:
+        """Take in a step of which it is not known whether the host takes as long."""
+        host, doubt = (float(v[0]) for v in self._host.posterior([at]))
+        host += self._host_mean(at)
+        if not filled:
+            gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
+            gpu += self._gpu_mean(at)
+            error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
+            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * _below((total - host) / doubt)
+            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * _below((total - gpu) / error)
+            share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
+            if share > _SURELY_NOT:
+                self._gpu.observe(at, total - self._gpu_mean(at), noise + 1 - share)
+            if share < 0.5:
+                self._host.observe(at, total - self._host_mean(at), noise + share)
+                return
+        bound = (total - host) / doubt
+        if bound > 4:
+            return
+        # The host's time is below the step's: a truncated normal distribution, by its first two moments.
+        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / _below(bound) if bound > -6 else -bound
+        mean = host - doubt * hazard
+        variance = max(1e-4 * doubt**2, doubt**2 * (1 - bound * hazard - hazard**2))
+        precision = 1 / variance - 1 / doubt**2
+        if precision > 0:
+            value = (mean / variance - host / doubt**2) / precision
+            self._host.observe(at, value - self._host_mean(at), math.sqrt(1 / precision))
+
+    def _noise(self, tried: Tried) -> float:
+        measured = tried.measurement
+        assert measured is not None
+        speed = self._history.speed(tried.candidate)
+        if speed is not None:
+            return max(0.003, speed.log_sample_seconds.error)
+        if len(measured.step_seconds_each) < 2:
+            return 0.02
+        own = mean_step(measured.step_seconds_each)
+        return max(0.003, own.error / own.mean)
+
+    def _features(self, candidate: Candidate) -> Features:
+        """Return a candidate's features; of one that is not predicted beside others that are, its doubt as well."""
+        at = features(candidate, self._layers)
+        if self._is_predicted and self._predicted(candidate) is None:
+            doubtful = "recomputing not predicted" if candidate.arm.gradient_checkpointing else "not predicted"
+            return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
+        return at
+
+    def _gpu_mean(self, at: Features) -> float:
+        candidate = at.candidate
+        if (step := self._predicted(candidate)) is not None:
+            base = math.log(step.gpu_seconds / candidate.samples_per_step)
+        else:
+            base = self._gpu_base + _usual(candidate, _GPU)
+        return base + self._gpu.mean(at)
+
+    def _host_mean(self, at: Features) -> float:
+        candidate = at.candidate
+        if (step := self._predicted(candidate)) is not None:
+            base = math.log(step.host_seconds / candidate.samples_per_step)
+        else:
+            base = self._host_base + _usual(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
+        return base + self._host.mean(at)
+
+    def _predicted(self, candidate: Candidate) -> StepTime | None:
+        """Return the predicted step of the candidate without levers; ``None`` where there is none."""
+        plain = without(plain_loader(candidate.arm), (*_LEVER_NAMES, "cpu_affinity"))
+        steps = self._history.steps
+        return steps.predicted(replace(candidate, arm=plain)) if steps is not None else None
+
+    # What it says
+
+    def times(self, among: Sequence[Candidate]) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return mean and deviation of the logarithms of the GPU's and the host's seconds a sample."""
+        at = [self._features(candidate) for candidate in among]
+        gpu, gpu_error = self._gpu.posterior(at)
+        host, host_error = self._host.posterior(at)
+        gpu = gpu + np.array([self._gpu_mean(each) for each in at])
+        host = host + np.array([self._host_mean(each) for each in at])
+        return gpu, gpu_error, host, host_error
+
+    def expected_gain(self, among: Sequence[Candidate], best: float) -> Floats:
+        """Return the expected improvement of each over a speed in samples a second, in logs; a loss counts as 0."""
+        gpu, gpu_error, host, host_error = self.times(among)
+        limit = -math.log(best)
+        below = limit - 3 * np.linspace(0, 1, 80) ** 2
+        both = _normal((below[None, :] - gpu[:, None]) / gpu_error[:, None])
+        both *= _normal((below[None, :] - host[:, None]) / host_error[:, None])
+        widths = -np.diff(below)
+        gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
+        return gains
+
+    def expected(self, among: Sequence[Candidate]) -> Floats:
+        """Return the expected logarithm of the seconds a sample, roughly: the larger of the two means."""
+        gpu, _, host, _ = self.times(among)
+        return np.maximum(gpu, host)
+
+
+def _below(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+def _usual(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
+    """Return what precision, checkpointing and the batch usually do, in logs, over bf16 in large batches."""
+    amounts = features(candidate).amounts
+    return math.fsum(amount * effects[name].mean for name, amount in amounts.items() if name in effects)
+
+
+def _lever(factor: float) -> Effect:
+    mean = math.log(factor)
+    return Effect(mean, 0.02 + 0.4 * abs(mean))
+
+
+def _passing(seen: Iterable[Tried]) -> float:
+    """Return the share of the GPU's time that goes into work which a compiler can fuse, as measured last."""
+    for tried in reversed(list(seen)):
+        kinds = dict((tried.measurement and tried.measurement.gpu_seconds_by_kind) or ())
+        if total := sum(kinds.values()):
+            return sum(seconds for kind, seconds in kinds.items() if kind in _IN_PASSING) / total
+    return _USUAL_PASSING
+
+
+def _normal(z: Floats) -> Floats:
+    """Return the standard normal distribution function (Abramowitz and Stegun 26.2.17; its error is below 1e-7)."""
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    tail = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    tail = tail * t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    out: Floats = np.where(z > 0, 1 - tail, tail)
+    return out

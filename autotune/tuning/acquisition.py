@@ -1,0 +1,140 @@
+"""Choose what to try next: the expected improvement, times the probability that it runs and fits, for its seconds.
+
+Candidates are the arms of the space at their batches. Nothing is left where none is worth its seconds. A search does
+not use it yet: ``studies/worlds.py --model`` compares it with the policy of a search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.stop import NOTHING_LEFT
+from autotune.estimate.chance import Chances
+from autotune.estimate.feasibility import Judge
+from autotune.estimate.history import History, Tried
+from autotune.estimate.speed_model import Floats, SpeedModel
+from autotune.estimate.throughput import speed_of
+from autotune.space.levers import BY_NAME, LEVERS, compiles, levers_of
+from autotune.space.space import Space
+
+_LEAST_GAIN = 0.0015
+"""Expected improvement, as a logarithm, for which a usual trial is worth it. A choice: of 10,000 random worlds it keeps
+97 % within 1 % of the best (``studies/worlds.py``)."""
+_GAIN_A_SECOND = 0.0005
+"""What each second beyond a usual trial has to promise in addition: a minute 3 %. A choice."""
+_TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
+"""A trial without its steps, and how many it has: small models on an H200."""
+_LEAST_CHANCE = 0.03
+"""Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
+_PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
+
+
+class Acquisition:
+    """Chooses candidates of one space."""
+
+    ending = NOTHING_LEFT
+
+    def __init__(self, space: Space, layers: int | None = None) -> None:
+        """``layers`` is how many layers of the model can recompute their activations."""
+        self._space, self._layers = space, layers
+
+    def next(self, history: History) -> Candidate | None:
+        """See ``Policy.next``. Smaller multiples are searched where nothing above fits."""
+        for space in self._spaces(history):
+            judge = Judge(space, history)
+            for multiple in space.batches.levels():
+                if (best := self._best_plain(history, space, judge, multiple)) is not None:
+                    return best
+                if history.pending or judge.fits_at(multiple):
+                    return None
+        return Judge(self._space, history).last_resort()
+
+    def _spaces(self, history: History) -> list[Space]:
+        """Return the space and that with what saves memory, which comes first where it alone is predicted to fit."""
+        plain, saving = self._space, self._space.saving
+        if saving is None:
+            return [plain]
+        if any(tried.candidate.arm in plain.arms for tried in history.believed()) or history.memory is None:
+            return [plain, saving]
+
+        def fits(space: Space) -> bool:
+            batches = [batch for level in space.batches.levels() for batch in space.batches.at_level(level)]
+            candidates = (space.candidate(arm, batch) for arm in space.arms for batch in batches)
+            return any(history.memory and (told := history.memory.prediction(c)) and told.fits for c in candidates)
+
+        return [saving, plain] if fits(saving) and not fits(plain) else [plain, saving]
+
+    def _best_plain(self, history: History, space: Space, judge: Judge, multiple: int) -> Candidate | None:
+        believed = [t for t in history.believed() if space.contains(t.candidate)]
+        best = max(believed, key=speed_of, default=None)
+        among = self._grid(history, space, multiple)
+        if best is not None and (pinned := self._pinned(history, best)) is not None:
+            among.append(pinned)
+        if multiple == space.batches.levels()[0] or not judge.fits_at(multiple):
+            over = (t for t in history.tried if t.measurement and history.is_over(t))
+            among += [each for t in over if (each := judge.in_expandable_segments(t)) is not None]
+        among = [candidate for candidate in among if judge.is_open(candidate)]
+        if not among:
+            return None
+        values = self._values(history, among, best)
+        at = int(np.argmax(values))
+        return among[at] if values[at] > 0 else None
+
+    def _values(self, history: History, among: list[Candidate], best: Tried | None) -> Floats:
+        """Return what each candidate promises for a second of its trial; 0 where that is not worth it."""
+        model, chances = SpeedModel(history, self._layers), Chances(history)
+        chance = np.array([chances.chance(candidate) for candidate in among])
+        # What more likely fits than not is tried before what surely does and is slower.
+        likely = np.minimum(1.0, 2 * chance)
+        expected = np.minimum(model.expected(among), 20.0)
+        steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
+        extra = np.array([self._extra_seconds(history, candidate.arm) for candidate in among])
+        seconds = _TRIAL_SECONDS + steps + extra
+        if best is None:
+            return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
+        gains = model.expected_gain(among, speed_of(best))
+        return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * extra) * gains * likely / seconds)
+
+    def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
+        """Return the candidates of a multiple; of a free batch also some between powers of two."""
+        batches = set(space.batches.at_level(multiple))
+        is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
+        found = []
+        for arm in space.arms:
+            among = batches
+            if is_free and space.batches.only is None:
+                among = batches | {b * part // 4 // multiple * multiple for b in batches for part in (5, 6, 7)}
+                fitting = max((t.candidate.per_device_train_batch_size for t in history.feasible(arm)), default=0)
+                over = history.smallest_over(arm, accumulates=False)
+                if over is not None and fitting:
+                    among = among | {(fitting + over) // 2 // multiple * multiple}
+            found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
+        return found
+
+    def _pinned(self, history: History, best: Tried) -> Candidate | None:
+        """Return the best candidate pinned to one core, if it is host-bound."""
+        arm = best.candidate.arm
+        if "cpu_affinity" not in self._space.late or arm.cpu_affinity or arm.offloads_optimizer:
+            # An optimizer on the CPU needs all cores.
+            return None
+        if not history.is_host_bound(best.candidate):
+            return None
+        return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
+
+    def _extra_seconds(self, history: History, arm: Arm) -> float:
+        """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
+        has = levers_of(arm, _PRIORS)
+        if not has:
+            return 0.0
+        wholes = {BY_NAME[name].part_of for name in has}
+        compiler = {name for name in has if "torch_compile" in (name, BY_NAME[name].part_of)}
+        if compiles(arm):
+            for tried in reversed(history.tried):
+                like = levers_of(tried.candidate.arm, _PRIORS)
+                took = tried.measurement.compile_seconds if tried.measurement else None
+                if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
+                    return took
+        return max((_PRIORS[name].seconds for name in has - wholes), default=0.0)

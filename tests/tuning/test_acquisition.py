@@ -1,0 +1,61 @@
+"""Test the model of speed, and what is chosen by it, in computed worlds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from recorded import fault, measurement
+from searching import ceiling_of
+from worlds import Summary, draw, play
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed
+from autotune.core.units import GIB
+from autotune.estimate.chance import Chances
+from autotune.estimate.history import History, Tried
+from autotune.estimate.speed_model import SpeedModel
+
+PLAIN = Arm("bf16")
+GRAPHED = replace(PLAIN, cuda_graphs=True)
+COMPILED = replace(PLAIN, torch_compile=True, regional_compilation=True)
+
+
+def history_of(busy_share: float) -> History:
+    """A batch of 16 at 160 samples a second, of which the GPU computes for a share."""
+    candidate, history = Candidate(PLAIN, 16), History(ceiling_of(24 * GIB))
+    measured = replace(measurement(candidate, 0.1, 4 * GIB, 4 * GIB), gpu_busy_share=busy_share)
+    history.add(Tried("a", candidate, Completed(measured)))
+    return history
+
+
+def test_a_larger_batch_promises_what_the_gpu_does_not_compute_yet() -> None:
+    waits, computes = (
+        float(SpeedModel(history_of(share)).expected_gain([Candidate(PLAIN, 32)], 160.0)[0]) for share in (0.5, 0.95)
+    )
+    assert waits == pytest.approx(math.log(2), abs=0.1)
+    assert computes < 0.1
+
+
+def test_two_levers_that_pay_only_together_promise_it_together() -> None:
+    """Graphs leave what the GPU computes, compiling what the host launches: each alone stops at the other."""
+    both = replace(COMPILED, cuda_graphs=True)
+    among = [Candidate(arm, 16) for arm in (GRAPHED, COMPILED, both)]
+    graphed, compiled, together = SpeedModel(history_of(0.88)).expected_gain(among, 160.0)
+    assert together > 1.3 * max(graphed, compiled)
+
+
+def test_a_lever_that_failed_alone_is_not_tried_again_and_one_of_two_may_be() -> None:
+    both, history = replace(COMPILED, cuda_graphs=True), history_of(0.5)
+    history.add(Tried("b", Candidate(both, 16), fault("no capture")))
+    assert 0.2 < Chances(history).runs(Candidate(GRAPHED, 16)) < 0.7
+    history.add(Tried("c", Candidate(GRAPHED, 16), fault("no capture")))
+    assert Chances(history).runs(Candidate(GRAPHED, 16)) == 0
+    assert Chances(history).runs(Candidate(PLAIN, 16)) > 0.9
+
+
+def test_choices_by_it_are_near_the_best_of_random_worlds_in_fewer_trials() -> None:
+    seeds = range(60)
+    model, rules = (Summary([play(draw(seed), by_model=each) for seed in seeds]).document() for each in (True, False))
+    assert model["endless"] == model["unanswered"] == 0
+    assert model["regret_within_1_percent"] >= 0.95
+    assert model["trials_mean"] <= rules["trials_mean"]
