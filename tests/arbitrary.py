@@ -47,7 +47,9 @@ def _measurements() -> st.SearchStrategy[Measurement]:
         "int": _BYTES,
         "tuple[int, int]": st.tuples(_BYTES, _BYTES),
         "tuple[float, float]": st.tuples(_SECONDS, _SECONDS),
+        "tuple[str, ...]": st.lists(st.text(max_size=20), max_size=3).map(tuple),
         "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple),
+        "tuple[tuple[int, int], ...]": st.lists(st.tuples(_BYTES, _BYTES), max_size=3).map(tuple),
         "tuple[tuple[str, float], ...]": st.lists(named, max_size=3).map(tuple),
     }
     fields = {}

@@ -24,6 +24,8 @@ first visit of a length than at the second (H100, torch 2.11.0, transformers 5.1
 MOST_SAMPLES = 100_000
 # Of lengths more than this differ in steps of several tokens in what is recorded. A choice.
 _MOST_COUNTS = 1024
+# Steps of a run up to which new shapes are counted.
+_MARKS = (10, 30, 100, 300, 1000, 3000)
 # The sizes that a length is rounded up to where one is chosen begin here: tensor cores take multiples of 8.
 _LEAST_MULTIPLE = 8
 
@@ -106,6 +108,8 @@ class Shapes:
     """Those of the largest."""
     padding: float
     """Share of the tokens that is padding."""
+    new_in_steps: tuple[tuple[int, int], ...] = ()
+    """The new ones among so many first steps: numbers of steps, ascending, each with that of the new shapes."""
     seen: dict[int, int] = field(default_factory=dict)
     """Padded lengths, or lengths of rows, with the number of micro-batches that have each, ascending."""
 
@@ -122,22 +126,26 @@ class PlannedRun:
     """See ``Shapes.new``."""
     epoch_shapes: int | None = None
     """Those of its first epoch."""
+    new_in_steps: tuple[tuple[int, int], ...] = ()
+    """See ``Shapes``."""
     step_tokens: float | None = None
     """Tokens of the mean step, padding included."""
     varies: bool = False
     """Whether its batches may differ in size."""
 
 
-def first_visits(shapes: Any) -> int:
-    """Return in how many micro-steps a rank meets a shape for the first time.
+def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int, int], ...]:
+    """Return, for some numbers of first optimizer steps, in how many micro-steps of them a rank meets a new shape.
 
     ``shapes`` is an array (micro-steps, ranks) of numbers that tell shapes apart. Each rank has a process of its own,
-    and all wait for the slowest.
+    and all wait for the slowest. The last number is all ``steps``, of which hardly one has a new shape after those in
+    the array.
     """
     import numpy as np
 
-    firsts = [np.unique(of_rank, return_index=True)[1] for of_rank in shapes.T]
-    return len(np.unique(np.concatenate(firsts))) if firsts else 0
+    firsts = np.unique(np.concatenate([np.unique(of_rank, return_index=True)[1] for of_rank in shapes.T]))
+    marks = [*(mark for mark in _MARKS if mark < steps), steps]
+    return tuple((mark, int(np.searchsorted(firsts, mark * accumulation))) for mark in marks)
 
 
 def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = None, seed: int = 0) -> Shapes:
@@ -168,12 +176,14 @@ def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = No
     rows = 1 if batching.padding == "rows" else batching.batch
     mean = float(padded.mean()) * rows
     values, times = np.unique(padded, return_counts=True)
+    new = new_in_steps(padded.reshape(-1, batching.ranks), batching.accumulation, wanted)
     return Shapes(
         wanted,
-        first_visits(padded.reshape(-1, batching.ranks)),
+        new[-1][1],
         mean,
         int(padded.max()) * rows,
         1 - float(drawn.sum(axis=-1).mean()) / mean,
+        new,
         dict(zip(values.tolist(), times.tolist(), strict=True)),
     )
 

@@ -116,12 +116,14 @@ class Measurement:
 
     ``None`` where no shape was new."""
     shapes_seen: int | None = None
-    """Shapes of batches that the trial met; ``None`` where they were not looked at."""
+    """Shapes of batches that the trial met; ``None`` where batches are not seen."""
     run_shapes: int | None = None
     """Micro-steps of the run with a shape that is new to a process, by the lengths of the samples; ``None`` where these
     are not known."""
     epoch_shapes: int | None = None
     """Those of its first epoch."""
+    new_shapes_in_steps: tuple[tuple[int, int], ...] = ()
+    """Numbers of first steps of the run, each with that of the shapes that are new in them."""
     run_steps: int | None = None
     """Optimizer steps of the run that ``samples_per_second`` is of: an epoch, or what the training asks for."""
     run_epochs: float | None = None

@@ -50,6 +50,8 @@ class ShapesDocument:
     """``None`` where the trial met none beside shapes that it had seen."""
     seen: int
     """In the trial."""
+    new_in_steps: tuple[tuple[int, int], ...]
+    """Numbers of first steps of the run, each with that of the shapes that are new in them."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,13 @@ def trial_type() -> type[Any]:
     )
 
 
+def _shapes(measured: Measurement | None) -> ShapesDocument | None:
+    if measured is None or measured.shapes_seen is None:
+        return None
+    each, in_steps = measured.new_shape_seconds, measured.new_shapes_in_steps
+    return ShapesDocument(measured.epoch_shapes, each, measured.shapes_seen, in_steps)
+
+
 def trial_document(view: TrialView) -> Document:
     """Return one trial as ``--json`` prints it; what was not measured is ``None``."""
     trial, measured, outcome = view.record, view.measured, view.record.outcome
@@ -209,9 +218,7 @@ def trial_document(view: TrialView) -> Document:
             "state": trial.state,
             "feasible": view.is_feasible,
             **{name: getattr(measured, name, None) for name in _MEASURED},
-            "shapes": ShapesDocument(measured.epoch_shapes, measured.new_shape_seconds, measured.shapes_seen)
-            if measured is not None and measured.shapes_seen is not None
-            else None,
+            "shapes": _shapes(measured),
             "relative_spread": measured.known_spread if measured else None,
             "tokens_per_second": view.tokens_per_second,
             "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,

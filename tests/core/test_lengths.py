@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autotune.core.lengths import Batching, SampleLengths, choose_multiple, first_visits, shapes_of
+from autotune.core.lengths import Batching, SampleLengths, choose_multiple, new_in_steps, shapes_of
 
 DRAW = random.Random(0)
 TEXTS = SampleLengths.of(min(512, max(8, int(DRAW.lognormvariate(math.log(135), 0.7)))) for _ in range(8192))
@@ -50,7 +50,8 @@ def test_batches_of_like_lengths_are_hardly_padded() -> None:
 def test_a_rank_meets_its_own_shapes_and_the_others_wait() -> None:
     import numpy as np
 
-    assert first_visits(np.array([[1, 2], [1, 2], [2, 2], [1, 1]])) == 3
+    assert new_in_steps(np.array([[1, 2], [1, 2], [2, 2], [1, 1]]), 1, 50) == ((10, 3), (30, 3), (50, 3))
+    assert new_in_steps(np.array([[1, 2], [1, 2], [2, 2], [1, 1]]), 2, 1) == ((1, 1),)
     assert shapes_of(TEXTS, Batching(8, ranks=4), steps=200).new > shapes_of(TEXTS, Batching(8), steps=200).new
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.lengths import MOST_SAMPLES, PlannedRun, first_visits
+from autotune.core.lengths import MOST_SAMPLES, PlannedRun, new_in_steps
 from autotune.worker.private.transformers import length_grouped_order
 
 _MOST_TOKENS = 2**31
@@ -124,13 +124,14 @@ def make_schedule(
                 repeats += shape.visits - 1
             seen |= met
         order += again * (shape.visits - 1)
-    drawn = first_visits(shapes.reshape(-1, shape.ranks))
+    of_epoch = max(1, samples // step_samples)
+    new = new_in_steps(shapes.reshape(-1, shape.ranks), shape.micro_steps, of_epoch)
     return Schedule(
         tuple(order),
         shape.worst_steps,
         repeats,
         worst_tokens,
-        PlannedRun(max(1, samples // step_samples), 1.0, drawn, drawn, float(costs.mean()), lengths is not None),
+        PlannedRun(of_epoch, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
     )
 
 

@@ -20,6 +20,12 @@ class OrderedTrainer(Trainer):  # type: ignore[misc]
         return self.train_order
 
 
+def change_train_sampler(trainer: Any, change: Callable[[Any], Any]) -> None:
+    """Have a ``Trainer`` draw its training samples by what a function makes of its sampler."""
+    find = trainer._get_train_sampler
+    trainer._get_train_sampler = lambda *words, **options: change(find(*words, **options))
+
+
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:
     """Return the order of samples that the Trainer uses with ``train_sampling_strategy=group_by_length``."""
     from transformers.trainer_pt_utils import LengthGroupedSampler

@@ -18,6 +18,7 @@ from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import StepEstimate, mean_step
 from autotune.core.statistics import quantile
 from autotune.worker.arrays import arrays_by_place
+from autotune.worker.dataset.schedule import GROUP
 
 
 class BatchShapes:
@@ -81,8 +82,9 @@ class RunEstimate(NamedTuple):
 
 
 def without_new(steps: Sequence[Timed]) -> list[Timed]:
-    """Return the steps whose shapes were all seen before; all where there are none."""
-    return [step for step in steps if not step.new_shapes] or list(steps)
+    """Return the steps whose shapes were all seen before; all of several where that is hardly one."""
+    known = [step for step in steps if not step.new_shapes]
+    return known if len(known) >= (1 if len(steps) <= GROUP else 2) else list(steps)
 
 
 def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:

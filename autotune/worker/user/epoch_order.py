@@ -45,7 +45,10 @@ class SpreadSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self._endless, len(self))
+        # What is left of an epoch after its whole steps would put all later steps between two of the order.
+        whole = len(self) // self._step_samples * self._step_samples
+        yield from itertools.islice(self._endless, whole)
+        yield from itertools.islice(self._sampler, len(self) - whole)
 
     def _samples(self) -> Iterator[int]:
         left = self._longest_steps if self._longest is not None else 0

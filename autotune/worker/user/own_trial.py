@@ -161,7 +161,9 @@ def planned_run(
     shapes, of_epoch = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
     tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
     varies = lengths.vary and batching.padding != "max_length"
-    return PlannedRun(shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), tokens, varies)
+    return PlannedRun(
+        shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies
+    )
 
 
 def _line_of(error: BaseException, file: str) -> str | None:

@@ -16,7 +16,7 @@ from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
-from autotune.worker.private.transformers import is_reporting, mean_train_loss
+from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.step_checks import OtherBatch
@@ -200,12 +200,11 @@ class TrainerTrial(OwnTrial):
 
     def _spread_steps(self, trainer: Any) -> None:
         """Have the steps drawn evenly from an epoch of the training's own order, where that may be changed."""
-        find, lengths = trainer._get_train_sampler, self._source.interface.lengths
+        lengths = self._source.interface.lengths
         batch = trainer.args.train_batch_size
         step_samples = batch * trainer.args.gradient_accumulation_steps * self._ranks.count
 
-        def spread(*words: Any, **options: Any) -> Any:
-            sampler = find(*words, **options)
+        def spread(sampler: Any) -> Any:
             if not can_spread(sampler):
                 return sampler
             return SpreadSampler(
@@ -217,7 +216,7 @@ class TrainerTrial(OwnTrial):
                 visits=self._visits if lengths is None or lengths.vary else 1,
             )
 
-        trainer._get_train_sampler = spread
+        change_train_sampler(trainer, spread)
 
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:
