@@ -88,7 +88,8 @@ def measured_on(folder: Path, device: str, **settings: Any) -> tuple[Measurement
     lengths = [42 - number // 8 for number in range(320)]
     found = SampleLengths.of(lengths, samples=320, longest_samples=(0, 1))
     object.__setattr__(source.interface, "lengths", found)
-    work = TrialWork(Candidate(Arm("fp32"), 2, 2), RankDevices(device, ("",)), AMPLE_BYTES, effort, 0)  # type: ignore[arg-type]
+    devices = RankDevices(device, ("",))
+    work = TrialWork(Candidate(Arm("fp32"), 2, 2), devices, AMPLE_BYTES, effort, 0, unmodified=True)  # type: ignore[arg-type]
     ended: list[Outcome] = []
 
     def finish(outcome: Outcome) -> Any:
