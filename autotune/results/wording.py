@@ -5,7 +5,6 @@ from __future__ import annotations
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
-from autotune.core.lengths import SampleLengths
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.core.stop import StopReason
@@ -84,7 +83,9 @@ def describe_data(workload: Document, *, padding_free: bool = False) -> str:
     if data is not None and data.facts is not None:
         return _describe_own(data, data.facts, int(workload["seq_len"]), padding_free=padding_free)
     if workload["task"] == "own":
-        return f"as {workload['model']} makes it" + _describe_lengths((workload.get("source") or {}).get("interface"))
+        lengths = ((workload.get("source") or {}).get("interface") or {}).get("lengths") or {}
+        unread = f", samples of unknown lengths: {lengths['unknown']}" if lengths.get("unknown") else ""
+        return f"as {workload['model']} makes it{unread}"
     if workload["task"] == "image-classification":
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
@@ -95,18 +96,6 @@ def describe_data(workload: Document, *, padding_free: bool = False) -> str:
         return words
     side = workload["image_side"]
     return f"{words}, of which {images} image{'s' if images > 1 else ''} of {side} × {side} pixels"
-
-
-def _describe_lengths(interface: Document | None) -> str:
-    """Return ``, samples of 8 to 512 tokens``, or why that is not known; empty where samples are no texts."""
-    found = (interface or {}).get("lengths")
-    if found is None:
-        return ""
-    lengths = decode(found, SampleLengths)
-    if not lengths.counts:
-        return f", samples of unknown lengths: {lengths.unknown}"
-    shortest = lengths.counts[0][0]
-    return f", samples of {f'{shortest} to ' if lengths.vary else ''}{lengths.longest} tokens"
 
 
 def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int, *, padding_free: bool) -> str:

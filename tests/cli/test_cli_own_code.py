@@ -60,8 +60,7 @@ def test_a_script_is_searched(searched: Searched) -> None:
     assert ran.code == 0, ran.stderr
     assert "running classify_texts.py up to its training" in ran.stderr
     assert "model   classify_texts.py (BertForSequenceClassification), 4" in ran.stderr
-    head = r"^data    as classify_texts.py makes it, samples of \d+ to \d+ tokens; effective batch 16; float32 weights$"
-    assert re.search(head, ran.stderr, flags=re.MULTILINE)
+    assert "data    as classify_texts.py makes it; effective batch 16; float32 weights" in ran.stderr
     assert re.search(r"^  3 epochs: .* instead of .* with your own settings$", ran.stdout, flags=re.MULTILINE)
     assert re.search(r"^ 0     2 × 1  fp32 .* baseline$", ran.stderr, flags=re.MULTILINE)
     assert re.search(r"^  \d+\.\d\d × your own settings \(2 × 1  fp32: ", ran.stdout, flags=re.MULTILINE)

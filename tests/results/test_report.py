@@ -232,6 +232,10 @@ def test_a_batch_without_padding_is_padded_to_nothing() -> None:
         ({"padding": 0.3}, "512 tokens, 30% padding"),
         ({"task": "image-classification"}, "synthetic images"),
         ({"task": "speech-seq2seq", "seq_len": 448}, "synthetic speech, 448 target tokens"),
+        (
+            {"model": "run.py", "task": "own", "source": {"interface": {"lengths": {"unknown": "it makes rows"}}}},
+            "as run.py makes it, samples of unknown lengths: it makes rows",
+        ),
     ],
 )
 def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
