@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir",
         str(folder), str(source), folder=folder)  # fmt: skip
-    (made,) = folder.glob("autotune-*.whl")
+    (made,) = folder.glob("traintune-*.whl")
     return made
 
 
@@ -76,7 +76,7 @@ def test_the_wheel_is_whole(wheel: Path) -> None:
     assert {"autotune/_migrations/env.py", "autotune/_migrations/script.py.mako"} <= names
     assert REVISIONS
     assert {f"autotune/_migrations/versions/{name}" for name in REVISIONS} <= names
-    outside = {name for name in names if not name.startswith(("autotune/", "autotune-"))}
+    outside = {name for name in names if not name.startswith(("autotune/", "traintune-"))}
     assert not outside
 
 
@@ -110,5 +110,5 @@ def test_what_was_tested_together_is_what_is_allowed() -> None:
         assert versions[requirement.name.lower()] in requirement.specifier, text
 
 
-def test_the_command_is_declared() -> None:
-    assert PYPROJECT["project"]["scripts"] == {"autotune": "autotune.__main__:main"}
+def test_the_commands_are_declared() -> None:
+    assert PYPROJECT["project"]["scripts"] == dict.fromkeys(("autotune", "traintune"), "autotune.__main__:main")

@@ -78,7 +78,12 @@ class Library:
         """
         is_second = bool(not_from)
         exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]
-        measured = [found for found in exact if _says_enough(found, candidate, effort)]
+        # Each process of earlier searches counts, however few steps it measured, as it did there.
+        measured = [
+            found
+            for found in exact
+            if _says_enough(found, candidate, effort) or (is_second and ran_in_full(candidate, found))
+        ]
         over = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
         for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
             if found:

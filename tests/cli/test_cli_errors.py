@@ -67,8 +67,6 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
         ("--padding-free on --pad-to-max-length", ("--pad-to-max-length", "--padding-free on", "give one of the two")),
         ("--padding-free on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--padding-free on")),
         ("--packing --padding-free off", ("--padding-free off", "--packing", "leave --padding-free out")),
-        ("--packing --torch-compile on", ("--packing", "--torch-compile on", "leave --torch-compile out")),
-        ("--padding-free on --cuda-graphs on", ("leave --padding-free or --cuda-graphs out",)),
     ],
 )
 def test_settings_that_have_nothing_to_pad(words: str, named: tuple[str, ...], run: Run, folder: Path) -> None:

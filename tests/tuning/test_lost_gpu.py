@@ -13,6 +13,7 @@ sys.path.insert(0, {tests!r})
 from recorded import ComputedRunner
 from searching import BERT_LARGE, FACTS, RecordingObserver
 from autotune.core.errors import AutotuneError, DeviceError
+from autotune.core.look import LookAnswer
 from autotune.core.outcome import Failed
 from autotune.devices.lock import Lock
 from autotune.execution import gpu_monitor
@@ -39,19 +40,23 @@ class Trials(ComputedRunner):
         return frozenset()
 
 class Server:
-    workload = BERT_LARGE
+    workload, data_folder = BERT_LARGE, None
+    def __init__(self, placement):
+        self.placement = placement
     def start(self, *, inspects=False):
         pass
     def inspect(self, *_):
         return FACTS
     def run_as_inspected(self, workload):
         pass
+    def look(self, work, timeout_seconds):
+        return LookAnswer(problem="a stand-in")
 
 def search(request, loses):
     trials = Trials(request, loses)
     @contextlib.contextmanager
     def place(request, folder, note, warm):
-        yield run.Place([Server()], lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note))
+        yield run.Place([Server(request.placement)], lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note))
     run.on_this_machine = place
     observer, error = RecordingObserver(), None
     try:
