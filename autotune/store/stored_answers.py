@@ -1,4 +1,4 @@
-"""Cache inspections and predictions in the database, under a key of everything that they depend on."""
+"""Cache inspections, looks and predictions in the database, under a key of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TypeVar
 from sqlalchemy import Engine, select
 
 from autotune.core.inspection import Inspection
+from autotune.core.look import LookAnswer
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import decode, encode
 from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.records import now
 from autotune.store.tables import AnswerRow
 
-_KINDS: dict[type, str] = {Inspection: "inspection", PredictionAnswer: "prediction"}
+_KINDS: dict[type, str] = {Inspection: "inspection", LookAnswer: "look", PredictionAnswer: "prediction"}
 """What is stored, and the words for it in the database."""
 
-T = TypeVar("T", Inspection, PredictionAnswer)
+T = TypeVar("T", Inspection, LookAnswer, PredictionAnswer)
 
 
 class Answers:
@@ -42,7 +43,7 @@ class Answers:
             return decode(row.document, kind) if row is not None else None
         return None
 
-    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
+    def keep(self, key: str, answer: Inspection | LookAnswer | PredictionAnswer) -> None:
         """Store an answer; an earlier one under the same key stays."""
         row = {"key": key, "kind": _KINDS[type(answer)], "document": encode(answer), "created_at": now()}
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:

@@ -40,7 +40,8 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
             _try(trainer, batches, name, value)
         except SettingUnavailableError as error:
             found[name] = " ".join(str(error).split())
-        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever the code of the user raises where it is called otherwise than in its training.
             found[name] = f"its Trainer could not be tried with it: {type(error).__name__}: {error}".splitlines()[0]
     return found
 

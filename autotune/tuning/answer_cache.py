@@ -24,6 +24,7 @@ from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import StorageError
 from autotune.core.inspection import Inspection
+from autotune.core.look import LookWork
 from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
@@ -85,6 +86,15 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
             **({"ranks": ranks, "fake": code_digest("worker/fake/*.py")} if ranks > 1 else {}),
         }
     )
+
+
+def look_key(device: Device, workload: Workload, work: LookWork) -> str | None:
+    """Return a key that is equal while a look at these settings would answer the same; ``None`` for one's own code."""
+    inspected = inspection_key(device, workload)
+    if inspected is None:
+        return None
+    asked = {name: value for name, value in encode(work).items() if name not in ("devices", "cap_bytes", "data_folder")}
+    return _digest({"look": asked, "inspected": inspected, "training": code_digest("training/*.py")})
 
 
 def prediction_key(identity: PredictionWork, workload: Workload) -> str:

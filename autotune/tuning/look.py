@@ -13,9 +13,11 @@ from autotune.core.look import Difference, FirstStep, Look, LookAnswer, LookWork
 from autotune.core.placement import RankDevices
 from autotune.space.features import FLASH_ATTENTION
 from autotune.space.levers import BY_NAME, changed, without
+from autotune.tuning.answer_cache import look_key
 
 if TYPE_CHECKING:
     from autotune.execution.trial_server import TrialServer
+    from autotune.store.stored_answers import Answers
     from autotune.tuning.prepare import Prepared
 
 Ask = Callable[[LookWork], LookAnswer]
@@ -171,11 +173,21 @@ class Looker:
         return f"--batch-multiple {batch} --effective-batch {batch} keeps a batch of {batch}"
 
 
-def looker_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Looker:
-    """Return what looks at the winners of a search, by jobs of a trial server."""
+def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout_seconds: float) -> Looker:
+    """Return what looks at the winners of a search, by jobs of a trial server; a look is taken once in a database."""
     request, source = prepared.request, prepared.request.workload.source
+
+    def ask(work: LookWork) -> LookAnswer:
+        key = look_key(request.device, request.workload, work)
+        if key is not None and not request.fresh and (known := answers.find(key, LookAnswer)) is not None:
+            return known
+        answer = server.look(work, request.trial_timeout_seconds or timeout_seconds)
+        if key is not None and answer.problem is None:
+            answers.keep(key, answer)
+        return answer
+
     return Looker(
-        lambda work: server.look(work, request.trial_timeout_seconds or timeout_seconds),
+        ask,
         prepared.baseline,
         server.placement.rank_devices,
         cap_bytes=prepared.ceiling.cap_bytes,

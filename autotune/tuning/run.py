@@ -274,7 +274,7 @@ def _search(
             kept = KeptPredictions(store.answers, prepared.request.workload)
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
-            looker = looker_of(prepared, place.servers[0], _OWN_CODE_SECONDS)
+            looker = looker_of(prepared, place.servers[0], store.answers, _OWN_CODE_SECONDS)
             search = Search(prepared, executor, store, observer, folder, interruption, forecast=forecast, looker=looker)
             return search.run()
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:

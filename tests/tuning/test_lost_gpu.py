@@ -56,7 +56,8 @@ def search(request, loses):
     trials = Trials(request, loses)
     @contextlib.contextmanager
     def place(request, folder, note, warm):
-        yield run.Place([Server(request.placement)], lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note))
+        watched = lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note)
+        yield run.Place([Server(request.placement)], watched)
     run.on_this_machine = place
     observer, error = RecordingObserver(), None
     try:

@@ -498,7 +498,8 @@ def test_code_that_bears_no_other_batch_is_inspected_with_its_own(trial_server: 
     text += "per_device_train_batch_size=2, gradient_accumulation_steps=1), train_dataset=samples).train()\n"
     model = trial_server.model(inline(folder, NEEDS_TWO + text))
     assert model.own.per_device_train_batch_size == 2
-    assert model.interface == CodeInterface(made_from="code", place="run.py:15", protection=model.interface.protection)
+    seen = {name: getattr(model.interface, name) for name in ("protection", "lengths", "shapes_vary", "obstacles")}
+    assert model.interface == CodeInterface(made_from="code", place="run.py:15", **seen)
 
 
 def test_a_batch_of_one_is_not_what_an_inspection_tries() -> None:

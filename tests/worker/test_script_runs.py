@@ -4,8 +4,6 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -153,23 +151,3 @@ def test_where_memory_becomes_scarce_runs_go_on_in_turn(share: float, folders: t
     job = os.path.basename(scratch.path)
     assert [each and each.folder for each in said] == [folder or job for folder in folders]
     scratch.remove()
-
-
-IMPORTS_TORCH = """
-import sys, types
-from autotune.core.candidate import Arm, Candidate
-from autotune.worker.user.real_training import _prepare_loader
-assert "torch" not in sys.modules
-interface = types.SimpleNamespace(loader_key=f"{__file__}:10#0")
-source = types.SimpleNamespace(interface=interface)
-_prepare_loader(types.SimpleNamespace(candidate=Candidate(Arm(), 8), source=source), 8)
-from torch.utils.data import DataLoader
-assert DataLoader(range(16), batch_size=2).batch_size == 8
-"""
-
-
-def test_a_loader_gets_its_batch_where_the_script_imports_torch(tmp_path: Path) -> None:
-    """In a process that has not imported it, as those of ``autotune run``; the warm ones of other tests have."""
-    (script := tmp_path / "train.py").write_text(IMPORTS_TORCH)
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr

@@ -94,7 +94,9 @@ def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None
     scaling, meter = Scaling(), FakeMeter(clock)
     timer = StepTimer(meter, FP16, EFFORT, lambda _: None, lambda _: None, unwatched())
     args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1, world_size=1)
-    _WholeSteps(timer).on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
+    _WholeSteps(timer, lambda _: None).on_train_begin(
+        args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler)
+    )
     scaling.step(overflows=True)
     assert timer._scaler.step_was_skipped()
 

@@ -258,7 +258,7 @@ def test_a_trainer_that_catches_its_error_of_memory_ran_out_of_it(trial_server: 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("keep_its_loader", "its Trainer has a training loader with batches of 2, asked was 16"),
+        ("keep_its_loader", "the batch of its training loader is 2, asked was 16"),
         ("ready_of_two", "trains with batches of 2 where 16 samples were asked for"),
         whole("other_weights", "steps an optimizer whose parameters get no gradients"),
     ],
