@@ -74,6 +74,8 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
         measured = outcome["measurement"]
         measured["samples_per_second"] *= 1000
         measured["step_seconds"] /= 1000
+        if measured["steady_step_seconds"] is not None:
+            measured["steady_step_seconds"] /= 1000
         measured["step_seconds_each"] = [seconds / 1000 for seconds in measured["step_seconds_each"]]
 
     storage = doctored("autotune_trials.outcome", exaggerate)
