@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import Trainer
 
 from autotune.training import apply
@@ -30,6 +31,8 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
 
     Of the settings, it has those that apply afterwards: it is of no use then but to be looked at.
     """
+    # As a collator makes them: a loader of accelerate has put them on the device.
+    batches = [send_to_device(batch, "cpu") for batch in batches]
     found = {}
     try:
         check_code(trainer)

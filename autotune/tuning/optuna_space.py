@@ -51,8 +51,15 @@ def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
 
 
 def _searched(arms: tuple[Arm, ...]) -> list[str]:
-    """Return the names of the settings that are parameters, without workers and pinning of the winner."""
-    return [row.name for row in LEVERS if row.is_optunas or (row.values and len(_values(arms, row.name)) > 1)]
+    """Return the names of the settings that are parameters, without workers and pinning of the winner.
+
+    Nor the multiple of lengths, whose values follow from the samples: Optuna takes no other values than those at first.
+    """
+    return [
+        row.name
+        for row in LEVERS
+        if row.is_optunas or (row.values and row.name != "length_multiple" and len(_values(arms, row.name)) > 1)
+    ]
 
 
 def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:

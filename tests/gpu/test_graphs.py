@@ -143,3 +143,31 @@ def test_texts_of_different_lengths_train_in_graphs_as_they_do_padded(
     captured = [shape for shape in trainer.training_step._shapes.values() if shape.writing or shape.adding]
     assert 1 < len(captured) <= shapes
     assert trainer.training_step.replays > 10
+
+
+def test_a_causal_model_on_a_gpu_can_have_rows_and_few_lengths(tmp_path: Path) -> None:
+    """Its loader has put the batches on the GPU; the settings change them before that."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from autotune.training.possible import obstacles
+
+    class Padded:
+        def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            longest = max(len(sample["input_ids"]) for sample in samples)
+            ids = torch.stack(
+                [torch.nn.functional.pad(s["input_ids"], (0, longest - len(s["input_ids"]))) for s in samples]
+            )
+            mask = (ids != 0).long()
+            return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=200
+    )
+    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, bf16=True, report_to="none")
+    data = [{"input_ids": torch.randint(5, 200, (8 + 7 * i % 50,))} for i in range(64)]
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=data, data_collator=Padded()
+    )
+    batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(3), strict=False)]
+    assert batches[0]["input_ids"].is_cuda
+    assert not {"padding_free", "length_multiple", "fused_loss"} & obstacles(trainer, batches).keys()

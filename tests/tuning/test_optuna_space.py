@@ -10,6 +10,7 @@ from searching import arms
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import SamplerName
+from autotune.space.levers import with_lever
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.tuning.optuna_space import (
     candidate_of,
@@ -39,6 +40,16 @@ class TestDistributions:
         names = distributions(space, baseline, sampler)
         for candidate in [*every_candidate(space), baseline]:
             assert contains(names, params_of(candidate, names))
+
+    def test_hold_multiples_that_follow_from_the_samples(self) -> None:
+        space = Space(
+            arms("bf16"), Batches(64), late=frozenset({"length_multiple", "padding_free"}), multiples=(32, 512)
+        )
+        names = distributions(space, space.baseline("sdpa"), "autotune")
+        for lever in space.late:
+            arm = with_lever(space.arms[0], lever, space.late, space.multiples)
+            assert arm.length_multiple in space.multiples
+            assert contains(names, params_of(space.candidate(arm, 64), names))
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_a_lone_gpu_has_one_strategy_beside_none(self, sampler: SamplerName) -> None:

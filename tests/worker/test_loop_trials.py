@@ -9,6 +9,7 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.measured_steps import most_measured_steps
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
 
@@ -75,7 +76,8 @@ def test_a_loop_that_counts_to_the_length_of_its_loader_does_not_reach_it(trial_
     workload, _ = trial_server.prepared(loop("count_to_its_length"))
     effort = dataclasses.replace(QUICK, min_steps=8, max_steps=8)
     answer = trial_server.trial(workload, Candidate(Arm(), 8, 2), effort)
-    assert len(answer.completed.measurement.step_seconds_each) == 8
+    # A slow step, as a busy machine has, is waited for again.
+    assert 8 <= len(answer.completed.measurement.step_seconds_each) <= most_measured_steps(effort)
     assert ", 0 left" in answer.log
 
 
