@@ -97,8 +97,6 @@ class Beside(Generic[W]):
 
     def __init__(self, kind: type[W], run: Run[W], *, stays: bool = False) -> None:
         self._kind = kind
-        self.status: int | None = None
-        """How the child ended, where ``wait`` saw that it ended without a result."""
         read_fd, write_fd = os.pipe()
         parent = os.getpid()
         flush_output()
@@ -124,36 +122,18 @@ class Beside(Generic[W]):
         return result
 
     def result_before(self, is_over: Callable[[], bool]) -> W | None:
-        """Wait for the result; ``None`` as soon as ``is_over`` says so. End as the child ended where there is none."""
-        result = self.wait(is_over)
-        if result is None and self.status is not None:
-            self.end_as_it_did()
-        return result
-
-    def wait(self, is_over: Callable[[], bool]) -> W | None:
-        """Wait for the result; ``None`` where the child ended without one, or as soon as ``is_over`` says so.
+        """Wait for the result; ``None`` as soon as ``is_over`` says so. End as the child ended where there is none.
 
         The end of the pipe is not waited for, since processes that the child started may hold it open for longer.
         """
-        while self.status is None and not is_over():
+        while not is_over():
             wait_until_ready([] if self.lines.closed else [self.lines.fd], timeout_seconds=_LOOK_SECONDS)
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if (result := self.read()) is not None:
                 return result
             if pid == self._pid:
-                self.status = status
+                _end_as(status)
         return None
-
-    def end_as_it_did(self) -> NoReturn:
-        """End this process as the child ended that was waited for."""
-        assert self.status is not None
-        code = os.waitstatus_to_exitcode(self.status)
-        if code < 0:
-            # The parent of this process sees the child's signal.
-            with contextlib.suppress(OSError):
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code or 1)
 
     def end(self) -> None:
         """Kill the child unless it has ended, and reap it."""
@@ -162,6 +142,17 @@ class Beside(Generic[W]):
             if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as a child ended, given its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        # The parent of this process sees the child's signal.
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 1)
 
 
 def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:

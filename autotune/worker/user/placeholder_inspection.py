@@ -1,8 +1,8 @@
 """Find out what a script trains with, and which of the placeholders on its command line it obeys.
 
-It is run up to its second step with two sets of values and with its own defaults, all at once where the machine has
-room for that. A placeholder counts as obeyed where both sets did what they said; the dimension of the model's inputs
-that changed with the batch is the one of samples.
+It is run up to its second step with two sets of values, then with its own defaults. A placeholder counts as obeyed
+where both sets did what they said; the dimension of the model's inputs that changed with the batch is the one of
+samples.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
-from autotune.core.scratch import Scratch
 from autotune.worker.facts import inspect_environment
+from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
@@ -30,7 +30,6 @@ from autotune.worker.user.inspection import Code, Finish, problem_of
 from autotune.worker.user.placeholder_trial import set_variables
 from autotune.worker.user.placeholder_watch import Seen, Watching
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.script_runs import Run, ScriptRuns, have_room, may_be_crowded_out, met_full_gpu
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
@@ -60,14 +59,15 @@ class _RejectedError(UserCodeError):
     """The script raised an error that may be of the values that it was told."""
 
 
-def inspect(code: Code, finish: Finish, *, beside: bool | None = None) -> NoReturn:
-    """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys.
+Run = Callable[[Callable[[Seen], NoReturn]], NoReturn]
+"""Runs the script in a forked child; gets a function that sends what it showed."""
 
-    ``beside`` says whether the runs are to be at once; ``None`` where that depends on the machine.
-    """
+
+def inspect(code: Code, finish: Finish) -> NoReturn:
+    """Run the script with two sets of values and with its own defaults, and say what it trains and what it obeys."""
     environment = inspect_environment()
     try:
-        model = _Inspecting(code, beside=have_room() if beside is None else beside).model()
+        model = _Inspecting(code).model()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
     except UserCodeError as error:
         finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
@@ -76,10 +76,8 @@ def inspect(code: Code, finish: Finish, *, beside: bool | None = None) -> NoRetu
 class _Inspecting:
     """The runs of one script, and what follows from all of them."""
 
-    def __init__(self, code: Code, *, beside: bool) -> None:
+    def __init__(self, code: Code) -> None:
         self._source, self._scratch = code.source, code.scratch
-        self._beside = beside
-        """Whether memory is to be predicted, as far as that is possible."""
         self._template: Template = code.source.template
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
 
@@ -96,35 +94,26 @@ class _Inspecting:
             # It may take multiples alone.
             first, _ = self._two(_LARGER_BATCHES, None)
             try:
-                _trained(self._runs(self._filled_run(first)), 0)
+                _trained(self._filled_run(first))
             except UserCodeError:
                 raise error from None
-            self._beside = False
             return self._model(_LARGER_BATCHES)
 
     def _model(self, batches: tuple[int, int]) -> ModelFacts:
         # Without {batch}, the two are filled with the batch that it has by itself.
         has_batch = "batch" in self._template.names
-        run_own = self._own_run()
-        own = self._own_of(self._runs(run_own), 0) if run_own is not None and not has_batch else None
+        own = None if has_batch else self._own(_LEAST_PATIENCE_SECONDS)
         first, second = self._two(batches, own)
         if self._template.asks_sample_tokens:
             self._sample_tokens = self._tokens_of_sample(first)
-        last = [run_own] if run_own is not None and has_batch else []
-        runs = self._runs(self._filled_run(first), self._filled_run(second), *last)
         began = time.monotonic()
-        try:
-            if self._beside:
-                runs.begin_all()
-            one = _trained(runs, 0)
-            seconds = time.monotonic() - began
-            two = _trained(runs, 1)
-            # Before its own defaults are waited for, which may be large.
-            site = self._check((first, one), (second, two))
-            if last:
-                own = self._own_of(runs, 2, max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
-        finally:
-            runs.end()
+        one = _trained(self._filled_run(first))
+        seconds = time.monotonic() - began
+        two = _trained(self._filled_run(second))
+        # Before its own defaults are waited for, which may be large.
+        site = self._check((first, one), (second, two))
+        if has_batch:
+            own = self._own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
         return self._facts(own, site, (first, one), (second, two))
 
     def _two(self, batches: tuple[int, int], own: Seen | None) -> tuple[Values, Values]:
@@ -143,7 +132,7 @@ class _Inspecting:
 
     def _tokens_of_sample(self, values: Values) -> int:
         """Find out how many tokens a sample has, of which a total is to be given."""
-        seen = _trained(self._runs(self._filled_run(values, to_first_call=True)), 0)
+        seen = _trained(self._filled_run(values, to_first_call=True))
         for _, shapes in seen.calls:
             for place, shape in shapes.items():
                 if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
@@ -153,39 +142,28 @@ class _Inspecting:
             "say it in the placeholder: {effective_tokens:1024}",
         )
 
-    def _runs(self, *runs: Run[Seen]) -> ScriptRuns[Seen]:
-        return ScriptRuns(Seen, runs, self._scratch, lambda seen: seen.is_doubtful)
-
-    def _own_run(self) -> Run[Seen] | None:
-        """Return a run of the script with its own defaults; ``None`` where it cannot be known how to have them."""
+    def _own(self, patience_seconds: float) -> Seen | None:
+        """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
         words = self._template.own_words()
         if words is None:
             return None
-        return lambda scratch, send: self._run_here(words, {}, scratch, send, words)
-
-    def _own_of(
-        self, runs: ScriptRuns[Seen], at: int, patience_seconds: float = _LEAST_PATIENCE_SECONDS
-    ) -> Seen | None:
-        """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
-        seen = runs.take(at, patience_seconds, must_answer=False)
+        child = Beside(Seen, lambda send: self._run_here(words, {}, send, words))
+        seen = child.result(patience_seconds)
         return seen if seen is not None and seen.problem is None else None
 
-    def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run[Seen]:
+    def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run:
         """Return a run of the script with some values."""
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
         # The copies of configuration files are gone when this is read.
         said = fill_words(self._template.words, values)
-        return lambda scratch, send: self._run_here(
-            words, dict(variables), scratch, send, said, to_first_call=to_first_call
-        )
+        return lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
 
     def _run_here(
         self,
         words: tuple[str, ...],
         variables: dict[str, str],
-        scratch: Scratch,
         send: Callable[[Seen], NoReturn],
         said: tuple[str, ...],
         *,
@@ -201,14 +179,13 @@ class _Inspecting:
         log_start = log_size()
 
         def fail(error: BaseException) -> NoReturn:
-            is_doubtful = may_be_crowded_out(error) or met_full_gpu()
             if isinstance(error, SystemExit):
                 error = left(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
             is_rejected = isinstance(error, AssertionError | ValueError)
-            send(Seen(problem=problem, is_rejected=is_rejected, is_doubtful=is_doubtful))
+            send(Seen(problem=problem, is_rejected=is_rejected))
 
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
@@ -216,15 +193,15 @@ class _Inspecting:
         try:
             enter(source)
             set_variables(source.variables, variables)
-            Guard(source, refuse, is_known=lambda: True).install(scratch.stop_file)
+            Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
 
             def finish(seen: Seen) -> NoReturn:
-                keep_run(scratch.kept_file)
-                send(dataclasses.replace(seen, is_doubtful=met_full_gpu()))
+                keep_run()
+                send(seen)
 
             watching = Watching(source, finish, fail, to_first_call=to_first_call)
             try:
-                run_script(dataclasses.replace(source, argv=words), scratch.output_dir)
+                run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
             except SystemExit as error:
                 if error.code not in (None, 0):
                     raise
@@ -364,10 +341,9 @@ class _Inspecting:
         return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
-def _trained(runs: ScriptRuns[Seen], at: int) -> Seen:
+def _trained(run: Run) -> Seen:
     """Return what a run showed; raises ``UserCodeError`` where the script does not train with its values."""
-    seen = runs.take(at)
-    assert seen is not None
+    seen = in_fork(Seen, run)
     if seen.problem is not None:
         kind = _RejectedError if seen.is_rejected else UserCodeError
         raise kind(seen.problem.message, seen.problem.hint)

@@ -63,8 +63,6 @@ class Seen:
     problem: Problem | None = None
     is_rejected: bool = False
     """Whether that is an error by which scripts reject a value."""
-    is_doubtful: bool = False
-    """Whether that may be so because of other runs beside it."""
 
     @property
     def passes(self) -> int:

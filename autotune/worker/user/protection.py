@@ -130,10 +130,10 @@ class Protected:
         is_outside = any(mount_namespace.is_within(path, folder) for folder in self.writable)
         return _READ_ONLY if not is_outside and os.access(existing, os.W_OK) else None
 
-    def keep(self, kept_file: str | None) -> None:
+    def keep(self) -> None:
         """Have what this run has written lie below what later jobs write, where they are told the same layer."""
         if self._cover is not None and not self._cover.in_memory:
-            Path(kept_file or self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
+            Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
 
 
 _current: Protected | None = None
@@ -163,15 +163,10 @@ def begin_run() -> None:
         _current.begin()
 
 
-def keep_run(kept_file: str | None = None) -> None:
-    """Keep what this run has written for the trials. It is named in the job's file for that, or in another one."""
+def keep_run() -> None:
+    """Keep what this run has written for the trials."""
     if _current is not None:
-        _current.keep(kept_file)
-
-
-def writes_apart() -> bool:
-    """Return whether runs of the user's code that are not in one process see nothing of each other's files."""
-    return _current is not None and _current.kind != "none"
+        _current.keep()
 
 
 class Room:
