@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import Fixed
 from autotune.core.look import Difference, FirstStep, Look, LookAnswer, LookWork, difference
 from autotune.core.placement import RankDevices
 from autotune.space.features import FLASH_ATTENTION
@@ -86,10 +87,15 @@ class Looker:
         data_folder: str | None = None,
         as_measured: bool = False,
         is_batch_free: bool = False,
+        has_fixed_split: bool = False,
     ) -> None:
-        """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code."""
+        """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code.
+
+        ``has_fixed_split``: the code decides a part of batch and accumulation itself, so that none is made smaller.
+        """
         self._ask, self._asked = ask, asked
         self._is_unmodified, self._is_own, self._is_batch_free = is_unmodified, is_own, is_batch_free
+        self._has_fixed_split = has_fixed_split
         one = dataclasses.replace(devices, uuids=devices.uuids[:1])
         self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder, as_measured=as_measured)
 
@@ -104,7 +110,12 @@ class Looker:
         return dataclasses.replace(verdict, look=look)
 
     def _verdict(self, winner: Candidate) -> Verdict:
-        split, winners = small_splits(self._asked, winner)
+        if self._has_fixed_split:
+            split, winners = (
+                (each.per_device_train_batch_size, each.gradient_accumulation_steps) for each in (self._asked, winner)
+            )
+        else:
+            split, winners = small_splits(self._asked, winner)
         if self._is_batch_free:
             # Another batch was asked for.
             split = winners
@@ -195,6 +206,7 @@ def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout
         is_batch_free=request.effective_batch is None,
         is_unmodified=source is not None and source.framework == "trainer" and prepared.model.own is not None,
         is_own=source is not None,
+        has_fixed_split=source is not None and source.interface.fixed != Fixed(),
         data_folder=str(server.data_folder) if server.data_folder else None,
     )
 

@@ -180,3 +180,73 @@ def test_a_loop_on_accelerate_is_looked_at(trial_server: ServerClient, folder: P
     found = look.differences(Candidate(own, 2, 4)).look
     assert found.unknown is None
     assert bool(found.differs) is (case == "negatives")
+
+
+PLACEHOLDERS = """
+import sys, torch, torch.nn.functional as F
+batch, accum, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+norm = {"norm": torch.nn.BatchNorm1d(16)}.get(kind, torch.nn.LayerNorm(16))
+ends = [torch.nn.Linear(16, 1), torch.nn.Flatten(0)] if kind == "flat" else [torch.nn.Linear(16, 4)]
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), norm, *ends)
+optimizer = torch.optim.Adam(net.parameters())
+for step in range(60):
+    for _ in range(accum):
+        x = torch.randn(batch, 8)
+        out = net(x)
+        if kind == "contrast":
+            other = F.normalize(net(x + 0.1))
+            loss = F.cross_entropy(F.normalize(out) @ other.T * 10, torch.arange(batch))
+        elif kind == "flat":
+            loss = F.mse_loss(out, x.mean(-1))
+        elif kind.endswith("sum"):
+            loss = F.cross_entropy(out, x.argmax(-1) % 4, reduction="sum")
+        elif kind == "masked":
+            loss = F.cross_entropy(out, x.argmax(-1) % 4, reduction="none").sum() / torch.tensor(batch)
+        else:
+            loss = F.cross_entropy(out, x.argmax(-1) % 4)
+        (loss if kind == "undivided sum" else loss / accum).backward()
+    optimizer.step(), optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "differs"),
+    [
+        ("norm", True),
+        ("contrast", True),
+        ("sum", True),
+        pytest.param("undivided sum", False, marks=pytest.mark.whole),
+        ("masked", False),
+        pytest.param("flat", False, marks=pytest.mark.whole),
+    ],
+)
+def test_a_script_with_placeholders_is_looked_at(
+    trial_server: ServerClient, folder: Path, kind: str, *, differs: bool
+) -> None:
+    (folder / "loop.py").write_text(PLACEHOLDERS)
+    workload, _ = trial_server.prepared(
+        Workload.of_source(find_script(("python", "loop.py", "{batch}", "{accumulation}", kind)))
+    )
+    own = Arm(optim=OWN_OPTIM)
+    look = looker(trial_server, workload, Candidate(own, 8, 1), is_unmodified=False)
+    found = look.differences(Candidate(own, 2, 4)).look
+    assert found.unknown is None
+    assert bool(found.differs) is differs
+
+
+@pytest.mark.parametrize(("kind", "differs"), [("plain", False), ("sum", True)])
+def test_a_script_that_makes_its_accumulation_of_a_total_is_looked_at_with_it(
+    trial_server: ServerClient, folder: Path, kind: str, *, differs: bool
+) -> None:
+    """It computes in bf16, whose rounding is no difference."""
+    text = PLACEHOLDERS.replace("int(sys.argv[2])", "int(sys.argv[2]) // int(sys.argv[1])")
+    (folder / "loop.py").write_text(text.replace("out = net(x)", "with torch.autocast('cpu'): out = net(x)"))
+    workload, model = trial_server.prepared(
+        Workload.of_source(find_script(("python", "loop.py", "{batch}", "16", kind)))
+    )
+    assert model.interface.fixed.effective_batch == 16
+    own = Arm("bf16", optim=OWN_OPTIM)
+    look = looker(trial_server, workload, Candidate(own, 16, 1), is_unmodified=False, has_fixed_split=True)
+    found = look.differences(Candidate(own, 8, 2)).look
+    assert found.unknown is None
+    assert bool(found.differs) is differs

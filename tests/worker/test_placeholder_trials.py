@@ -419,53 +419,6 @@ def test_updates_whose_samples_cannot_be_told_are_refused(
     assert problem.hint
 
 
-SAMPLES = """
-import sys, torch, torch.nn.functional as F
-batch, accum, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-norm = {"norm": torch.nn.BatchNorm1d(16)}.get(kind, torch.nn.LayerNorm(16))
-ends = [torch.nn.Linear(16, 1), torch.nn.Flatten(0)] if kind == "flat" else [torch.nn.Linear(16, 4)]
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), norm, *ends)
-optimizer = torch.optim.Adam(net.parameters())
-for step in range(60):
-    for _ in range(accum):
-        x = torch.randn(batch, 8)
-        out = net(x)
-        if kind == "contrast":
-            other = F.normalize(net(x + 0.1))
-            loss = F.cross_entropy(F.normalize(out) @ other.T * 10, torch.arange(batch))
-        elif kind == "flat":
-            loss = F.mse_loss(out, x.mean(-1))
-        elif kind.endswith("sum"):
-            loss = F.cross_entropy(out, x.argmax(-1) % 4, reduction="sum")
-        elif kind == "masked":
-            loss = F.cross_entropy(out, x.argmax(-1) % 4, reduction="none").sum() / torch.tensor(batch)
-        else:
-            loss = F.cross_entropy(out, x.argmax(-1) % 4)
-        (loss if kind == "undivided sum" else loss / accum).backward()
-    optimizer.step(), optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("norm", "Sequential has a batch norm"),
-        ("contrast", "the loss of loop.py compares the samples of a batch"),
-        ("sum", "the loss of loop.py adds up the samples of a batch"),
-        ("'undivided sum'", None),
-        ("masked", None),
-        ("flat", None),
-    ],
-)
-def test_what_is_another_training_in_other_batches_is_told(
-    trial_server: ServerClient, folder: Path, kind: str, why: str | None
-) -> None:
-    (folder / "loop.py").write_text(SAMPLES)
-    _, model = inspected(trial_server, f"loop.py {{batch}} {{accumulation}} {kind}")
-    found = model.interface.batch_matters
-    assert found == why if why is None or found is None else found.startswith(why)
-
-
 def test_a_process_group_of_one_is_there_for_what_torchrun_starts(trial_server: ServerClient, folder: Path) -> None:
     group = "import torch.distributed\ntorch.distributed.init_process_group('gloo')\n"
     text = LOOP.replace(

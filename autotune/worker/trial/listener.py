@@ -15,8 +15,8 @@ class Listener:
     def call_begins(self, *, trains: bool) -> None:
         """Handle a call of an outermost module with parameters; one that ``trains`` computes gradients."""
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
-        """Handle the end of such a call, given the shapes of its inputs and outputs, and its result."""
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Handle the end of such a call, given the shapes of its inputs and outputs."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Handle the start of a backward pass from these tensors."""

@@ -285,7 +285,7 @@ class TrainingWatch:
             shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
             # Graphs and other samples of many sizes are put into one tensor; what comes out has a row for each.
             shapes |= {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(result, "out", depth=3)}
-            self.listener.call_ends(called, shapes, result, trains=torch.is_grad_enabled())
+            self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         if not torch.is_grad_enabled():

@@ -6,7 +6,9 @@ from, and the first step of an optimizer after one.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,6 +16,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autotune.core.code_interface import HowItSteps
 from autotune.core.jobs import TrialWork
 from autotune.core.look import FirstStep, LookAnswer, LookWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
@@ -83,11 +86,18 @@ def look_at_loop(
     """Run the user's loop up to its first update, as a trial of some kind would; the process ends with ``finish``."""
     (candidate,) = work.candidates
 
+    # What is computed is the same without a compiler, which would take its time.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # A script with placeholders may make several backward passes of each micro-step.
+    how = workload.source.interface.steps if workload.source is not None else HowItSteps()
+
     def take(step: FirstStep) -> NoReturn:
-        asked = candidate.gradient_accumulation_steps
+        asked = how.passes_once + how.passes * candidate.gradient_accumulation_steps
         if step.micro_steps != asked:
             finish(LookAnswer(problem=f"its first update comes after {step.micro_steps} backward passes, not {asked}"))
-        finish(LookAnswer((step,)))
+        dtypes = {dtype for _, dtype in looking.watch.autocasts} | looking.watch.inner_dtypes
+        computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
+        finish(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
 
     def end(outcome: Outcome) -> NoReturn:
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"

@@ -23,6 +23,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import StepTimer, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, cap_prefetching
@@ -54,6 +55,11 @@ class OwnTrial(Trial):
         self._is_unmodified = work.unmodified
         self._guard = Guard(self._source, self._refuse, is_known=lambda: self.begins_anywhere)
         self._timer: StepTimer | None = None
+
+    @property
+    def watch(self) -> TrainingWatch:
+        """Return what counts what the code trains."""
+        return self._checks.watch
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""

@@ -38,8 +38,6 @@ _ANY_SAMPLE_TOKENS = 2**16
 # choice.
 _PATIENCE = 4.0
 _LEAST_PATIENCE_SECONDS = 15.0
-# With half the micro-steps, the share of a sample in a sum is twice as large, and in a mean the same. A choice.
-_LEAST_OF_SUM = 1.6
 
 
 # What the script is told, and what where it rejects that. Choices.
@@ -246,10 +244,10 @@ class _Inspecting:
     ) -> ModelFacts:
         """Return what follows from the three runs."""
         (values, one), (others, two) = first, second
-        names, tells_total = self._template.names, self._tells_total
+        names = self._template.names
         accumulation, fixed = values.accumulation, Fixed()
         passes, once = _passes(values, one, others, two) or (1, 0)
-        if not tells_total:
+        if not self._tells_total:
             # Half the batch takes twice the passes where the samples of a step are always as many.
             more = two.passes - one.passes
             has_total = 0 < more <= one.passes
@@ -297,25 +295,9 @@ class _Inspecting:
                 loader_prefetch=one.loader_prefetch,
                 tunes_loader=False,
                 has_own_settings=own is not None,
-                batch_matters=self._why_batch_matters(site, one, two, accumulates=tells_total),
             ),
             own=self._own_settings(own, how) if own is not None else None,
         )
-
-    def _why_batch_matters(self, site: Site | None, one: Seen, two: Seen, *, accumulates: bool) -> str | None:
-        """Say why n batches of one sample train otherwise than one of n; ``None`` where nothing shows that they do."""
-        model = one.facts.class_name if one.facts is not None else "the model"
-        if one.normalizes:
-            return f"{model} has a batch norm, whose statistics are those of each forward pass"
-        if one.loss is None or two.loss is None or site is None or site.dimension:
-            return None
-        if one.loss.compares and two.loss.compares:
-            return f"the loss of {self._source.name} compares the samples of a batch"
-        # The two runs have as many samples in a step, so that each has the same share of a mean.
-        share = one.loss.gradient / two.loss.gradient if two.loss.gradient else 1.0
-        if accumulates and one.loss.is_summed and two.loss.is_summed and share > _LEAST_OF_SUM:
-            return f"the loss of {self._source.name} adds up the samples of a batch, and is divided by the accumulation"
-        return None
 
     def _check_numerics(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> None:
         names, name = self._template.names, self._source.name

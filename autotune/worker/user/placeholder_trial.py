@@ -130,7 +130,7 @@ class HookedSteps(MarkedSteps):
         if trains:
             self._begin()
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
         """Count the samples that went in."""
         if trains and self._how.site is not None:
             self._rows += self._how.site.rows(self._models.name(called), shapes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.core.candidate import Precision
 from autotune.core.inspection import ModelFacts
@@ -17,8 +16,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES
 from autotune.space.precision_names import HALF
 from autotune.worker.trial.listener import Listener, ShapesByPlace
-from autotune.worker.trial.objective import LossOfSamples, loss_of_samples
-from autotune.worker.trial.training_watch import TrainingWatch, first_tensors
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrapped
@@ -54,12 +52,8 @@ class Seen:
     """Of the loader that was at work last; ``None`` where it does not say."""
     loader_samples: int | None = None
     """Those of an epoch of it."""
-    loss: LossOfSamples | None = None
-    """``None`` where it is not known."""
     compiles: bool = False
     """Whether it calls ``torch.compile``, which does nothing in these runs."""
-    normalizes: bool = False
-    """Whether a batch norm was at work."""
     problem: Problem | None = None
     is_rejected: bool = False
     """Whether that is an error by which scripts reject a value."""
@@ -119,9 +113,6 @@ class Watching(Listener):
         self._steps: list[_Between] = []
         self._now = _Between()
         self._is_stepping = False
-        self._outputs: list[torch.Tensor] = []
-        self._loss: LossOfSamples | None = None
-        self._normalizes = False
         self._models = ModelNames()
         self._watch = TrainingWatch()
         self._watch.watch_checkpoints()
@@ -131,26 +122,16 @@ class Watching(Listener):
         self._watch.listener = self
         self._watch.install()
 
-    def call_ends(self, called: Any, shapes: ShapesByPlace, result: Any, *, trains: bool) -> None:
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
         """Take down what went in."""
         if not trains:
             return
         name = self._models.name(called)
         self._now.model = called if self._now.model is None else self._now.model
-        self._normalizes = self._normalizes or any(
-            isinstance(part, _BatchNorm) and part.training for part in called.modules()
-        )
-        self._outputs += [each for each in first_tensors(result) if each.requires_grad and each.ndim and len(each) > 1]
         if len(self._now.calls) < _MOST_CALLS:
             self._now.calls.append((name, shapes))
         if self._to_first_call and shapes:
             self._finish(Seen(calls=((name, shapes),)))
-
-    def backward_begins(self, tensors: Any) -> None:
-        """Look at the first loss that tells something, before its graph is gone."""
-        if self._loss is None:
-            self._loss = loss_of_samples(tensors, self._outputs)
-        self._outputs.clear()
 
     def backward_ends(self) -> None:
         """Count the pass."""
@@ -228,9 +209,7 @@ class Watching(Listener):
             self._loading.prefetch,
             getattr(self._loading.batches, "batch_size", None),
             length(getattr(self._loading.batches, "sampler", None)),
-            self._loss,
             self._watch.compiles,
-            self._normalizes,
         )
 
 
