@@ -83,8 +83,6 @@ class CodeInterface:
     """Samples of a loop's batches at the default of its ``LoopConfig``; ``None`` where its loader does not say."""
     tunes_loader: bool = True
     """Whether the processes that load data can be tuned."""
-    batch_shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tensors of a loop's first batch."""
     accumulates_by: Literal["accelerator", "option", "script"] | None = None
     """What decides the accumulation of a script with an ``Accelerator``: that, a command-line option, its own code."""
     accelerator: str = ""

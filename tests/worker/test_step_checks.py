@@ -172,9 +172,9 @@ def test_a_code_that_catches_its_error_of_memory_ran_out_of_it(trial_server: Ser
         whole("not_finite", "the gradients of odd_loops.py:not_finite are not finite"),
         ("truncate", "gives its model 4 samples of a batch of 16 (odd_loops.py:"),
         whole("collate_few", "gives its model 2 samples of a batch of 16"),
-        ("ready_made", "trains with batches of 1 where 16 samples were asked for"),
-        whole("generate", "trains with batches of 2 where 16 samples were asked for"),
-        whole("mark", "trains with batches of 2 where 16 samples were asked for"),
+        ("ready_made", "gives its model 1 samples of a batch of 16"),
+        whole("generate", "gives its model 2 samples of a batch of 16"),
+        whole("mark", "gives its model 2 samples of a batch of 16"),
         whole("accumulate_less", "steps its optimizer after 1 batches, asked was 2"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_trainer_that_catches_its_error_of_memory_ran_out_of_it(trial_server: 
     ("function", "message"),
     [
         ("keep_its_loader", "the batch of its training loader is 2, asked was 16"),
-        ("ready_of_two", "trains with batches of 2 where 16 samples were asked for"),
+        ("ready_of_two", "gives its model 2 samples of a batch of 16"),
         whole("other_weights", "steps an optimizer whose parameters get no gradients"),
     ],
 )

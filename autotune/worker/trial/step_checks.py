@@ -7,33 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from autotune.core.outcome import FailureReason
 from autotune.space.precision_names import HALF
-from autotune.worker.trial.training_watch import Call, Seen, Shapes, TrainingWatch, shapes_in
+from autotune.worker.trial.training_watch import Call, Seen, TrainingWatch
 
 NO_GRADIENTS = "{} steps an optimizer whose parameters get no gradients"
 NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is trained, after the last change of it"
-
-
-@dataclass(frozen=True, slots=True)
-class OtherBatch:
-    """What one batch was seen to be made of, with another batch size than is trained with now."""
-
-    batch: int
-    shapes: Shapes
-
-    def is_followed_by(self, shapes: Shapes, batch: int) -> bool:
-        """Return whether these shapes are of a batch of so many samples, in one of the first two dimensions."""
-        if any(batch in shape[:1] or (shape[0:1] > (1,) and shape[1:2] == (batch,)) for shape in shapes):
-            return True
-        if batch == self.batch or len(shapes) != len(self.shapes):
-            return False
-        pairs = [
-            pair for now, then in zip(shapes, self.shapes, strict=True) for pair in zip(now[:2], then, strict=False)
-        ]
-        return any(now * self.batch == then * batch for now, then in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +60,8 @@ class StepChecks:
         self.refuse = refuse
         """Ends the trial; called with the first step that did not train."""
         self._count = out_of_memory_count
-        self.other_batch: OtherBatch | None = None
-        """Set where no loader says how many samples a batch has, so that its tensors have to."""
         self.precision: tuple[str, str] | None = None
         """Device and name of the precision that the code's own autocast has to be of: ``("cuda", "bf16")``."""
-        self._given: list[Shapes] = []
         self._count_before: int | None = None
         self._has_judged = False
         """Whether a step was judged."""
@@ -142,18 +120,12 @@ class StepChecks:
     def _at(self) -> str:
         return f" ({self.watch.place})" if self.watch.place else ""
 
-    def give(self, batch: Any) -> None:
-        """Take down what a batch is made of that the code is given."""
-        if self.other_batch is not None:
-            self._given.append(tuple(shapes_in((batch,))))
-
     def step_ends(self, micro_steps: int) -> Seen:
         """Judge a whole step of so many micro-steps, and return what was seen of it."""
         if self.watch.is_removed:
             return Seen()
         seen = self._take()
-        given, self._given = self._given, []
-        if (found := self._problem(seen, micro_steps, given)) is not None:
+        if (found := self._problem(seen, micro_steps)) is not None:
             self.refuse(found)
         self._has_judged = True
         self._count_before = self._count()
@@ -164,7 +136,6 @@ class StepChecks:
     def step_is_dropped(self) -> None:
         """Forget what was seen of a step that does not count."""
         self._take()
-        self._given.clear()
 
     def _take(self) -> Seen:
         seen = self.watch.take()
@@ -176,7 +147,7 @@ class StepChecks:
         self._take()
         return self._ran_out
 
-    def _problem(self, seen: Seen, micro_steps: int, given: Sequence[Shapes]) -> NotTrained | None:
+    def _problem(self, seen: Seen, micro_steps: int) -> NotTrained | None:
         if seen.memory_errors:
             return NotTrained(f"{self._name} ran out of memory and caught the error{self._at}", is_out_of_memory=True)
         if seen.backward_passes < micro_steps:
@@ -185,8 +156,6 @@ class StepChecks:
                 f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}{self._at}",
                 "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
             )
-        if (found := self._problem_of_batch(seen, given)) is not None:
-            return found
         if self._batch is not None and not fills(seen.calls, micro_steps, self._batch):
             rows = max(call.rows for call in seen.calls)
             return self._lacks(
@@ -194,19 +163,6 @@ class StepChecks:
                 "have all samples of the batch go into the model",
             )
         return None
-
-    def _problem_of_batch(self, seen: Seen, given: Sequence[Shapes]) -> NotTrained | None:
-        """Return what is wrong with batches whose loader does not say how large they are."""
-        other, batch = self.other_batch, self._batch
-        fed = [shapes for shapes in given or [call.shapes for call in seen.calls] if shapes]
-        if other is None or batch is None or all(other.is_followed_by(shapes, batch) for shapes in fed):
-            return None
-        sizes = sorted({shapes[0][0] for shapes in fed if shapes[0]})
-        found = ", ".join(map(str, sizes[:3]))
-        return NotTrained(
-            f"{self._name} trains with batches of {found} where {batch} samples were asked for{self._at}",
-            "have its batches made of as many samples as it is told",
-        )
 
     def _lacks(self, message: str, hint: str) -> NotTrained:
         """Return why a step does not count, as out of memory where the allocator found too little in it."""

@@ -22,8 +22,7 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run, most_steps
-from autotune.worker.trial.step_checks import OtherBatch
-from autotune.worker.trial.training_watch import TrainingWatch, shapes_in
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.epoch_order import spread_loader
@@ -88,16 +87,12 @@ class StepsTrial(OwnTrial):
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
 
-        def take(batch: Any) -> None:
-            self._checks.give(batch)
-            timer.takes(batch)
-
         watched = self._steps = self._checks.watch.listener = LoopSteps(
             self._source.name,
             accumulation,
             self._timer,
             may_skip=arm.precision == "fp16",
-            on_batch=take,
+            on_batch=timer.takes,
         )
         return watched
 
@@ -146,8 +141,6 @@ class LoopTrial(StepsTrial):
         # Some loops count their batches against the length of the loader.
         steps = most_steps(self._candidate, self._effort) + _SPARE_STEPS
         self._overlay_loader(None, least_batches=2 * steps * run, accumulation=run)
-        # Until a loader says how large its batches are.
-        self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, self._source.interface.batch_shapes)
         loop_interface.listen(Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
 
@@ -155,8 +148,6 @@ class LoopTrial(StepsTrial):
         """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
         seen, found = interface.loader_batch, batch_of(loader)
-        if found is not None:
-            self._checks.other_batch = None
         if seen is None or found is None or "batch" not in interface.searched:
             return
         default = LoopConfig().per_device_batch_size
@@ -235,7 +226,6 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []
-    shapes: list[tuple[int, ...]] = []
 
     def fail(error: BaseException) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
@@ -243,9 +233,8 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
     def on_step() -> NoReturn:
         check_gradients(watch, source)
         loader = loaders[0] if loaders else None
-        fed = shapes or [shape for call in watch.take().calls[:1] for shape in call.shapes]
         searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
-        interface = CodeInterface("loop", searched, loader_batch=batch_of(loader), batch_shapes=tuple(fed))
+        interface = CodeInterface("loop", searched, loader_batch=batch_of(loader))
         model = dataclasses.replace(
             facts_of(watch.model, loader),
             gradient_checkpointing="checkpointing" in searched,
@@ -267,10 +256,7 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
 
     guard = Guard(source, refuse)
 
-    def look(batch: Any) -> None:
-        shapes[:] = shapes or shapes_in((batch,))
-
-    steps = LoopSteps(source.name, None, UntilFirstStep(), on_batch=look)
+    steps = LoopSteps(source.name, None, UntilFirstStep())
 
     def begin() -> None:
         guard.lift()

@@ -19,12 +19,10 @@ from autotune.training import apply
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
-from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.epoch_order import SpreadSampler, can_spread
 from autotune.worker.user.inspection import length
-from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.trainer_code import (
     Overlay,
@@ -56,8 +54,6 @@ class _WholeSteps(TrainerSteps):
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
         self._check(loader)
-        if batch_of(loader) is None:
-            self.timer.checks.other_batch = OtherBatch(batch, ())
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
