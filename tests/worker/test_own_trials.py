@@ -276,7 +276,7 @@ def test_fields_that_code_sets_once_its_arguments_are_made_are_set_again(
     text = "t = trainer()\nt.args.gradient_accumulation_steps = 32 // t.args.per_device_train_batch_size\nt.train()"
     workload, model = trial_server.prepared(inline(folder, text))
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (8, 4)
-    assert (model.interface.made_from, model.interface.place) == ("code", f"{folder.name}/run.py:10")
+    assert (model.interface.made_from, model.interface.place) == ("code", "run.py:7")
     check_sane(trial_server.trial(workload, Candidate(Arm(), 4, 2)), Candidate(Arm(), 4, 2))
     check_sane(trial_server.trial(workload, Candidate(Arm(), 8, 4), unmodified=True), Candidate(Arm(), 8, 4))
     # A callback is later still.
@@ -293,14 +293,12 @@ t.train()
     assert "is 3, asked was 2" in trial_server.trial(kept, Candidate(Arm(), 4, 2)).failed.message
 
 
-def test_the_line_of_a_configuration_file_that_says_the_batch_is_named(
-    trial_server: ServerClient, folder: Path
-) -> None:
+def test_a_configuration_file_of_the_command_line_is_named(trial_server: ServerClient, folder: Path) -> None:
     """As of tools that make the arguments of a file of their own."""
     inline(folder, "trainer(per_device_train_batch_size=8).train()\n")
     (folder / "lora.yml").write_text("micro_batch_size: 8\neval_batch_size: 8\nbatch_flattening: 80\n")
     interface = trial_server.model(script("run.py", "lora.yml")).interface
-    assert (interface.made_from, interface.place) == ("file", "lora.yml (micro_batch_size: 8)")
+    assert (interface.made_from, interface.place) == ("file", "lora.yml")
 
 
 def test_what_one_compiles_by_its_backend_alone_is_known_and_can_be_left_uncompiled(

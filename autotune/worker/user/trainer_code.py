@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,11 +79,7 @@ def ignored_message(source: TrainingSource, ignored: str) -> str:
     """Return what is wrong with code whose ``Trainer`` does not have the settings that it was given."""
     if source.kind == "build":
         return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
-    if "(set at " not in ignored:
-        return f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}"
-    return (
-        f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
-    )
+    return f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}"
 
 
 # Fields of its TrainingArguments
@@ -137,14 +132,21 @@ class Overlay(TrainerFields):
 
     def put_again(self, arguments: Any) -> None:
         """Set the fields and what keeps a trial quiet, which may be set by ``set_push_to_hub``, and what is run."""
+        left = getattr(arguments, "_autotune_left", None)
+        if left is not None:
+            found = _batch_and_accumulation(arguments)
+            own = zip(found, left, arguments._autotune_own_batch, strict=True)
+            arguments._autotune_own_batch = tuple(now if now != then else said for now, then, said in own)
+            self.set_since |= {name for name, now, then in zip(BATCH, found, left, strict=True) if now != then}
         super().put_again(arguments)
         # In arguments that are made, nobody is reported to by an empty list.
         _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
         self._shorten(arguments)
+        arguments._autotune_left = _batch_and_accumulation(arguments)
 
     def put(self, arguments: Any) -> None:
         """Set the fields, and what keeps a trial quiet; look where the arguments come from."""
-        given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+        given = _batch_and_accumulation(arguments)
         # A copy of arguments that were overlaid shows the overlay, not the user's own.
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
             self._last_own_batch = given
@@ -154,7 +156,7 @@ class Overlay(TrainerFields):
             self.why_batch_matters = (
                 f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
             )
-        self.made_from, self.place = _origin(given[0])
+        self.made_from, self.place = _origin()
         if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.
             self.refuse(
@@ -181,6 +183,7 @@ class Overlay(TrainerFields):
             # What is generated for a whole step would be another amount.
             self.shortened = None
         self._shorten(arguments)
+        arguments._autotune_left = _batch_and_accumulation(arguments)
 
     def _shorten(self, arguments: Any) -> None:
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
@@ -215,8 +218,11 @@ def probe(batch: int, accumulation: int) -> Document:
     return dict(zip(BATCH, pair, strict=True))
 
 
-def _origin(batch: int) -> tuple[MadeFrom, str | None]:
-    """Return where the arguments that are being made come from, as the call stack and the command line show."""
+def _origin() -> tuple[MadeFrom, str | None]:
+    """Return where the arguments that are being made come from, as far as the call stack and the command line show.
+
+    It is a hint: where to set what was found.
+    """
     lines = list(lines_above())
     for frame, _ in lines:
         function, module = frame.f_code.co_name, module_of(frame)
@@ -228,26 +234,18 @@ def _origin(batch: int) -> tuple[MadeFrom, str | None]:
                 return "file", os.path.basename(os.fsdecode(given)) if given else ""
     if (place := users_line(lines)) is None:
         return "flags", None
-    said = _lines_that_say(batch)
-    return ("file", said[0]) if len(said) == 1 else ("code", place)
-
-
-def _lines_that_say(batch: int) -> list[str]:
-    """List what says a batch in the configuration files of the command line: ``lora.yml (micro_batch_size: 8)``."""
-    said = re.compile(rf"""^[\s{{,]*["']?(\w*batch\w*["']?\s*[:=]\s*{batch})\b""", re.IGNORECASE | re.MULTILINE)
-    found = []
-    for path in (word.rpartition("=")[2] for word in sys.argv[1:]):
-        if path.endswith((".yaml", ".yml", ".json", ".toml")) and os.path.isfile(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                lines = said.findall(file.read())
-            found += [f"{os.path.basename(path)} ({line})" for line in lines if "eval" not in line.lower()]
-    return found
+    files = [path for word in sys.argv[1:] if os.path.isfile(path := word.rpartition("=")[2])]
+    named = [os.path.basename(path) for path in files if path.endswith((".yaml", ".yml", ".json", ".toml"))]
+    return ("file", named[0]) if len(named) == 1 else ("code", place)
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:
     """Return the per-device batch and the accumulation that the user's code gave for ``arguments``."""
-    given = getattr(arguments, "_autotune_own_batch", None)
-    return given or (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+    return getattr(arguments, "_autotune_own_batch", None) or _batch_and_accumulation(arguments)
+
+
+def _batch_and_accumulation(arguments: Any) -> tuple[int, int]:
+    return int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps)
 
 
 def known_fields() -> set[str]:

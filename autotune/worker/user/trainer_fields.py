@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 from autotune.core.candidate import Candidate, Document
 from autotune.space.precision_names import ACCELERATE
 from autotune.space.training_arguments import linked_fields
-from autotune.worker.stack import module_of
 from autotune.worker.user.code import tell_launched_precision
 from autotune.worker.wrapping import before
 
@@ -39,13 +37,12 @@ class TrainerFields:
     """Fields to set; empty for the user's unmodified settings."""
     say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
     """Told what the code had said instead."""
-    set_at: dict[str, str] = field(default_factory=dict, kw_only=True)
-    """Where the code sets a field once its arguments are made."""
+    set_since: set[str] = field(default_factory=set, kw_only=True)
+    """Names of the fields that the code has set once its arguments were made."""
 
     def watch_arguments(self, kind: Any) -> None:
         """Wrap the class ``TrainingArguments`` for the rest of this process."""
         before(kind, "__post_init__", self.put)
-        before(kind, "__setattr__", self._note_change)
 
     def watch_trainer(self, kind: Any) -> None:
         """Wrap the class ``Trainer`` for the rest of this process."""
@@ -75,6 +72,7 @@ class TrainerFields:
         for name, value in {**linked_fields(self.tuned), **self.tuned}.items():
             found = getattr(arguments, name, value)
             if name not in _MADE_ONCE and not has(found, value):
+                self.set_since.add(name)
                 self._tell(name, found, value, None)
                 setattr(arguments, name, value)
                 if name in ("bf16", "fp16"):
@@ -83,21 +81,12 @@ class TrainerFields:
 
     def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
         if not has(said, value) and said != default:
-            at = f" at {self.set_at[name]}" if name in self.set_at else ""
-            self.say(f"the script says {name}={plain(said)!r}{at}; {value!r} is set")
+            self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
 
     def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
         for given in (*words, *options.values()):
             if is_arguments(given):
                 self.put_again(given)
-
-    def _note_change(self, arguments: Any, name: str, value: Any) -> None:
-        """Record where fields are set after the arguments were made."""
-        if (name in self.tuned or name in BATCH) and (place := _setter()) is not None:
-            self.set_at[name] = place
-            if name in BATCH and hasattr(arguments, "_autotune_own_batch"):
-                own = dict(zip(BATCH, arguments._autotune_own_batch, strict=True))
-                arguments._autotune_own_batch = tuple({**own, name: int(value)}.values())
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
         """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
@@ -107,8 +96,7 @@ class TrainerFields:
                 # A list of options in some versions, whichever way it was said.
                 found, asked = bool(found), bool(asked)
             if not has(found, asked) and name != "use_cpu":
-                at = f" (set at {self.set_at[name]})" if name in self.set_at else ""
-                return f"{name} is {plain(found)!r}, asked was {asked!r}{at}"
+                return f"{name} is {plain(found)!r}, asked was {asked!r}"
         return None
 
 
@@ -171,14 +159,3 @@ def has(found: Any, asked: Any) -> bool:
 def plain(value: Any) -> Any:
     """Return a field's value as JSON has it: enumerations as their values."""
     return value.value if isinstance(value, enum.Enum) else value
-
-
-def _setter() -> str | None:
-    """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
-    # Past what notes the change, and the two functions that wrap the setting of a field.
-    frame = sys._getframe(4)
-    module, path = module_of(frame), frame.f_code.co_filename
-    is_making = frame.f_code.co_name in ("__init__", "__post_init__")
-    if path.startswith("<") or is_making or module.startswith(("transformers.", "autotune.")):
-        return None
-    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"

@@ -211,11 +211,10 @@ class _Inspection:
             try:
                 overlay = self._overlay
                 overlay.begin(trainer)
-                late = next((overlay.set_at[name] for name in BATCH if name in overlay.set_at), None)
                 interface = CodeInterface(
                     "trainer",
-                    made_from="code" if late else overlay.made_from,
-                    place=late or overlay.place,
+                    made_from="code" if overlay.set_since.intersection(BATCH) else overlay.made_from,
+                    place=overlay.place,
                     engine_share=_engine_share(trainer.args),
                     samples_a_prompt=_samples_a_prompt(trainer.args),
                     batch_matters=overlay.why_batch_matters,
@@ -275,7 +274,7 @@ class _Inspection:
             keep_run()
         found = dataclasses.replace(self._environment, model=model)
         # What it sets once its arguments are made may be made of the batch that was put there.
-        makes_anew = self._overlay.is_probing and not self._overlay.set_at.keys().isdisjoint(BATCH)
+        makes_anew = self._overlay.is_probing and bool(self._overlay.set_since.intersection(BATCH))
         self._finish(_Seen(InspectionAnswer(found), failed_probing=makes_anew))
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
