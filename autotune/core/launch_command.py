@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import placeholders_in
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
@@ -28,11 +26,13 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
 _PYTHON_FLAGS = frozenset({"-u", "-B", "-O", "-OO", "-E", "-s", "-I", "-P", "-q", "-v", "-b", "-d"})
 _PYTHON_OPTIONS = frozenset({"-W", "-X"})
 
-# Commands that prepare an environment and start another process in it.
-_ENVIRONMENT_RUNNERS = frozenset({"uv", "poetry", "pipenv", "pdm", "hatch", "rye", "conda", "mamba", "micromamba"})
-_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "fish"})
-_WRAPPERS = frozenset({"nohup", "nice", "time", "taskset", "numactl", "stdbuf", "timeout", "sudo", "xargs"})
-_CLUSTERS = frozenset({"mpirun", "mpiexec", "srun", "sbatch", "ray", "docker", "apptainer", "singularity"})
+# Commands that prepare an environment and start another process in it; shells; others that start another process.
+_ENVIRONMENT_RUNNERS = ("uv", "poetry", "pipenv", "pdm", "hatch", "rye", "conda", "mamba", "micromamba")
+_SHELLS = ("bash", "sh", "zsh", "dash", "ksh", "fish")
+_WRAPPERS = (
+    "nohup", "nice", "time", "taskset", "numactl", "stdbuf", "timeout", "sudo", "xargs", "mpirun", "mpiexec", "srun",
+    "sbatch", "ray", "docker", "apptainer", "singularity",
+)  # fmt: skip
 
 # Modules that start what follows them in other processes, by the command of the same meaning.
 _LAUNCHER_MODULES = {
@@ -55,24 +55,20 @@ ALONE = {
     "MASTER_PORT": "0",
 }  # fmt: skip
 
-# torch 2.13, torch.distributed.run.get_args_parser: the options that take a value, and those that take none.
-_TORCHRUN_OPTIONS = frozenset(
-    {
-        "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
-        "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
-        "local-ranks-filter", "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding",
-        "signals-to-handle", "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters", "r", "t",
-    }
-)  # fmt: skip
+# The launchers' own parsers need torch. Of torch 2.13 (torch.distributed.run.get_args_parser) and accelerate 1.15
+# (accelerate.commands.launch.launch_command_parser): options with a value that leave the training as it is, and flags.
+_TORCHRUN_OPTIONS = frozenset({
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "role", "tee",
+    "monitor-interval", "start-method", "event-log-handler", "log-dir", "redirects", "local-ranks-filter", "node-rank",
+    "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "r", "t",
+    "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters",
+})  # fmt: skip
 _TORCHRUN_FLAGS = frozenset({"standalone", "use-env"})
-# accelerate 1.15, accelerate.commands.launch.launch_command_parser: those that leave it one process on one machine.
-_ACCELERATE_OPTIONS = frozenset(
-    {
-        "num-processes", "num-machines", "num-cpu-threads-per-process", "mixed-precision", "machine-rank",
-        "main-process-ip", "main-process-port", "gpu-ids", "dynamo-backend", "dynamo-mode", "config-file",
-        "rdzv-backend", "rdzv-conf", "max-restarts", "monitor-interval", "log-dir", "role", "tee", "same-network",
-    }
-)  # fmt: skip
+_ACCELERATE_OPTIONS = frozenset({
+    "num-processes", "num-machines", "num-cpu-threads-per-process", "mixed-precision", "machine-rank", "gpu-ids",
+    "main-process-ip", "main-process-port", "dynamo-backend", "dynamo-mode", "config-file", "rdzv-backend", "rdzv-conf",
+    "max-restarts", "monitor-interval", "log-dir", "role", "tee", "same-network",
+})  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinity"})
 
 # Beginnings of its options that say how ranks share the model.
@@ -116,14 +112,43 @@ class _Launch:
             return
         if self.ranks == 1:
             gpus = "all" if number in _AS_MANY_AS_GPUS else number if number.isdigit() else "2"
-            raise _several(self.command, said, left, f", or measure them together: --gpus {gpus} without --parallel")
-        raise InvalidRequestError(
-            f"{self.command[:80]!r} starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
+            raise self.several(said, left, f", or measure them together: --gpus {gpus} without --parallel")
+        raise self.refused(
+            f"starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
             f"use --gpus {number}, or have the launcher start {self.ranks}"
             if number.isdigit() and number not in "01"
             else f"leave --gpus out, or have the launcher start {self.ranks}",
         )
 
+    def check_hosts(self, number: str, said: str, left: Sequence[str]) -> None:
+        """Raise ``InvalidRequestError`` for more than one host."""
+        if number not in ("1", "1:1"):
+            raise self.refused(
+                f"starts processes on several hosts ({said}), and a trial runs on one",
+                f"give the script itself, with --gpus for the GPUs of this host: -- {_as_python(left)}",
+            )
+
+    def several(self, said: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
+        """Return the refusal of several processes, where a trial has one."""
+        return self.refused(
+            f"starts several processes ({said}), and a trial is one",
+            f"give the script itself, which is then measured on one device: -- {_as_python(left)}{instead}",
+        )
+
+    def unknown(self, what: str, left: Sequence[str]) -> InvalidRequestError:
+        """Return the refusal of what a trial cannot look into."""
+        return self.refused(
+            f"{what}, so that it cannot be measured from within",
+            f"give the script itself and its own options: -- {_as_python(left)}",
+        )
+
+    def refused(self, why: str, hint: str) -> InvalidRequestError:
+        """Return the refusal of the command line for a reason."""
+        return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
+
+
+_TakeOff = Callable[[list[str], _Launch], list[str]]
+"""Returns what a launcher runs, given the words after its name; raises ``InvalidRequestError`` where it is refused."""
 
 # Words of torchrun for as many processes as there are GPUs.
 _AS_MANY_AS_GPUS = ("gpu", "auto")
@@ -217,9 +242,9 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 
 def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
-    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch.command)
-    if given.get("nnodes", "1") not in ("1", "1:1"):
-        raise _several_hosts(launch.command, f"--nnodes {given['nnodes']}", left)
+    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
+    if "nnodes" in given:
+        launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
     if "nproc-per-node" in given:
         launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
     if launch.ranks == 1:
@@ -229,24 +254,22 @@ def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
 
 def _take_off_accelerate(words: list[str], launch: _Launch) -> list[str]:
     if words[:1] != ["launch"]:
-        raise InvalidRequestError(
-            f"{launch.command[:80]!r} starts no training", "give the script and its own options: -- python train.py …"
-        )
+        raise launch.refused("starts no training", "give the script and its own options: -- python train.py …")
     return _take_off_accelerate_launch(words[1:], launch)
 
 
 def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
-    given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch.command)
+    given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch)
     config, path = _accelerate_config(given.get("config-file"))
-    if given.get("num-machines", "1") != "1":
-        raise _several_hosts(launch.command, f"--num-machines {given['num-machines']}", left)
-    if "num-processes" in given:
-        launch.check_number(given["num-processes"], f"--num-processes {given['num-processes']}", left)
-    elif "num_processes" in config:
-        launch.check_number(config["num_processes"], f"num_processes: {config['num_processes']} in {path}", left)
-    if "num-machines" not in given and config.get("num_machines", "1") != "1":
-        raise _several_hosts(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
+    # What its command line does not say, its configuration does.
+    said = {name: (given[name], f"--{name} {given[name]}") for name in given}
+    for name, value in config.items():
+        said.setdefault(name.replace("_", "-"), (value, f"{name}: {value} in {path}"))
+    if "num-machines" in said:
+        launch.check_hosts(*said["num-machines"], left)
+    if "num-processes" in said:
+        launch.check_number(*said["num-processes"], left)
     # A section, whose lines are indented; without any it is {}.
     if config.get("parallelism_config") == "":
         raise _sharing_samples(path, " (parallelism_config)")
@@ -254,13 +277,11 @@ def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
     if launch.ranks > 1 and kind not in _REPLICATED:
         raise InvalidRequestError(
             f"{path} says distributed_type: {kind}, and how ranks share the model is searched",
-            f"{_ASK_FOR_FSDP}; use a configuration with MULTI_GPU, or give the script itself: -- "
-            + shlex.join(_as_python(left)),
+            f"{_ASK_FOR_FSDP}; use a configuration with MULTI_GPU, or give the script itself: -- {_as_python(left)}",
         )
     if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
-        raise _several(launch.command, f"distributed_type: {config['distributed_type']} in {path}", left)
-    precision = given.get("mixed-precision", config.get("mixed_precision", "").strip("'\""))
-    if precision:
+        raise launch.several(f"distributed_type: {config['distributed_type']} in {path}", left)
+    if precision := said.get("mixed-precision", ("",))[0].strip("'\""):
         launch.variables["ACCELERATE_MIXED_PRECISION"] = precision
     return left
 
@@ -282,130 +303,98 @@ def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
     return {name.strip().strip("\"'"): value.strip().rstrip(",") for name, colon, value in pairs if colon}, path
 
 
-def _take_off_trl(words: list[str], launch: _Launch) -> list[str]:
-    # trl 1.16, trl.cli: each command runs the module of its name among trl.scripts through accelerate's launcher.
-    if not words or words[0].startswith("-"):
-        raise InvalidRequestError(
-            f"{launch.command[:80]!r} names no training", "give its module: -- python -m trl.scripts.sft …"
-        )
-    for place, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name not in ("--num_processes", "--accelerate_config"):
-            continue
-        left = ["-m", f"trl.scripts.{words[0]}", *words[1:place], *words[place + ("=" not in word) + 1 :]]
-        value = value or "".join(words[place + 1 : place + 2])
-        if name == "--accelerate_config":
-            raise _several(launch.command, word, left)
-        launch.check_number(value, f"{name} {value}", left)
-        return left
-    return ["-m", f"trl.scripts.{words[0]}", *words[1:]]
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A library's command, which starts a module of the library by a launcher."""
 
+    module: str
+    """With a place for the name of the training."""
+    trains: tuple[str, ...] = ()
+    """The names that train; all where there are none."""
+    variable: str | None = None
+    """The variable with the number of processes."""
 
-def _take_off_swift(words: list[str], launch: _Launch) -> list[str]:
-    # ms-swift 3, swift.cli.main: each command starts Python again with the file of its name, under torchrun where
-    # NPROC_PER_NODE asks for that.
-    if not words or words[0].startswith("-"):
-        raise InvalidRequestError(f"{launch.command[:80]!r} names no training", "give one: -- swift sft …")
-    if (count := os.environ.get("NPROC_PER_NODE")) is not None:
-        launch.check_number(count, f"NPROC_PER_NODE={count}", ["-m", f"swift.cli.{words[0]}", *words[1:]])
-    return ["-m", f"swift.cli.{words[0].replace('-', '_')}", *words[1:]]
-
-
-def _take_off_axolotl(words: list[str], launch: _Launch) -> list[str]:
-    # axolotl.cli.main: its train starts axolotl.cli.train by accelerate launch or torchrun.
-    if words[:1] != ["train"]:
-        raise InvalidRequestError(f"{launch.command[:80]!r} starts no training", "give: -- axolotl train config.yaml")
-    left: list[str] = []
-    rest = iter(words[1:])
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in ("--launcher", "--num-processes", "--num_processes"):
-            value = value if equals else next(rest, "")
+    def take_off(self, words: list[str], launch: _Launch) -> list[str]:
+        """Return the module with its own options."""
+        if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
+            example = self.module.format(self.trains[0] if self.trains else "sft")
+            raise launch.refused("names no training", f"give its module: -- python -m {example} …")
+        left = ["-m", self.module.format(words[0].replace("-", "_"))]
+        started: list[tuple[str, str]] = []
+        rest = iter(words[1:])
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if name in _STARTED_BY:
+                started.append((name, value if equals else next(rest, "")))
+            elif name not in ("--accelerate", "--no-accelerate"):
+                left.append(word)
+        for name, value in started:
+            if name == "--accelerate_config":
+                raise launch.several(f"{name} {value}", left)
             if name != "--launcher":
-                launch.check_number(value, f"{name} {value}", ["-m", "axolotl.cli.train", *left])
-        elif name not in ("--accelerate", "--no-accelerate"):
-            left.append(word)
-    return ["-m", "axolotl.cli.train", *left]
+                launch.check_number(value, f"{name} {value}", left)
+        if self.variable is not None and (count := os.environ.get(self.variable)) is not None:
+            launch.check_number(count, f"{self.variable}={count}", left)
+        return left
 
 
-def _take_off_llamafactory(words: list[str], launch: _Launch) -> list[str]:
-    # LLaMA-Factory 0.9.5, llamafactory.launcher: its train starts the module itself under torchrun where there are
-    # several GPUs or FORCE_TORCHRUN asks for that.
-    if words[:1] != ["train"]:
-        raise InvalidRequestError(
-            f"{launch.command[:80]!r} starts no training", "give: -- llamafactory-cli train config.yaml"
-        )
-    return ["-m", "llamafactory.launcher", *words[1:]]
-
-
-def _refuse_deepspeed(words: list[str], launch: _Launch) -> list[str]:
-    rest = list(itertools.dropwhile(lambda word: not word.endswith(".py"), words))
-    raise _unknown(launch.command, "starts a process for each GPU", rest)
+# Options of these commands that say how the module is started.
+_STARTED_BY = ("--num_processes", "--num-processes", "--accelerate_config", "--launcher")
+# trl 1.16, ms-swift 3, axolotl (their cli.main), LLaMA-Factory 0.9.5 (llamafactory.launcher).
+_TOOLS = {
+    "trl": _Tool("trl.scripts.{}"),
+    "swift": _Tool("swift.cli.{}", variable="NPROC_PER_NODE"),
+    "axolotl": _Tool("axolotl.cli.train", ("train",)),
+    "llamafactory-cli": _Tool("llamafactory.launcher", ("train",)),
+    "lmf": _Tool("llamafactory.launcher", ("train",)),
+}
 
 
 def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
     name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
-    shown = shlex.join(_as_python(rest)) if rest and not rest[0].startswith("-") else "python train.py …"
-    raise InvalidRequestError(
-        f"{launch.command[:80]!r} starts another process, which cannot be measured from within",
+    shown = _as_python([] if rest and rest[0].startswith("-") else rest)
+    raise launch.refused(
+        "starts another process, which cannot be measured from within",
         f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
     )
 
 
 def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
-    raise InvalidRequestError(
-        f"{launch.command[:80]!r} is run by a shell, which starts other processes that cannot be measured from within",
-        f"give the line with python that it contains: -- {line_with_python(*words[:2])}",
+    raise launch.refused(
+        "is run by a shell, which starts other processes that cannot be measured from within",
+        "give the line with python that it contains: -- python train.py …",
     )
 
 
-# A command of a shell up to what ends it or is done with its output, outside of quotes.
-_UP_TO_END = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|(?!\s(?:\d?[<>]|[|&;#])|[;&](?:\s|$)).)*""")
-_NO_SCRIPT = re.compile(r"\S*python\S* (?:-m (?:pip|venv)\b|-c |-(?: |$))")
+def _refuse_as(what: str) -> _TakeOff:
+    def refuse(words: list[str], launch: _Launch) -> list[str]:
+        raise launch.unknown(what, _from_python(words))
+
+    return refuse
 
 
-def line_with_python(file: str = "", command: str = "", *_: str) -> str:
-    """Return what starts Python in a shell script, or in a command after ``-c``; an example where nothing does."""
-    text = command
-    if file != "-c":
-        with contextlib.suppress(OSError):
-            text = Path(file).read_text(errors="replace")
-    for line in text.replace("\\\n", " ").splitlines():
-        # Without what is done with its output, and the options of the script of the shell.
-        said = _UP_TO_END.match(line)[0].strip().removeprefix("exec ")  # type: ignore[index]
-        words = mask_secrets(said.replace('"$@"', "").split())
-        command = next((word for word in words if not _ASSIGNMENT.match(word)), "")
-        is_python = _PYTHON.fullmatch(Path(command).name) and not _NO_SCRIPT.search(said)
-        if is_python or (command in _TAKE_OFF and command not in _SHELLS):
-            return " ".join(words)
-    return "python train.py …"
+def _from_python(words: Sequence[str]) -> list[str]:
+    """Return the words from the first on that is Python or a script of it."""
+    return list(
+        itertools.dropwhile(lambda word: not (word.endswith(".py") or _PYTHON.fullmatch(Path(word).name)), words)
+    )
 
 
-def _refuse_wrapper(words: list[str], launch: _Launch) -> list[str]:
-    rest = list(itertools.dropwhile(lambda word: not _PYTHON.fullmatch(Path(word).name), words))
-    raise _unknown(launch.command, "starts another process", rest)
-
-
-_TakeOff = Callable[[list[str], _Launch], list[str]]
 _TAKE_OFF: dict[str, _TakeOff] = {
     "torchrun": _take_off_torchrun,
     "accelerate": _take_off_accelerate,
     "accelerate-launch": _take_off_accelerate_launch,
-    "trl": _take_off_trl,
-    "swift": _take_off_swift,
-    "axolotl": _take_off_axolotl,
-    "llamafactory-cli": _take_off_llamafactory,
-    "lmf": _take_off_llamafactory,
-    "deepspeed": _refuse_deepspeed,
+    "deepspeed": _refuse_as("starts a process for each GPU"),
+    **{name: tool.take_off for name, tool in _TOOLS.items()},
     **dict.fromkeys(_ENVIRONMENT_RUNNERS, _refuse_environment),
     **dict.fromkeys(_SHELLS, _refuse_shell),
-    **dict.fromkeys(_WRAPPERS | _CLUSTERS, _refuse_wrapper),
+    **dict.fromkeys(_WRAPPERS, _refuse_as("starts another process")),
 }
 
 
 def _split(
-    words: list[str], options: frozenset[str], flags: frozenset[str], command: str
+    words: list[str], options: frozenset[str], flags: frozenset[str], launch: _Launch
 ) -> tuple[dict[str, str], list[str]]:
     """Return a launcher's own options, and what it launches: a file or ``-m`` and a module, with their options.
 
@@ -422,52 +411,27 @@ def _split(
         elif name in options and (equals or left):
             given[name] = value if equals else left.pop(0)
         elif name not in flags:
-            rest = list(itertools.dropwhile(lambda word: not word.endswith(".py"), left))
+            rest = _from_python(left)
             if name.startswith(_SHARING):
-                raise InvalidRequestError(
-                    f"{command[:80]!r} says with {word} how ranks share the model, which is searched",
-                    f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_shown(rest)}",
+                raise launch.refused(
+                    f"says with {word} how ranks share the model, which is searched",
+                    f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_as_python(rest)}",
                 )
             if name.startswith(_SHARING_SAMPLES):
-                raise _sharing_samples(f"{command[:80]!r}", f" ({word})")
-            raise _unknown(command, f"has the launcher's option {word}, which is not known here", rest)
+                raise _sharing_samples(f"{launch.command[:80]!r}", f" ({word})")
+            raise launch.unknown(f"has the launcher's option {word}, which is not known here", rest)
     if not left:
-        raise InvalidRequestError(f"{command[:80]!r} names no script", "give one after the launcher's options")
+        raise launch.refused("names no script", "give one after the launcher's options")
     return given, ["-m", *left] if is_module else left
 
 
-def _as_python(words: Sequence[str]) -> list[str]:
+def _as_python(words: Sequence[str]) -> str:
     """Return the words with ``python`` before them, where they have no interpreter and are no console command."""
     if not words:
-        return ["python", "train.py", "…"]
+        return "python train.py …"
     is_script = words[0] == "-m" or words[0].endswith(".py")
-    return ["python", *words] if is_script else list(words)
-
-
-def _several(command: str, what: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{command[:80]!r} starts several processes ({what}), and a trial is one",
-        f"give the script itself, which is then measured on one device: -- {shlex.join(_as_python(left))}{instead}",
-    )
-
-
-def _several_hosts(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{command[:80]!r} starts processes on several hosts ({what}), and a trial runs on one",
-        f"give the script itself, with --gpus for the GPUs of this host: -- {shlex.join(_as_python(left))}",
-    )
+    return shlex.join(["python", *words] if is_script else words)
 
 
 def _sharing_samples(who: str, said: str = "") -> InvalidRequestError:
     return InvalidRequestError(f"{who} has several ranks share a sample{said}, which is not searched", NOT_BY_SAMPLE)
-
-
-def _unknown(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{command[:80]!r} {what}, so that it cannot be measured from within",
-        f"give the script itself and its own options: -- {_shown(left)}",
-    )
-
-
-def _shown(left: Sequence[str]) -> str:
-    return shlex.join(_as_python(left)) if left else "python train.py …"

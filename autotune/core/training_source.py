@@ -17,7 +17,7 @@ from typing import Any, Literal
 from autotune.core.candidate import Document
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import Launched, find_command, line_with_python, without_launchers
+from autotune.core.launch_command import Launched, find_command, without_launchers
 from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import Template, read_template
 from autotune.core.schema import decode
@@ -199,7 +199,7 @@ def _check_is_python(file: Path, name: str, hint: str) -> None:
         if first.startswith("#!") and first.split()[-1].endswith("sh"):
             raise InvalidRequestError(
                 f"the script {name} is run by a shell, which starts other processes",
-                f"give the line with python that it contains: -- {line_with_python(str(file))}",
+                "give the line with python that it contains: -- python train.py …",
             )
     raise InvalidRequestError(f"the script {name} is not Python", hint)
 

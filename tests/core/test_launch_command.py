@@ -123,26 +123,6 @@ def test_anything_else_is_refused_with_what_would_work(command: str, message: st
     assert hint in raised.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "set -e\nexport A=1\nA=2 API_KEY=3 python \\\n  train.py --bs ${BS:-8} 2>&1 | tee log\n",
-            "A=2 API_KEY=*** python train.py --bs ${BS:-8}",
-        ),
-        ('cd "$(dirname "$0")"\n  exec torchrun train.py --lr 1; exit "$@"\n', "torchrun train.py --lr 1"),
-        ('python -m pip install x\npython train.py --say "a; b" # once\n', 'python train.py --say "a; b"'),
-        ("make\n", "python train.py …"),
-    ],
-)
-def test_a_shell_script_is_refused_with_its_line(folder: Path, text: str, said: str) -> None:
-    (folder / "train.sh").write_text(text)
-    for words in (["bash", "train.sh"], ["bash", "-c", text]):
-        with pytest.raises(InvalidRequestError, match="run by a shell") as raised:
-            without_launchers(words)
-        assert raised.value.hint == f"give the line with python that it contains: -- {said}"
-
-
 def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Path) -> None:
     default = folder / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
