@@ -83,30 +83,14 @@ class Inspecting:
     """Ends the process with what the script trains with."""
 
 
-class Measured(Protocol):
-    """A trial, as an adapter needs it."""
-
-    output_dir: str
-    is_on_cpu: bool
-
-    def begins(self) -> None:
-        """Measure from now on."""
-
-    def steps(self) -> LoopSteps:
-        """Return what is to be told of the batches and steps, after ``begins``."""
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches of a loader, and measure from the first one on."""
-
-
 class Adapter(Protocol):
     """What the module of a framework has."""
 
     def overlay(self, changes: Changes) -> None:
         """Have the framework train with other settings, in this process from now on."""
 
-    def measure(self, changes: Changes, trial: Measured) -> None:
-        """Do that, and tell the trial of the steps."""
+    def measure(self, changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
+        """Do that in a trial, and tell of the batches and steps."""
 
     def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
         """Look at what the script trains with, from now on; return what tells whether it has begun to."""
@@ -128,8 +112,8 @@ def give_batches(kinds: Iterable[Any], gives: GivesBatches) -> None:
         around(kind, "__iter__", lambda own, loader: gives(loader, lambda: own(loader)))
 
 
-def measured_batches(changes: Changes, trial: Measured) -> GivesBatches:
-    """Return what has the trial give the batches of the loader that is trained with."""
+def measured_batches(changes: Changes, steps: LoopSteps) -> GivesBatches:
+    """Return what measures the batches of the loader that is trained with."""
 
     class Batches:
         def __init__(self, give: Callable[[], Iterator[Any]]) -> None:
@@ -142,7 +126,7 @@ def measured_batches(changes: Changes, trial: Measured) -> GivesBatches:
         from autotune.worker.user.loader_overlay import key_of
 
         is_trained_with = key_of(loader) == changes.interface.loader_key
-        return trial.batches(Batches(own)) if is_trained_with else own()
+        return steps.batches(Batches(own)) if is_trained_with else own()
 
     return gives
 

@@ -76,14 +76,13 @@ class _FirstStep:
 
 
 def look_at_loop(
-    kind: type[OwnTrial],
     workload: Workload,
     work: LookWork,
     scratch: Scratch,
     finish: Callable[[LookAnswer], NoReturn],
     ranks: Ranks,
 ) -> NoReturn:
-    """Run the user's loop up to its first update, as a trial of some kind would; the process ends with ``finish``."""
+    """Run the user's loop up to its first update, as a trial would; the process ends with ``finish``."""
     (candidate,) = work.candidates
 
     # What is computed is the same without a compiler, which would take its time.
@@ -103,16 +102,15 @@ def look_at_loop(
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"
         finish(LookAnswer(problem=why))
 
-    class Looking(kind):  # type: ignore[misc, valid-type]
+    class Looking(OwnTrial):
         """The trial, which ends at its first update."""
 
         def _make_checks(self) -> StepChecks:
             in_full_float32()
             _FirstStep(candidate.samples_per_step, take).install()
-            made: StepChecks = super()._make_checks()
-            return made
+            return super()._make_checks()
 
     effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
     trial = TrialWork(candidate, work.devices, work.cap_bytes, effort, work.seed)
-    looking: OwnTrial = Looking(workload, trial, scratch, lambda _: None, end, ranks)
+    looking = Looking(workload, trial, scratch, lambda _: None, end, ranks)
     looking.run_and_end()

@@ -57,9 +57,13 @@ class LoopSteps(MarkedSteps):
         listener: StepListener,
         *,
         may_skip: bool = False,
+        on_begin: Callable[[], None] = lambda: None,
+        on_loader: Callable[[Any], None] = lambda _: None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
+        """``on_begin`` is called before the first batch is asked for, ``on_loader`` with what gives it, before that."""
         super().__init__(name, listener)
+        self._on_begin, self._on_loader = on_begin, on_loader
         self.takes = on_batch
         """Told of each batch before it is trained with."""
         self._accumulation = accumulation
@@ -94,6 +98,7 @@ class LoopSteps(MarkedSteps):
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader without end, so that what comes after it is not reached."""
+        self._on_loader(loader)
         with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
             while (yield from self._once(loader)):
                 self.data_is_over()
@@ -145,6 +150,7 @@ class LoopSteps(MarkedSteps):
         """Say that the first batch is about to be given, unless that was said."""
         if not self._has_begun:
             self._has_begun = True
+            self._on_begin()
             self._listener.begin()
 
     def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -12,32 +13,46 @@ from typing import Any, NoReturn
 
 import torch
 
+from autotune.core import loop as loop_interface
 from autotune.core.candidate import Candidate
 from autotune.core.jobs import TrialWork
 from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
-from autotune.core.outcome import Completed, Failed, FailureReason, Outcome, OutOfMemory
+from autotune.core.loop import LoopConfig, loop_arguments
+from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, Outcome, OutOfMemory
+from autotune.core.placeholders import Values
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.space.precision_names import HALF
 from autotune.training.errors import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.measure import StepTimer, prefetched_steps
+from autotune.worker.trial.losses import problem_of_loss
+from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
-from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
+from autotune.worker.user.adapter import Changes
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
+from autotune.worker.user.epoch_order import spread_loader
+from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.loader_overlay import MOST_PREFETCHED, cap_prefetching
+from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
+from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
+from autotune.worker.user.placeholder_steps import HookedSteps, set_variables
+from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around
+
+# Steps that the ends of the data cut short are not counted. A choice.
+_SPARE_STEPS = 40
 
 
 class OwnTrial(Trial):
-    """A trial whose process ends inside the user's code, once enough is measured.
+    """A trial of the user's own code, whose process ends inside it once enough is measured.
 
-    Whatever their code would do with an exception, it gets none: the result is sent and the process ends.
+    Whatever their code would do with an exception, it gets none: the result is sent and the process ends. A function
+    says where its steps are. Of a script whose framework has an adapter, the candidate's settings are put over those of
+    the framework, its batch over that of the training ``DataLoader``, which the inspection found. A script with
+    placeholders is started with other words, and nothing of it is changed.
     """
-
-    begins_anywhere = False
-    """Whether the code may train in this process wherever it begins to, since it is measured there."""
 
     def __init__(
         self,
@@ -53,8 +68,11 @@ class OwnTrial(Trial):
         self._source = self._workload.source
         self._finish = finish
         self._is_unmodified = work.unmodified
-        self._guard = Guard(self._source, self._refuse, is_known=lambda: self.begins_anywhere)
+        self._is_told_by_words = self._source.framework == "placeholders"
+        # A script with placeholders is measured wherever it begins to train.
+        self._guard = Guard(self._source, self._refuse, is_known=lambda: self._is_told_by_words)
         self._timer: StepTimer | None = None
+        self._steps: MarkedSteps | None = None
 
     @property
     def watch(self) -> TrainingWatch:
@@ -63,7 +81,12 @@ class OwnTrial(Trial):
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""
-        raise NotImplementedError
+        if self._source.kind == "loop":
+            self._run_function()
+        elif self._is_told_by_words:
+            self._run_with_placeholders(output_dir)
+        else:
+            self._run_on_framework(output_dir)
 
     def run_and_end(self) -> NoReturn:
         """Run the user's code; never returns, and never raises."""
@@ -88,13 +111,19 @@ class OwnTrial(Trial):
         if self._timer is not None and self._timer.pending is not None:
             # Only the profiled step failed, after all that is needed was measured.
             self._end(self._completed(self._timer.pending, None))
+        # A loop that ends by itself, or is left, has been measured as far as it went.
+        is_over = isinstance(error, UserCodeError | SystemExit)
+        if is_over and self._steps is not None and self._timer is not None and self._timer.has_measured:
+            self._end(self._judged_measurement(self._timer.measurement()))
+        if isinstance(self._steps, LoopSteps) and self._steps.is_incomplete:
+            # It would end the training, too, in its first epoch.
+            outcome = self._judged(error)
+            if isinstance(outcome, Failed) and outcome.reason == "error":
+                told = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
+                self._end(dataclasses.replace(outcome, message=f"{outcome.message} ({told})"))
         if self._is_open:
             self._meter.lift_limit()
         self._end(self._judged(error))
-
-    def samples_of_micro_step(self) -> int | None:
-        """Return how many samples are to be seen going into the model; ``None`` where they are counted otherwise."""
-        return self._candidate.per_device_train_batch_size
 
     def _make_timer(self, *words: Any, **options: Any) -> StepTimer:
         """Return what times the steps, without what is spent in ``torch.save``."""
@@ -121,7 +150,8 @@ class OwnTrial(Trial):
 
         return StepChecks(
             self._source.name,
-            self.samples_of_micro_step(),
+            # An inspection has shown where the samples of a script with placeholders go in.
+            None if self._is_told_by_words else self._candidate.per_device_train_batch_size,
             refuse,
             out_of_memory_count=self._meter.failed_allocations,
         )
@@ -150,6 +180,167 @@ class OwnTrial(Trial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+
+    # Training loops
+
+    def _run_function(self) -> None:
+        """Call the function with the candidate's settings."""
+        run = micro_steps_to_run(self._candidate, self._effort)
+        reads_accumulation = "accumulation" in self._source.interface.searched
+        arguments = loop_arguments(self._candidate)
+        if reads_accumulation:
+            arguments["gradient_accumulation_steps"] = run
+        steps = self._loop_steps(run if reads_accumulation else 1, self._check_batch)
+        # Some loops count their batches against the length of the loader.
+        most = most_steps(self._candidate, self._effort) + _SPARE_STEPS
+        self._overlay_loader(None, least_batches=2 * most * run, accumulation=run)
+        loop_interface.listen(steps)
+        load_function(self._source)(LoopConfig(**arguments))
+
+    def _check_batch(self, loader: Any) -> None:
+        """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
+        interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
+        seen, found = interface.loader_batch, batch_of(loader)
+        if seen is None or found is None or "batch" not in interface.searched:
+            return
+        default = LoopConfig().per_device_batch_size
+        if found * default != seen * asked:
+            raise UserCodeError(
+                f"{self._source.name} makes batches of {found} with a per_device_batch_size of {asked}, and of {seen} "
+                f"with one of {default}",
+                "make its loader's batch_size of config.per_device_batch_size",
+            )
+
+    def _run_on_framework(self, output_dir: str) -> None:
+        """Run the script with the candidate's settings put over those of its framework."""
+        source, candidate = self._source, self._candidate
+        takes = () if self._is_unmodified else source.interface.searched
+        run = accumulation = candidate.gradient_accumulation_steps
+        if "accumulation" in takes:
+            run = micro_steps_to_run(candidate, self._effort)
+        if run == accumulation:
+            self._run_all_micro_steps()
+        batch = candidate.per_device_train_batch_size if "batch" in takes else None
+        self._overlay_loader(batch, accumulation=run)
+        changes = Changes.of(source, candidate, takes, run, lambda _: None)
+        set_options(changes.options)
+        on_cpu = self._device_kind == "cpu"
+        ADAPTERS[source.framework].measure(changes, self._loop_steps(run), output_dir, on_cpu=on_cpu)
+        run_script(source, output_dir)
+
+    def _run_with_placeholders(self, output_dir: str) -> None:
+        """Run the script with the candidate's values in place, or with its own."""
+        source, interface = self._source, self._source.interface
+        template = source.template
+        self._run_all_micro_steps()
+        words, variables = template.own_words() or (), {}
+        if not self._is_unmodified:
+            values = Values.of(self._candidate, interface.sample_tokens)
+            words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
+            variables = dict(filled)
+        set_variables(source.variables, variables)
+        self.watch.watch_checkpoints()
+        self.watch.watch_updates_by_hand()
+        self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
+        self._timer = self._make_timer(self._enough)
+        steps = self._steps = self.watch.listener = HookedSteps(
+            source.name,
+            self._candidate,
+            interface.steps,
+            self._timer,
+            is_told_passes="accumulation" in interface.searched,
+            on_begin=self._begins,
+            on_step=self._check_numerics,
+            refuse=lambda message: self._refuse(message, ""),
+        )
+        run_script(dataclasses.replace(source, argv=words), output_dir)
+        # The last step of an epoch may be a short one.
+        if steps.otherwise > 1:
+            raise UserCodeError(steps.told_otherwise)
+
+    def _check_numerics(self) -> None:
+        """End the trial where the script was seen to compute in another way than it was told."""
+        if self._is_unmodified:
+            return
+        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self.watch
+        seen = {dtype for _, dtype in watch.autocasts}
+        name, wanted = self._source.name, HALF.get(arm.precision)
+        if "precision" in searched and seen and wanted not in seen:
+            self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
+        if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
+            self._refuse(f"{name} recomputes activations, and was told not to", "")
+
+    # Their steps
+
+    def _run_all_micro_steps(self) -> None:
+        """Measure steps that are whole: none of their micro-steps is left out."""
+        accumulation = self._candidate.gradient_accumulation_steps
+        self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
+
+    def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
+        """Give the training loader the candidate's loading processes, and a batch."""
+        arm, key = self._candidate.arm, self._source.interface.loader_key
+        workers = 0 if self._is_unmodified else arm.dataloader_num_workers
+        LoaderOverlay(
+            key,
+            batch,
+            workers,
+            arm.dataloader_prefetch_factor,
+            least_batches=least_batches,
+            accumulation=accumulation,
+            on_made=functools.partial(spread_loader, accumulation=accumulation, visits=self._visits),
+        ).install()
+
+    def _set_tf32(self) -> None:
+        """Have products of float32 matrices computed as the candidate's precision says, whatever the code has set."""
+        precision = self._candidate.arm.precision
+        if self._is_unmodified or self._is_told_by_words or precision not in ("fp32", "tf32"):
+            return
+        if "precision" in self._source.interface.searched:
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+    def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
+        """Return what divides the loop into steps, and measures them."""
+        arm, interface = self._candidate.arm, self._source.interface
+        self._warm_up_loading(
+            arm.dataloader_num_workers or interface.loader_workers,
+            arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
+        )
+        samples = interface.samples
+        steps = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
+        timer = self._timer = self._make_timer(
+            self._enough, run=planned_run(interface.lengths, self._candidate, steps, 1.0 if steps else None)
+        )
+        if not self._is_unmodified and "precision" in interface.searched:
+            self._checks.precision = self._device_kind, arm.precision
+
+        made = self._steps = self.watch.listener = LoopSteps(
+            self._source.name,
+            accumulation,
+            timer,
+            may_skip=arm.precision == "fp16",
+            on_begin=self._begins,
+            on_loader=on_loader,
+            on_batch=timer.takes,
+        )
+        return made
+
+    def _begins(self) -> None:
+        """Let the code train, and measure it from now on."""
+        self._guard.lift()
+        self._set_tf32()
+        self._phases.enter("train")
+        self._meter.reset_peaks()
+
+    def _enough(self, measured: Measurement) -> NoReturn:
+        self._end(self._judged_measurement(measured))
+
+    def _judged_measurement(self, measured: Measurement) -> Completed | Failed:
+        last = self._steps.loss if self._steps is not None else None
+        loss = None if last is None else float(last.float().mean())
+        if (problem := problem_of_loss(loss)) is not None:
+            return Failed("non_finite", problem, during="train")
+        return self._completed(measured, loss)
 
 
 def planned_run(

@@ -27,7 +27,7 @@ from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
-from autotune.worker.user.placeholder_trial import set_variables
+from autotune.worker.user.placeholder_steps import set_variables
 from autotune.worker.user.placeholder_watch import Seen, Watching
 from autotune.worker.user.protection import keep_run
 

@@ -19,7 +19,7 @@ from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import check_gradients, facts_of, length
-from autotune.worker.user.placeholder_trial import Loading, ModelNames, unwrapped
+from autotune.worker.user.placeholder_steps import Loading, ModelNames, unwrapped
 from autotune.worker.wrapping import after
 
 # Of a model that is called for each sample. A choice.

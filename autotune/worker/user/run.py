@@ -14,23 +14,15 @@ from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user import (
-    loop_trial,
+    loop_inspection,
     placeholder_inspection,
-    placeholder_trial,
     trainer_inspection,
     trainer_look,
     trainer_trial,
 )
 from autotune.worker.user.inspection import Code
 from autotune.worker.user.loop_look import look_at_loop
-from autotune.worker.user.loop_trial import ScriptTrial
 from autotune.worker.user.own_trial import OwnTrial
-
-_TRIALS: dict[str, type[OwnTrial]] = {
-    "trainer": trainer_trial.TrainerTrial,
-    "loop": loop_trial.LoopTrial,
-    "placeholders": placeholder_trial.PlaceholderTrial,
-}
 
 SendMessage = Callable[[str, Any], None]
 """Sends a line to the trial server: what it is, and a value."""
@@ -64,14 +56,14 @@ def run_own(
 
     if isinstance(work, LookWork):
         if source.framework != "trainer":
-            look_at_loop(_TRIALS.get(source.framework, ScriptTrial), workload, work, scratch, finish_look, ranks)
+            look_at_loop(workload, work, scratch, finish_look, ranks)
         trainer_look.TrainerLook(workload, work, scratch, finish_look, ranks).run_and_end()
     if isinstance(work, TrialWork):
-        kind = _TRIALS.get(source.framework, ScriptTrial)
+        kind = trainer_trial.TrainerTrial if source.framework == "trainer" else OwnTrial
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":
-        loop_trial.inspect(Code(source, work, scratch), finish)
+        loop_inspection.inspect(Code(source, work, scratch), finish)
     elif source.template.names:
         placeholder_inspection.inspect(Code(source, work, scratch), finish)
     else:

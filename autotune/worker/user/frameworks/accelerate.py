@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
@@ -20,7 +20,6 @@ from autotune.worker.user.adapter import (
     Changes,
     Inspecting,
     LoopInspection,
-    Measured,
     give_batches,
     measured_batches,
     silence,
@@ -28,6 +27,9 @@ from autotune.worker.user.adapter import (
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import after, around, before, on_import
+
+if TYPE_CHECKING:
+    from autotune.worker.user.loop_steps import LoopSteps
 
 # The options of transformers' and accelerate's examples, by what they decide.
 _OPTIONS = {
@@ -47,12 +49,12 @@ def overlay(changes: Changes) -> None:
     AccelerateOverlay(changes).install()
 
 
-def measure(changes: Changes, trial: Measured) -> None:
-    """Do that in a trial, and tell it of the steps."""
+def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
+    """Do that in a trial, and tell of the batches."""
     AccelerateOverlay(changes, is_quiet=True).install()
     set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
     _keep_quiet()
-    give_batches(_loaders(), measured_batches(changes, trial))
+    give_batches(_loaders(), measured_batches(changes, steps))
 
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:

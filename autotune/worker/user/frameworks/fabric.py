@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
@@ -19,12 +19,14 @@ from autotune.worker.user.adapter import (
     GivesBatches,
     Inspecting,
     LoopInspection,
-    Measured,
     give_batches,
     measured_batches,
     silence,
 )
 from autotune.worker.wrapping import around, before, on_import
+
+if TYPE_CHECKING:
+    from autotune.worker.user.loop_steps import LoopSteps
 
 _OPTIONS = {
     "precision": ("--precision",),
@@ -37,9 +39,9 @@ def overlay(changes: Changes) -> None:
     FabricOverlay(changes).install()
 
 
-def measure(changes: Changes, trial: Measured) -> None:
-    """Do that in a trial, and tell it of the steps."""
-    FabricOverlay(changes, _quiet(on_cpu=trial.is_on_cpu), measured_batches(changes, trial)).install()
+def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
+    """Do that in a trial, and tell of the batches."""
+    FabricOverlay(changes, _quiet(on_cpu=on_cpu), measured_batches(changes, steps)).install()
 
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, Inspecting, Measured, silence
+from autotune.worker.user.adapter import Changes, Inspecting, silence
 from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import around, on_import
 
@@ -49,11 +49,9 @@ def overlay(changes: Changes) -> None:
     LightningOverlay(changes).install()
 
 
-def measure(changes: Changes, trial: Measured) -> None:
-    """Do that in a trial, and tell it of the steps."""
-    steps = trial.steps()
-    quiet = _quiet(trial.output_dir, on_cpu=trial.is_on_cpu)
-    LightningOverlay(changes, quiet, lambda *_: trial.begins(), steps).install()
+def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
+    """Do that in a trial, and tell of the batches and steps."""
+    LightningOverlay(changes, _quiet(output_dir, on_cpu=on_cpu), steps=steps).install()
 
 
 def inspect(inspecting: Inspecting) -> Callable[[], bool]:

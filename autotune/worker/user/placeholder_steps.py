@@ -1,12 +1,7 @@
-"""Run trials of scripts of any kind, whose command line has placeholders for what is searched.
-
-The script is started with the candidate's values in place, and nothing of it is changed. Its steps are timed from one
-step of its optimizer to the next, and count only where the script did what it was told.
-"""
+"""Time a script with placeholders from one step of its optimizer to the next, where it did what it was told."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -15,73 +10,16 @@ import torch
 
 from autotune.core.candidate import Candidate
 from autotune.core.code_interface import HowItSteps
-from autotune.core.placeholders import Values, placeholders_in
-from autotune.space.precision_names import HALF
+from autotune.core.placeholders import placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
-from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.loop_steps import MarkedSteps
-from autotune.worker.user.loop_trial import StepsTrial
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
 # The same in the midst of a training, or with so many times the backward passes of a step before the next. A choice.
 _MOST_LATER = 40
-
-
-class PlaceholderTrial(StepsTrial):
-    """A trial of a script that is started with other values on its command line."""
-
-    begins_anywhere = True
-
-    def run_code(self, output_dir: str) -> None:
-        """Run the script with the candidate's values in place, or with its own."""
-        source, interface = self._source, self._source.interface
-        template = source.template
-        self._run_all_micro_steps()
-        words, variables = template.own_words() or (), {}
-        if not self._is_unmodified:
-            values = Values.of(self._candidate, interface.sample_tokens)
-            words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
-            variables = dict(filled)
-        set_variables(source.variables, variables)
-        self._checks.watch.watch_checkpoints()
-        self._checks.watch.watch_updates_by_hand()
-        self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
-        self._timer = self._make_timer(self._enough)
-        steps = self._steps = self._checks.watch.listener = HookedSteps(
-            source.name,
-            self._candidate,
-            interface.steps,
-            self._timer,
-            is_told_passes="accumulation" in interface.searched,
-            on_begin=self.begins,
-            on_step=self._check_numerics,
-            refuse=lambda message: self._refuse(message, ""),
-        )
-        run_script(dataclasses.replace(source, argv=words), output_dir)
-        # The last step of an epoch may be a short one.
-        if steps.otherwise > 1:
-            raise UserCodeError(steps.told_otherwise)
-
-    def samples_of_micro_step(self) -> int | None:
-        """Return ``None``: the inspection has shown where samples go in, and they are counted there."""
-
-    def _set_tf32(self) -> None:
-        """Leave it to the script, which is told by its placeholders."""
-
-    def _check_numerics(self) -> None:
-        """End the trial where the script was seen to compute in another way than it was told."""
-        if self._is_unmodified:
-            return
-        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
-        seen = {dtype for _, dtype in watch.autocasts}
-        name, wanted = self._source.name, HALF.get(arm.precision)
-        if "precision" in searched and seen and wanted not in seen:
-            self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
-        if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
-            self._refuse(f"{name} recomputes activations, and was told not to", "")
 
 
 class HookedSteps(MarkedSteps):
