@@ -1,4 +1,4 @@
-"""Collect the data of a study's charts, for the HTML page and for matplotlib."""
+"""Collect the points of a study's charts, for the HTML page and for matplotlib."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Measurement, OutOfMemory
+from autotune.core.outcome import OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
+from autotune.estimate.pooling import Speed
 from autotune.results.expert import expert_of
 from autotune.results.report import Report, measurement
 from autotune.results.wording import rate_unit, verdict
-from autotune.store.records import TrialRecord
 
 Mark = Literal["best", "baseline", "expert"]
 
@@ -68,6 +68,14 @@ class SpeedChart:
         """Whether the ceiling is so far from all trials, of which none reached it, that an axis to it shows nothing."""
         return self.is_far_below_ceiling and not self.over
 
+    @property
+    def ceiling_words(self) -> str:
+        """What is written at the ceiling."""
+        cap = f"ceiling {format_bytes(self.cap_bytes)}"
+        if self.leaves_ceiling_out:
+            return f"{cap}, far to the right"
+        return f"{cap}, {format_bytes(self.line_bytes)} with headroom"
+
     def limited(self, most: int) -> SpeedChart:
         """Return the chart with about ``most`` marks: the fastest trials, and the smallest batches that ran out."""
         fastest = sorted(self.points, key=lambda point: (point.mark is None, -point.samples_per_second))
@@ -81,22 +89,29 @@ class StepRow:
 
     candidate: Candidate
     arm: int
-    seconds: float
-    low_seconds: float
-    high_seconds: float
-    """The 95 % interval of the next run."""
-    relative_half_width: float
-    """Half of that interval, relative to the mean."""
-    processes: int
+    samples: int
+    """Samples that the time is of."""
+    speed: Speed
     mark: Mark | None
+
+    @property
+    def seconds(self) -> float:
+        """The mean time."""
+        return self.samples / self.speed.samples_per_second
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the next run, in seconds."""
+        low, high = self.speed.interval()
+        return self.samples / high, self.samples / low
 
     @property
     def told(self) -> str:
         """The row in words, shown as its tooltip."""
+        (low, high), count = self.interval, self.speed.processes
         return (
-            f"{self.candidate.describe()}: {format_seconds(self.seconds)}, next run {format_seconds(self.low_seconds)} "
-            f"to {format_seconds(self.high_seconds)} (95 %), measured in {self.processes} "
-            f"process{'' if self.processes == 1 else 'es'}"
+            f"{self.candidate.describe()}: {format_seconds(self.seconds)}, next run {format_seconds(low)} to "
+            f"{format_seconds(high)} (95 %), measured in {count} process{'' if count == 1 else 'es'}"
         )
 
 
@@ -109,95 +124,55 @@ class StepChart:
     rows: tuple[StepRow, ...]
 
 
-def arms_of(report: Report) -> tuple[Arm, ...]:
+def _arms(report: Report) -> tuple[Arm, ...]:
     """Return every arm that was tried, in the order of the first trials."""
     return tuple(dict.fromkeys(trial.candidate.arm for trial in report.trials))
 
 
+def _marks(report: Report) -> dict[str | None, Mark]:
+    """Return the trials that are marked, by their ids: a trial that is several things has the last mark."""
+    expert = expert_of(report)
+    measured = expert.candidate if expert is not None and expert.is_measured else None
+    last = [trial.id for trial in report.trials if trial.candidate == measured and measurement(trial)][-1:]
+    marks: dict[str | None, Mark] = dict.fromkeys(last, "expert")
+    if report.best is not None and report.best.candidate == measured:
+        marks = {}
+    return {**marks, report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
+
+
 def speed_chart(report: Report) -> SpeedChart:
     """Return the chart of completed trials, and of each candidate that ran out of memory once."""
-    arms = arms_of(report)
+    arms, marks, unit = _arms(report), _marks(report), rate_unit(report.workload)
     points, over = [], {}
     for trial in report.trials:
-        arm, measured = arms.index(trial.candidate.arm), measurement(trial)
+        arm, measured, words = arms.index(trial.candidate.arm), measurement(trial), trial.candidate.describe()
         if measured is not None:
-            points.append(_speed_point(report, trial, measured, arm))
+            mark, speed = marks.get(trial.id), report.speed(trial)
+            if mark is not None:
+                # Of all its processes, as everywhere.
+                measured = report.pooled(trial) or measured
+            peak, rate = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
+            words += f": {format_rate(rate)} {unit}, peak {format_bytes(peak)}; {verdict(report, trial)}"
+            spread = speed.relative_half_width if speed is not None else None
+            fits, told = report.feasible(trial), f"trial {trial.number}, {words}"
+            points.append(SpeedPoint(arm, trial.candidate, peak, rate, spread, fits, mark, told))
         elif isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device":
-            words = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
-            over[trial.candidate] = OverPoint(arm, trial.candidate, words)
-    return SpeedChart(
-        arms,
-        tuple(points),
-        tuple(over.values()),
-        report.ceiling.cap_bytes,
-        report.ceiling.line_bytes,
-        rate_unit(report.workload),
-    )
-
-
-def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
-    mark = _mark(report, trial.id)
-    pooled = report.speed(trial)
-    if mark is not None:
-        # Of all its processes, as everywhere.
-        measured = report.pooled(trial) or measured
-    peak, speed = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
-    words = (
-        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(speed)} "
-        f"{rate_unit(report.workload)}, peak {format_bytes(peak)}; {verdict(report, trial)}"
-    )
-    return SpeedPoint(
-        arm,
-        trial.candidate,
-        peak,
-        speed,
-        pooled.relative_half_width if pooled is not None else None,
-        report.feasible(trial),
-        mark,
-        words,
-    )
-
-
-def _mark(report: Report, trial_id: str | None) -> Mark | None:
-    if trial_id is None:
-        return None
-    expert = expert_of(report)
-    marks: dict[str | None, Mark] = {}
-    if expert is not None and expert.is_measured and (report.best is None or report.best.candidate != expert.candidate):
-        last = [trial.id for trial in report.trials if trial.candidate == expert.candidate and measurement(trial)][-1:]
-        marks = dict.fromkeys(last, "expert")
-    marks |= {report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
-    return marks.get(trial_id)
+            told = f"trial {trial.number}, {words}: out of memory"
+            over[trial.candidate] = OverPoint(arm, trial.candidate, told)
+    ceiling = report.ceiling
+    return SpeedChart(arms, tuple(points), tuple(over.values()), ceiling.cap_bytes, ceiling.line_bytes, unit)
 
 
 def step_chart(report: Report) -> StepChart:
     """Return the pooled step times of every candidate that fits, and of the baseline if it completed."""
-    arms = arms_of(report)
+    arms, marks = _arms(report), _marks(report)
     per_sample = report.study.request["effective_batch"] is None
-    expert = expert_of(report)
-    marks: dict[Candidate, Mark] = {expert.candidate: "expert"} if expert is not None and expert.is_measured else {}
-    for trial, mark in ((report.baseline, "baseline"), (report.best, "best")):
-        if trial is not None and report.speed(trial) is not None:
-            marks[trial.candidate] = "best" if mark == "best" else "baseline"
     last = {trial.candidate: trial for trial in report.trials if measurement(trial) is not None}
-    candidates = dict.fromkeys([*(tried.candidate for tried in report.history.believed()), *marks])
+    marked = {trial.candidate: mark for trial_id, mark in marks.items() if (trial := report.trial(trial_id))}
     rows = []
-    for candidate in candidates:
+    for candidate in dict.fromkeys([*(tried.candidate for tried in report.history.believed()), *marked]):
         speed = report.speed(last.get(candidate))
-        if speed is None:
-            continue
-        samples = 1 if per_sample else candidate.samples_per_step
-        low, high = speed.interval()
-        rows.append(
-            StepRow(
-                candidate,
-                arms.index(candidate.arm),
-                samples / speed.samples_per_second,
-                samples / high,
-                samples / low,
-                speed.relative_half_width,
-                speed.processes,
-                marks.get(candidate),
-            )
-        )
+        if speed is not None:
+            samples = 1 if per_sample else candidate.samples_per_step
+            rows.append(StepRow(candidate, arms.index(candidate.arm), samples, speed, marked.get(candidate)))
     return StepChart(per_sample, tuple(sorted(rows, key=lambda row: row.seconds)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
-from autotune.core.units import GIB, MIB, format_bytes
+from autotune.core.units import GIB, MIB
 from autotune.results.chart_data import SpeedChart, speed_chart
 from autotune.results.report import Report
 
@@ -28,11 +28,10 @@ def plot_trials(report: Report) -> Any:
     unit, name = (GIB, "GiB") if most >= 2 * GIB else (MIB, "MiB")
     for number in range(len(chart.arms)):
         _plot_arm(axes, chart, number, unit)
-    label = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
     if chart.leaves_ceiling_out:
-        axes.plot([], [], linestyle="", label=f"{label}, far to the right")
+        axes.plot([], [], linestyle="", label=chart.ceiling_words)
     else:
-        axes.axvline(chart.cap_bytes / unit, color="tab:red", label=label)
+        axes.axvline(chart.cap_bytes / unit, color="tab:red", label=chart.ceiling_words)
         axes.axvspan(chart.line_bytes / unit, chart.cap_bytes / unit, color="tab:red", alpha=0.1, linewidth=0)
     for point in chart.points:
         if point.mark is not None:

@@ -33,8 +33,8 @@ from autotune.core.schema import encode
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, format_deviation, format_rate
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
+from autotune.results.html.charts import draw_speed_chart
 from autotune.results.html.page import html_page
-from autotune.results.html.svg_charts import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.study_view import study_view, trial_view
@@ -389,8 +389,8 @@ def test_one_uncertainty_for_the_baseline() -> None:
     """The note says what the chart shows: of all its processes, with what differs between them."""
     made = report(BASELINE, trial(2, FP32, 8, completed(25.0)), WINNER)
     (row,) = [row for row in step_chart(made).rows if row.mark == "baseline"]
-    assert row.relative_half_width > 0.2
-    assert f"the baseline's step time is uncertain by {format_deviation(row.relative_half_width)}," in " ".join(
+    assert row.speed.relative_half_width > 0.2
+    assert f"the baseline's step time is uncertain by {format_deviation(row.speed.relative_half_width)}," in " ".join(
         notes(made)
     )
 
@@ -497,7 +497,7 @@ def test_the_best_is_plotted_at_its_mean_and_a_far_ceiling_is_left_out() -> None
     small = [dataclasses.replace(trial(n, FP32, 8, completed(40.0, 0.1)), stage="baseline") for n in (0, 1)]
     far = speed_chart(report(*small))
     assert far.leaves_ceiling_out
-    drawn = str(draw_speed_chart(far, "far", 600))
+    drawn = str(draw_speed_chart(far, "far"))
     assert "far to the right" in drawn
     assert "ceiling-line" not in drawn
     assert not dataclasses.replace(far, over=(OverPoint(0, OVER.candidate, ""),)).leaves_ceiling_out

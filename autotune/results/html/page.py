@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -12,23 +12,24 @@ from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import format_bytes, format_seconds
 from autotune.estimate.step_time import StepTime
 from autotune.results.export import beside_lines, make_export, render
-from autotune.results.html.markup import element
-from autotune.results.html.svg_charts import (
+from autotune.results.html.charts import (
     BarMark,
     Part,
     cross,
     draw_speed_chart,
     draw_stack,
     draw_step_chart,
+    icon,
     marker,
+    ring,
     series_class,
+    swatch,
 )
+from autotune.results.html.markup import element
 from autotune.results.html.templates import environment
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView, study_view
 
-# Widths in pixels of the page's column and of a phone; the style sheet shows one of the two drawings.
-_WIDTHS = (("wide", 920.0), ("narrow", 330.0))
 # Most marks and rows in a chart; the table has all trials.
 _MOST_MARKS = 600
 _MOST_STEP_ROWS = 24
@@ -44,8 +45,7 @@ LegendItem = tuple[Markup, str]
 class Chart:
     """A chart as a page shows it."""
 
-    drawings: dict[str, Markup]
-    """By ``wide`` and ``narrow``: the style sheet shows one of them."""
+    drawing: Markup
     legend: tuple[LegendItem, ...] = ()
     left_out: int = 0
     """How many marks or rows it leaves out."""
@@ -92,32 +92,22 @@ def study_page(study: StudyView, prediction: MemoryPrediction | None = None, ste
     )
 
 
-def drawn(draw: Callable[[str, float], Markup], key: str) -> dict[str, Markup]:
-    """Draw a chart for a wide page and for a phone."""
-    return {name: draw(f"{key}-{name}", width) for name, width in _WIDTHS}
-
-
 def _speeds(study: StudyView) -> Chart | None:
     everything = study.speed_chart
     if not everything.points and not everything.over:
         return None
     chart = everything.limited(_MOST_MARKS)
-    legend = [(icon(marker(number, 8, 8)), arm.describe()) for number, arm in enumerate(chart.arms)]
+    legend = [(icon(marker(number)), arm.describe()) for number, arm in enumerate(chart.arms)]
+    for point in chart.points:
+        if point.mark is not None:
+            batch = f"{point.candidate.per_device_train_batch_size} × {point.candidate.gradient_accumulation_steps}"
+            legend.append((icon(element("g", ring(point.mark), transform="scale(.7)")), f"{point.mark} {batch}"))
     if any(not point.feasible for point in chart.points):
-        legend.append((icon(_gray(marker(0, 8, 8, filled=False))), "too little headroom (hollow)"))
+        legend.append((icon(_gray(marker(0, filled=False))), "too little headroom (hollow)"))
     if chart.over:
-        legend.append((icon(_gray(cross(0, 8, 8))), "out of memory, at the ceiling"))
+        legend.append((icon(_gray(cross(0))), "out of memory, at the ceiling"))
     left_out = len(everything.points) + len(everything.over) - len(chart.points) - len(chart.over)
-    return Chart(drawn(lambda key, width: draw_speed_chart(chart, key, width), "speed"), tuple(legend), left_out)
-
-
-def icon(drawing: Markup) -> Markup:
-    """Return a mark as a small drawing of its own."""
-    return element("svg", drawing, width=16, height=16, viewBox="0 0 16 16", aria_hidden="true")
-
-
-def _swatch(kind: str) -> Markup:
-    return icon(element("rect", class_=f"part {kind}", x=2, y=2, width=12, height=12))
+    return Chart(draw_speed_chart(chart, "speed"), tuple(legend), left_out)
 
 
 def _gray(drawing: Markup) -> Markup:
@@ -130,21 +120,21 @@ def _steps(study: StudyView) -> Chart | None:
         return None
     shown = list(chart.rows[:_MOST_STEP_ROWS])
     shown += [row for row in chart.rows[_MOST_STEP_ROWS:] if row.mark is not None]
-    drawings = drawn(lambda key, width: draw_step_chart(chart, shown, key, width), "steps")
-    return Chart(drawings, left_out=len(chart.rows) - len(shown))
+    return Chart(draw_step_chart(chart, shown), left_out=len(chart.rows) - len(shown))
 
 
 def _stack(
     title: str, key: str, parts: Sequence[Part], marks: Sequence[BarMark], more: Iterable[Sequence[str]] = ()
 ) -> Chart:
-    """Return a stacked bar with its table: name, size, share and ``more`` cells of each part."""
+    """Return a stacked bar with its table: name, size, share and ``more`` cells of each part; marks are its legend."""
     total = sum(part.size for part in parts)
     whole = max([total, *(mark.at for mark in marks)]) * 1.005
     cells = list(more) or [()] * len(parts)
     return Chart(
-        drawn(lambda name, width: draw_stack(title, parts, whole, marks, name, width), key),
+        draw_stack(title, parts, whole, marks, key),
+        tuple((icon(element("line", class_=mark.kind, y1=-8, y2=8)), mark.name) for mark in marks),
         rows=tuple(
-            (_swatch(part.kind), part.name, part.told, f"{part.size / total:.1%}", *added)
+            (icon(swatch(f"part {part.kind}")), part.name, part.told, f"{part.size / total:.1%}", *added)
             for part, added in zip(parts, cells, strict=True)
         ),
     )
@@ -205,7 +195,7 @@ def _times(best: BestView, step: StepTime) -> Chart:
         + (", not measured" if real is None else f", {format_seconds(real)} measured ({guess / real - 1:+.1%})")
         for name, guess, real in compared
     )
-    return Chart(chart.drawings, rows=chart.rows, told=f"{told}.")
+    return replace(chart, told=f"{told}.")
 
 
 def _limit(best: BestView) -> Chart:
@@ -215,5 +205,5 @@ def _limit(best: BestView) -> Chart:
     shares.append(("waits for data", limit.data_share if limit.host_share is not None else None, "s3"))
     parts = [Part(name, share, kind, f"{share:.1%}") for name, share, kind in shares if share]
     whole = max(1.0, sum(part.size for part in parts))
-    drawings = drawn(lambda key, width: draw_stack("Shares of a step", parts, whole, (), key, width), "limit")
-    return Chart(drawings, tuple((_swatch(part.kind), f"{part.name}: {part.told}") for part in parts))
+    legend = tuple((icon(swatch(f"part {part.kind}")), f"{part.name}: {part.told}") for part in parts)
+    return Chart(draw_stack("Shares of a step", parts, whole, (), "limit"), legend)

@@ -14,8 +14,7 @@ from markupsafe import Markup
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.statistics import Estimate, difference
 from autotune.core.units import format_next_run, format_rate
-from autotune.results.html.page import drawn
-from autotune.results.html.svg_charts import IntervalRow, draw_intervals
+from autotune.results.html.charts import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView, study_view
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page
@@ -76,11 +75,9 @@ class Group:
         return f"{first} is {ratio:.2f} ± {ratio * lead.half_width():.2f} times as fast as {second}."
 
     @property
-    def drawings(self) -> dict[str, Markup]:
-        """The chart of their speeds, for a wide page and for a phone."""
-        rows = [_interval(each, number) for number, each in enumerate(self.members)]
-        key = f"speeds-{self.members[0].job.id}"
-        return drawn(lambda name, width: draw_intervals("Speeds", self.rate_unit, rows, name, width), key)
+    def drawing(self) -> Markup:
+        """The chart of their speeds."""
+        return draw_intervals(self.rate_unit, [_interval(each, number) for number, each in enumerate(self.members)])
 
 
 def _interval(each: Compared, number: int) -> IntervalRow:
