@@ -26,7 +26,7 @@ from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report
-from autotune.results.study_view import study_view, trial_view
+from autotune.results.study_view import trial_view
 from autotune.results.text import summary_lines
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
@@ -157,10 +157,10 @@ class Result:
 
     def document(self) -> Document:
         """Return the whole study as ``autotune show --json`` prints it."""
-        return report_document(study_view(self.report))
+        return report_document(self.report)
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(study_view(self.report)))
+        return "\n".join(summary_lines(self.report))
 
     # A notebook shows this for the last line of a cell.
     __repr__ = __str__

@@ -26,7 +26,6 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     """
     from autotune.results.html.page import html_page
     from autotune.results.report import load_report
-    from autotune.results.study_view import study_view
     from autotune.results.text import report_lines
     from autotune.store.opening import open_store
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
@@ -43,7 +42,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
         if page is None:
-            print_lines(report_lines(study_view(loaded)))
+            print_lines(report_lines(loaded))
             return
         best = loaded.best
         prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None

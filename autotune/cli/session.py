@@ -19,15 +19,14 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
     from autotune.results.export import make_export
     from autotune.results.json_document import report_document
-    from autotune.results.study_view import study_view
     from autotune.results.text import summary_lines
     from autotune.results.wording import state_of
     from autotune.store.location import shown_location
 
     if as_json:
-        print_json(report_document(study_view(report)))
+        print_json(report_document(report))
         return
-    print_lines(summary_lines(study_view(report)))
+    print_lines(summary_lines(report))
     where = f" --storage {shlex.quote(shown_location(storage))}" if storage is not None else ""
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")

@@ -22,16 +22,15 @@ def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as
         return
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report
-    from autotune.results.study_view import study_view
     from autotune.results.text import report_lines
     from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
-        view = study_view(load_report(store, study))
+        report = load_report(store, study)
     if as_json:
-        print_json(report_document(view))
+        print_json(report_document(report))
     else:
-        print_lines(report_lines(view))
+        print_lines(report_lines(report))
 
 
 @click.command()

@@ -93,7 +93,6 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.json_document import report_document
-    from autotune.results.study_view import study_view
     from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.text import verification_lines
@@ -103,7 +102,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
         click.echo()
     verification = _verified(target_of(report, placement_of(report)), None, storage)
     if as_json:
-        print_json({**report_document(study_view(report)), "verification": encode(verification_document(verification))})
+        print_json({**report_document(report), "verification": encode(verification_document(verification))})
     else:
         print_lines(verification_lines(verification))
     verification.check()

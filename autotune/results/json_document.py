@@ -12,6 +12,7 @@ from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, with_version
 from autotune.core.stop import LeftOut, StopReason
+from autotune.results.report import Report
 from autotune.results.study_view import StudyView, TrialView
 from autotune.store.records import Stage, StudyState, TrialState
 
@@ -114,9 +115,10 @@ class StudyDocument:
     notes: list[str]
 
 
-def report_document(view: StudyView) -> Document:
+def report_document(report: Report) -> Document:
     """Return the whole study as ``--json`` prints it."""
-    study, ceiling, best, expert = view.record, view.ceiling, view.best, view.expert
+    view, study, ceiling = StudyView(report), report.study, report.ceiling
+    best, expert = view.best, view.expert
     document: Document = encode(
         StudyDocument(
             **with_version({}),
@@ -130,12 +132,12 @@ def report_document(view: StudyView) -> Document:
             left_out=study.left_out,
             look=study.look,
             request=study.request,
-            workload=view.workload,
-            environment={k: v for k, v in view.environment.items() if k != "training_arguments_fields"},
+            workload=report.workload,
+            environment={k: v for k, v in report.environment.items() if k != "training_arguments_fields"},
             ceiling_bytes=ceiling.cap_bytes,
             ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
             seconds=study.seconds,
-            too_noisy=view.too_noisy,
+            too_noisy=report.too_noisy,
             speedup=view.speedup,
             expert=ExpertDocument(
                 expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup

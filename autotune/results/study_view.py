@@ -1,19 +1,18 @@
-"""Work out what is shown of a study, once: text, JSON, pages and charts print this value and compute nothing."""
+"""Derive what is shown of a study from its record; text, JSON, pages and the Python API print this."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.core.candidate import Candidate, Document
-from autotune.core.ceiling import Ceiling
+from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.statistics import difference
 from autotune.core.units import format_deviation, format_groups, is_lopsided
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
 from autotune.estimate.pooling import Speed
-from autotune.results.chart_data import SpeedChart, StepChart, speed_chart, step_chart
 from autotune.results.expert import Expert, expert_of, utilization
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
@@ -89,8 +88,6 @@ class BestView(TrialView):
     """``per-device batch 32 × accumulation 2 × 4 devices, bf16``."""
     speed: Speed
     """With the 95 % interval of the next run."""
-    processes: int
-    """How many processes measured it."""
     runner_up: RunnerUp | None
     limit_words: str | None
     """``None`` where the GPU's share was not measured."""
@@ -106,73 +103,70 @@ class BestView(TrialView):
 
 @dataclass(frozen=True)
 class StudyView:
-    """A study."""
+    """A study's record with what is derived from it, each when it is first asked for."""
 
-    record: StudyRecord
-    workload: Document
-    environment: Document
-    ceiling: Ceiling
-    searched: tuple[str, str, str]
-    """The model; the data and the batch; the device and the versions: a line each."""
-    counts: str
-    """How many trials were run, how they ended, how long it took and why the search ended."""
-    best: BestView | None
-    baseline: TrialView | None
-    """``None`` where it was not run; it may have failed."""
-    baseline_name: str
-    """``the TrainingArguments defaults``, or what else its settings are called."""
-    baseline_speed: Speed | None
-    too_noisy: str | None
-    """Why it cannot be told whether the best is the fastest; ``None`` where it can."""
-    is_own_best: bool
-    """Whether the user's own settings are the answer."""
-    speedup: float | None
-    """The speed of the best over the baseline's; ``None`` where either is missing."""
-    is_speedup_a_bound: bool
-    """Whether the speed-up may be smaller: the baseline was disturbed, the winner was not."""
-    expert: Expert | None
-    trials: tuple[TrialView, ...]
-    """In order, each with its own measurement."""
-    notes: tuple[str, ...]
-    """What limits the validity of the numbers, most important first."""
-    speed_chart: SpeedChart
-    step_chart: StepChart
+    report: Report
+
+    @property
+    def record(self) -> StudyRecord:
+        """The study."""
+        return self.report.study
+
+    @functools.cached_property
+    def searched(self) -> tuple[str, str, str]:
+        """The model; the data and the batch; the device and the versions: a line each."""
+        return searched_lines(self.report)
+
+    @property
+    def counts(self) -> str:
+        """How many trials were run, how they ended, how long it took and why the search ended."""
+        return counts_line(self.report)
+
+    @functools.cached_property
+    def best(self) -> BestView | None:
+        """The winner, with speed and peaks of all processes of its candidate."""
+        return _best_view(self.report, self.report.best) if self.report.best is not None else None
+
+    @functools.cached_property
+    def baseline(self) -> TrialView | None:
+        """The baseline, with speed and peaks of all its processes; ``None`` where it was not run."""
+        baseline = self.report.baseline
+        return trial_view(self.report, _with_all_processes(self.report, baseline)) if baseline is not None else None
+
+    @functools.cached_property
+    def baseline_speed(self) -> Speed | None:
+        """``None`` where it was not run, or did not complete."""
+        return self.report.speed(self.report.baseline)
+
+    @functools.cached_property
+    def speedup(self) -> float | None:
+        """The speed of the best over the baseline's; ``None`` where either is missing."""
+        return self.report.speedup()
+
+    @functools.cached_property
+    def expert(self) -> Expert | None:
+        """bf16 at the largest batch that fits; ``None`` where nothing like it was tried."""
+        return expert_of(self.report)
+
+    @functools.cached_property
+    def trials(self) -> tuple[TrialView, ...]:
+        """All trials in order, each with its own measurement."""
+        return tuple(trial_view(self.report, trial) for trial in self.report.trials)
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What limits the validity of the numbers, most important first."""
+        return tuple(notes(self.report))
 
     @property
     def sample_word(self) -> str:
         """What a batch is counted in: ``sample`` or ``row``."""
-        return counted_in(self.workload)
+        return counted_in(self.report.workload)
 
     @property
     def rate_unit(self) -> str:
         """``samples/s``, or ``rows/s`` where samples are packed in rows."""
-        return rate_unit(self.workload)
-
-
-def study_view(report: Report) -> StudyView:
-    """Return what is shown of a recorded study."""
-    best, baseline = report.best, report.baseline
-    return StudyView(
-        record=report.study,
-        workload=report.workload,
-        environment=report.environment,
-        ceiling=report.ceiling,
-        searched=searched_lines(report),
-        counts=counts_line(report),
-        best=_best_view(report, best) if best is not None else None,
-        baseline=trial_view(report, _with_all_processes(report, baseline)) if baseline is not None else None,
-        baseline_name=report.baseline_name,
-        baseline_speed=report.speed(baseline),
-        too_noisy=report.too_noisy,
-        is_own_best=report.is_own_best,
-        speedup=report.speedup(),
-        is_speedup_a_bound=report.is_speedup_a_bound,
-        expert=expert_of(report),
-        trials=tuple(trial_view(report, trial) for trial in report.trials),
-        notes=tuple(notes(report)),
-        speed_chart=speed_chart(report),
-        step_chart=step_chart(report),
-    )
+        return rate_unit(self.report.workload)
 
 
 def trial_view(report: Report, trial: TrialRecord) -> TrialView:
@@ -217,12 +211,11 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
         + (f" × {format_groups(world_size, candidate.arm.context_parallel)}" if world_size > 1 else "")
         + f", {candidate.arm.describe()}"
     )
-    common: dict[str, Any] = vars(shown)
+    common: dict[str, Any] = {**vars(shown), "measured": measured, "limit": limit}
     return BestView(
         **common,
         setting=setting,
         speed=speed,
-        processes=speed.processes,
         runner_up=_runner_up(report, candidate, speed),
         limit_words=describe_limit(candidate, measured),
         utilization=utilization(report, measured, candidate.arm),

@@ -8,11 +8,13 @@ from autotune.core.units import format_bytes, format_rate, format_seconds, forma
 from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
 from autotune.results.expert import computed_in
+from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView, TrialView
 
 
-def report_lines(view: StudyView) -> list[str]:
+def report_lines(report: Report) -> list[str]:
     """Return a study as ``autotune show`` prints it: of text with tokens a second in place of how long trials took."""
+    view = StudyView(report)
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
     head = ("#", "batch×acc", "configuration", view.rate_unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
@@ -30,7 +32,7 @@ def report_lines(view: StudyView) -> list[str]:
     return [
         f"Study {view.record.name}, {view.record.started_at:%Y-%m-%d %H:%M} UTC",
         *(f"  {line}" for line in view.searched),
-        *summary_lines(view),
+        *_summary(view),
         "",
         *table_lines(head, rows, right=("#", "batch×acc", view.rate_unit, "tokens/s", "took", "peak")),
     ]
@@ -46,8 +48,12 @@ def _tokens_cell(trial: TrialView) -> str:
     return format_rate(trial.tokens_per_second) if trial.tokens_per_second else ""
 
 
-def summary_lines(view: StudyView) -> list[str]:
+def summary_lines(report: Report) -> list[str]:
     """Return the result of a study in a few lines."""
+    return _summary(StudyView(report))
+
+
+def _summary(view: StudyView) -> list[str]:
     note_lines = [f"  note: {note}" for note in view.notes]
     if view.best is None:
         outcome = "No answer yet" if view.record.state == "running" else "No feasible trial"
@@ -55,8 +61,8 @@ def summary_lines(view: StudyView) -> list[str]:
     left_out = [f"  not tried: {each.describe()}" for each in view.record.left_out]
     result = [f"  {line}" for line in _best_lines(view, view.best)]
     head = [f"Best: {view.best.setting}"]
-    if view.too_noisy is not None:
-        head = [f"Too noisy to tell: {view.too_noisy}", f"Led, and is no answer: {view.best.setting}"]
+    if (why := view.report.too_noisy) is not None:
+        head = [f"Too noisy to tell: {why}", f"Led, and is no answer: {view.best.setting}"]
     return [*head, *result, f"  {view.counts}", *left_out, *note_lines]
 
 
@@ -68,12 +74,12 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
     lines += best.run
-    if view.is_own_best:
-        lines.append(f"{view.baseline_name} are as fast as anything tried")
+    if view.report.is_own_best:
+        lines.append(f"{view.report.baseline_name} are as fast as anything tried")
     elif view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
         baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline_speed.samples_per_second)}"
-        bound, why = ("at most ", ", disturbed") if view.is_speedup_a_bound else ("", "")
-        lines.append(f"{bound}{view.speedup:.2f} × {view.baseline_name} ({baseline} {view.rate_unit}{why})")
+        bound, why = ("at most ", ", disturbed") if view.report.is_speedup_a_bound else ("", "")
+        lines.append(f"{bound}{view.speedup:.2f} × {view.report.baseline_name} ({baseline} {view.rate_unit}{why})")
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
@@ -81,11 +87,11 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         tried = [t for t in view.trials if t.record.stage == "baseline" or t.record.candidate.arm.describe() == plain]
         why = next((f" ({t.verdict})" for t in tried if t.verdict), "")
         how = f"did not complete{why}" if tried else "are predicted not to fit"
-        lines.append(f"{view.baseline_name} {how}, so the speed-up is not known")
+        lines.append(f"{view.report.baseline_name} {how}, so the speed-up is not known")
     if best.runner_up is not None:
         lines.append(best.runner_up.describe())
     if best.utilization is not None:
-        precision = computed_in(best.candidate.arm.precision, view.workload["dtype"])
+        precision = computed_in(best.candidate.arm.precision, view.report.workload["dtype"])
         rated = f"of the GPU's rated arithmetic in {precision} (MFU: products and attention, nothing twice)"
         lines.append(f"{best.utilization:.0%} {rated}")
     lines.append(_memory_line(view, best))
@@ -104,12 +110,13 @@ def _speed_words(speed: Speed, unit: str) -> str:
 
 def _memory_line(view: StudyView, best: BestView) -> str:
     """Return the winner's peak memory and headroom; with expandable segments, the line that its trial ran under."""
-    cap, spare = view.ceiling.cap_bytes, best.headroom_bytes or 0
+    ceiling = view.report.ceiling
+    cap, spare = ceiling.cap_bytes, best.headroom_bytes or 0
     headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
     if best.candidate.arm.expandable_segments:
         return (
             f"{format_bytes(best.peak_bytes)} allocated at the peak, in a trial that could reserve "
-            f"{format_bytes(view.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
+            f"{format_bytes(ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
         )
-    measured_in = f"the most of {best.processes} processes" if best.processes > 1 else "measured"
+    measured_in = f"the most of {best.speed.processes} processes" if best.speed.processes > 1 else "measured"
     return f"{format_bytes(best.peak_bytes)} of {format_bytes(cap)} reserved at the peak, {measured_in}; {headroom}"

@@ -11,7 +11,7 @@ from autotune.core.outcome import Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.json_document import trial_document
 from autotune.results.report import Report
-from autotune.results.study_view import study_view, trial_view
+from autotune.results.study_view import trial_view
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.records import TrialRecord
@@ -89,9 +89,9 @@ def host_bound(*more: TrialRecord, **changes: Any) -> Report:
 
 class TestReport:
     def test_the_summary_has_the_line(self) -> None:
-        lines = summary_lines(study_view(host_bound()))
+        lines = summary_lines(host_bound())
         assert any(line.startswith("  the GPU computes 46 % of a step") for line in lines)
-        unknown = summary_lines(study_view(report(BASELINE, trial_at(1, BF16, 200.0, None))))
+        unknown = summary_lines(report(BASELINE, trial_at(1, BF16, 200.0, None)))
         assert not any("GPU computes" in line for line in unknown)
 
     def test_the_document_has_the_shares(self) -> None:
@@ -125,6 +125,6 @@ class TestReport:
 
     def test_ones_own_data_does_not_contradict_it(self) -> None:
         own = dataclasses.replace(host_bound(), workload={**WORKLOAD, "task": "own", "model": "train.py:build"})
-        text = "\n".join(summary_lines(study_view(own)))
+        text = "\n".join(summary_lines(own))
         assert "computing, not the data loader" not in text
         assert "0.0% of a step is spent waiting for data" in text

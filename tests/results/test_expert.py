@@ -11,7 +11,6 @@ from autotune.results.expert import expert_of, utilization
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
-from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 
 CHECKPOINTED = dataclasses.replace(BF16, gradient_checkpointing=True)
@@ -130,8 +129,8 @@ def test_without_bf16_it_is_the_fastest_precision() -> None:
 def test_every_form_of_a_result_shows_it() -> None:
     shown = search((GRAPHED, 64, completed(400.0)), (BF16, 64, completed(200.0)))
     line = "  2.00 × bf16 at the largest batch that fits (64 × 1  bf16: measured)"
-    assert line in summary_lines(study_view(shown))
-    expert = report_document(study_view(shown))["expert"]
+    assert line in summary_lines(shown)
+    expert = report_document(shown)["expert"]
     assert (expert["speedup"], expert["measured"]) == (pytest.approx(2.0), True)
     assert expert["candidate"]["per_device_train_batch_size"] == 64
     assert "Against the usual choice" in html_page(shown)
@@ -144,8 +143,8 @@ def test_utilization_is_the_counted_arithmetic_over_the_rated() -> None:
     shown = dataclasses.replace(shown, environment={**shown.environment, "device_name": "NVIDIA H200"})
     found = utilization(shown, counted, BF16)
     assert found == pytest.approx(300e12 / 989.4e12, rel=0.001)
-    assert any("rated arithmetic in bf16" in line for line in summary_lines(study_view(shown)))
-    assert report_document(study_view(shown))["model_flops_utilization"] == pytest.approx(found)
+    assert any("rated arithmetic in bf16" in line for line in summary_lines(shown))
+    assert report_document(shown)["model_flops_utilization"] == pytest.approx(found)
     # Compiled code is not counted: its samples are those of other trials.
     compiled = dataclasses.replace(completed(600.0).measurement)
     assert utilization(shown, compiled, dataclasses.replace(BF16, torch_compile=True)) == pytest.approx(2 * found)

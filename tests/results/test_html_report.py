@@ -33,7 +33,6 @@ from autotune.results.html.charts import Scale
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
-from autotune.results.study_view import study_view
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions, inspection_key
 from autotune.tuning.forecasting import forecast_of
@@ -181,7 +180,7 @@ def test_a_recorded_search(recorded: Report) -> None:
         f"All {len(recorded.trials)} trials",
     ]
     assert numbers_listed(page) == [each.number for each in recorded.trials]
-    document = report_document(study_view(recorded))
+    document = report_document(recorded)
     assert all(each["reason"] in page.section("What was left out").text for each in document["left_out"])
     assert all(note in page.section("How far").text for note in document["notes"])
     assert "waits for the host: 30.0%" in page.section("What limits").text
@@ -189,7 +188,7 @@ def test_a_recorded_search(recorded: Report) -> None:
 
 
 def test_the_answer_has_the_interval_of_the_next_run(recorded: Report) -> None:
-    promised = report_document(study_view(recorded))["next_run"]
+    promised = report_document(recorded)["next_run"]
     low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]
     text = checked(recorded).section("Best configuration").text
     assert "per-device batch 32 × accumulation 2, bf16" in text

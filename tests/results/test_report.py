@@ -37,7 +37,7 @@ from autotune.results.html.charts import draw_speed_chart
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
-from autotune.results.study_view import study_view, trial_view
+from autotune.results.study_view import StudyView, trial_view
 from autotune.results.text import report_lines, summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, state_of, times, verdict
@@ -92,7 +92,7 @@ def test_the_summary() -> None:
     """The winner, how fast, how much faster, how much memory, what it took."""
     told = report(BASELINE, WINNER, OVER)
     speed = told.speed(WINNER)
-    assert summary_lines(study_view(told)) == [
+    assert summary_lines(told) == [
         "Best: per-device batch 32 × accumulation 2, bf16",
         f"  310.7 samples/s ± {speed.relative_half_width:.1%}, 159,078 tokens/s; 206 ms an optimizer step",
         "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
@@ -104,13 +104,13 @@ def test_the_summary() -> None:
 
 def test_the_table_has_tokens_a_second_in_eighty_columns() -> None:
     made = report(BASELINE, WINNER)
-    lines = report_lines(study_view(made))
+    lines = report_lines(made)
     head, *rows = lines[lines.index("") + 1 :]
     assert head.split() == ["#", "batch×acc", "configuration", "samples/s", "tokens/s", "peak", "verdict"]
     assert [row[: head.index("tokens/s") + 8].split()[-1] for row in rows] == ["21,350", "159,078"]
     assert max(map(len, (head, *rows))) <= 80
     images = dataclasses.replace(made, workload={**made.workload, "task": "image-classification"})
-    assert "took" in next(line for line in report_lines(study_view(images)) if "batch×acc" in line)
+    assert "took" in next(line for line in report_lines(images) if "batch×acc" in line)
 
 
 def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:
@@ -123,19 +123,19 @@ def test_a_disturbed_baseline_makes_the_speed_up_a_bound() -> None:
         if isinstance(each.outcome, Completed)
     )
     line = "at most 7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s, disturbed)"
-    told = study_view(report(slowed, WINNER))
+    told = report(slowed, WINNER)
     assert f"  {line}" in summary_lines(told)
     assert "at most 7.45×" in html_page(report(slowed, WINNER))
-    assert not any(study_view(report(*each)).is_speedup_a_bound for each in ((slowed, also), (BASELINE, WINNER)))
+    assert not any(report(*each).is_speedup_a_bound for each in ((slowed, also), (BASELINE, WINNER)))
 
 
 def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     options = {"objective": "max-batch", "effective_batch": None, "baseline": None}
     larger = trial(3, BF16, 40, completed(300.0, 22.9))
-    text = "\n".join(summary_lines(study_view(report(WINNER, OVER, larger, **options))))
+    text = "\n".join(summary_lines(report(WINNER, OVER, larger, **options)))
     assert "batch 40 does not fit: low headroom" in text
     assert "TrainingArguments defaults" not in text
-    assert "no larger batch was tried" in "\n".join(summary_lines(study_view(report(WINNER, **options))))
+    assert "no larger batch was tried" in "\n".join(summary_lines(report(WINNER, **options)))
 
 
 @pytest.mark.parametrize(("samples", "larger", "is_told"), [(39, 16, True), (40, 16, False), (39, 36, False)])
@@ -146,7 +146,7 @@ def test_data_that_ends_before_a_larger_batch_is_told_where_the_batch_is_free(
     other = trial(8, BF16, larger, OutOfMemory("out of memory"))
     free = report(WINNER, other, effective_batch=None, baseline=None)
     data = encode(DataSpec("x.jsonl", "json", "1", facts=DataFacts(samples)))
-    told = "\n".join(summary_lines(study_view(dataclasses.replace(free, workload={**free.workload, "data": data}))))
+    told = "\n".join(summary_lines(dataclasses.replace(free, workload={**free.workload, "data": data})))
     assert (f"the data has {samples} samples, so no larger batch was tried" in told) is is_told
 
 
@@ -160,25 +160,25 @@ def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> Non
 
     baseline = of_two(0, default, 8, 310.0, "baseline")
     slower = report(baseline, of_two(1, lean, 8, 300.0, "search"))
-    told = " ".join(summary_lines(study_view(slower)))
+    told = " ".join(summary_lines(slower))
     assert "differs from the baseline in ddp_find_unused_parameters=False and ddp_broadcast_buffers=False alone" in told
     # One may leave out work, or look for unused parameters.
     assert "the baseline was faster, by 3.3%, which is noise: they differ in settings of DDP alone" in told
     assert "options exclude" not in told
     other = report(baseline, of_two(1, lean, 32, 300.0, "search"))
-    assert "differs from the baseline" not in " ".join(summary_lines(study_view(other)))
+    assert "differs from the baseline" not in " ".join(summary_lines(other))
 
 
 def test_the_summary_without_a_baseline() -> None:
     broken = trial(0, FP32, 8, OutOfMemory("no"), "baseline")
-    text = "\n".join(summary_lines(study_view(report(broken, WINNER, baseline=None))))
+    text = "\n".join(summary_lines(report(broken, WINNER, baseline=None)))
     assert "defaults did not complete" in text
-    text = "\n".join(summary_lines(study_view(report(WINNER, baseline=None, measure_baseline=False))))
+    text = "\n".join(summary_lines(report(WINNER, baseline=None, measure_baseline=False)))
     assert "defaults" not in text
 
 
 def test_the_summary_without_a_result() -> None:
-    lines = summary_lines(study_view(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None)))
+    lines = summary_lines(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None))
     assert lines == [
         "No feasible trial in the study a-study: 2 trials (1 out of memory, 1 failed) in 30.0 s; "
         "the budget of 3 trials is spent"
@@ -187,7 +187,7 @@ def test_the_summary_without_a_result() -> None:
 
 def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
     made = report(BASELINE, trial(3, FP16, 8, None), best=None, state="running")
-    lines = summary_lines(study_view(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None))))
+    lines = summary_lines(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None)))
     assert lines == [
         "No answer yet in the study a-study: 2 trials (1 running)",
     ]
@@ -203,7 +203,7 @@ def packed_workload() -> dict[str, Any]:
 def test_rows_of_packed_samples_are_called_rows() -> None:
     made = dataclasses.replace(report(BASELINE, WINNER), workload=packed_workload())
     study = dataclasses.replace(made.study, request={**made.study.request, "effective_batch": None})
-    text = "\n".join(report_lines(study_view(dataclasses.replace(made, study=study))))
+    text = "\n".join(report_lines(dataclasses.replace(made, study=study)))
     assert "rows/s" in text
     assert "the data has 36 rows" in text
     assert "samples/s" not in text
@@ -212,7 +212,7 @@ def test_rows_of_packed_samples_are_called_rows() -> None:
 def test_images_have_no_tokens() -> None:
     made = report(BASELINE, WINNER)
     images = dataclasses.replace(made, workload={**WORKLOAD, "task": "image-classification", "seq_len": 1})
-    assert "tokens" not in "\n".join(summary_lines(study_view(images)))
+    assert "tokens" not in "\n".join(summary_lines(images))
     assert trial_document(trial_view(images, WINNER))["tokens_per_second"] is None
     assert trial_document(trial_view(made, WINNER))["tokens_per_second"] == pytest.approx(310.7 * 512)
 
@@ -260,7 +260,7 @@ def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, 
     """Of data whose lengths are known how long in all; of code of one's own, with steps of 205 ms, how long each."""
     measured = completed(312.0)
     fed = Completed(dataclasses.replace(measured.measurement, **changes))
-    text = "\n".join(summary_lines(study_view(report(BASELINE, trial(1, BF16, 32, fed)))))
+    text = "\n".join(summary_lines(report(BASELINE, trial(1, BF16, 32, fed))))
     assert told in text if told else "for the first time" not in text
 
 
@@ -294,7 +294,7 @@ def test_what_the_reader_should_know(name: str) -> None:
     made, words = NOTES[name]
     (note,) = notes(made)
     assert words in note
-    assert f"  note: {note}" in summary_lines(study_view(made))
+    assert f"  note: {note}" in summary_lines(made)
 
 
 @pytest.mark.parametrize("is_cut_short", [True, False])
@@ -316,14 +316,14 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
 )
 def test_the_winner_is_compared_with_the_next_fastest(speed: float, told: str) -> None:
     made = report(BASELINE, WINNER, trial(2, FP16, 32, completed(speed)), trial(3, BF16, 8, completed(200.0)))
-    assert f"  {told}" in summary_lines(study_view(made))
-    assert not any("the next fastest" in line for line in summary_lines(study_view(report(BASELINE, WINNER))))
+    assert f"  {told}" in summary_lines(made)
+    assert not any("the next fastest" in line for line in summary_lines(report(BASELINE, WINNER)))
 
 
 def test_ones_own_settings_that_nothing_beats_are_the_answer() -> None:
     own = {**WORKLOAD, "task": "own", "source": SOURCE}
     made = dataclasses.replace(report(WINNER, trial(2, FP16, 32, completed(318.0)), best=1, baseline=1), workload=own)
-    told = "\n".join(summary_lines(study_view(made)))
+    told = "\n".join(summary_lines(made))
     assert "your own settings are as fast as anything tried" in told
     assert "(32 × 2  fp16): not distinguishable, and your own settings need no change" in told
     assert "× your own settings" not in told
@@ -336,10 +336,10 @@ def test_what_others_disturbed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> 
     assert made.too_noisy is None
     monkeypatch.delenv("AUTOTUNE_ACCEPT_NOISE")
     made = dataclasses.replace(made)
-    first, second, *_ = summary_lines(study_view(made))
+    first, second, *_ = summary_lines(made)
     assert first.startswith(f"Too noisy to tell: {why}")
     assert second == "Led, and is no answer: per-device batch 32 × accumulation 2, bf16"
-    assert report_document(study_view(made))["too_noisy"].startswith(why)
+    assert report_document(made)["too_noisy"].startswith(why)
     with pytest.raises(TooNoisyError, match="--anyway"):
         made.check_is_told()
     little = dataclasses.replace(slowed, others_share=0.1)
@@ -360,12 +360,12 @@ def test_steps_that_differ_too_much_are_no_answer(
 def test_one_number_for_the_winner() -> None:
     """Everything that shows its speed shows the one by which it was chosen."""
     made = report(BASELINE, WINNER, *(trial(2 + n, BF16, b, completed(309.0)) for n, b in enumerate((8, 16, 64))))
-    document, speed = report_document(study_view(made)), made.speed(made.best)
+    document, speed = report_document(made), made.speed(made.best)
     assert speed == made.history.speed(made.best.candidate)
     shown = {document["best"]["samples_per_second"], document["next_run"]["samples_per_second"]}
     assert shown == {speed.samples_per_second}
     assert document["speedup"] == pytest.approx(speed.samples_per_second / 41.7)
-    assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(study_view(made))[1]
+    assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(made)[1]
     (row,) = [row for row in step_chart(made).rows if row.mark == "best"]
     assert row.seconds == pytest.approx(64 / speed.samples_per_second)
     # A row of the table is one process.
@@ -375,8 +375,8 @@ def test_one_number_for_the_winner() -> None:
 def test_an_interval_that_per_cents_would_misstate_is_told_by_its_ends() -> None:
     """Of a noisy machine: 310 ± 200 % would say that the next run may stand still."""
     others = trial(2, BF16, 32, completed(150.0)), trial(3, FP16, 32, completed(200.0))
-    view = study_view(report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others))
-    (low, high), told = view.best.speed.interval(), "\n".join(summary_lines(view))
+    view = StudyView(report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others))
+    (low, high), told = view.best.speed.interval(), "\n".join(summary_lines(view.report))
     assert f" samples/s ({format_rate(low)} to {format_rate(high)})," in told
     assert f"by {format_deviation(view.best.speed.relative_half_width)}: the machine was noisy" in told
     assert ", give or take a factor of " in told
@@ -444,7 +444,7 @@ def test_the_peak_and_the_headroom_are_those_of_all_processes() -> None:
     )
     assert (
         "  22.2 GiB of 23.0 GiB reserved at the peak, the most of 2 processes; headroom 819.2 MiB (3%)"
-        in summary_lines(study_view(made))
+        in summary_lines(made)
     )
 
 
@@ -460,9 +460,7 @@ def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
         measured = dataclasses.replace(completed(312.0).measurement, data_seconds=share * 64 / 312, gpu_busy_share=busy)
         made = report(BASELINE, trial(1, BF16, 32, Completed(measured)))
         made = dataclasses.replace(made, workload={**WORKLOAD, "task": "own"})
-        assert any(line.strip().startswith(told) for line in summary_lines(study_view(made))), summary_lines(
-            study_view(made)
-        )
+        assert any(line.strip().startswith(told) for line in summary_lines(made)), summary_lines(made)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +469,7 @@ def test_what_limits_a_step_is_not_said_where_it_was_not_measured() -> None:
 def test_a_promise_for_very_short_steps_of_ones_own_is_said_to_be_low(rate: float, task: str, is_said: bool) -> None:
     made = report(BASELINE, trial(1, BF16, 32, completed(rate)))
     made = dataclasses.replace(made, workload={**WORKLOAD, **({"task": task} if task == "own" else {})})
-    said = "\n".join(summary_lines(study_view(made)))
+    said = "\n".join(summary_lines(made))
     assert ("the winner's takes 1 ms: your own run may be faster than is promised" in said) is is_said
 
 
@@ -479,7 +477,7 @@ def test_what_a_loop_does_besides_its_steps_is_told() -> None:
     """The limit is 24 GiB, a GiB of it headroom."""
     plain = completed(312.0, 12.0).measurement
     measured = dataclasses.replace(plain, growth_bytes=2**20, evaluation_seconds=3.9, evaluates_every=5)
-    said = "\n".join(summary_lines(study_view(report(BASELINE, trial(1, BF16, 32, Completed(measured))))))
+    said = "\n".join(summary_lines(report(BASELINE, trial(1, BF16, 32, Completed(measured)))))
     assert "your code evaluates every 5 steps, for 3.9 s, which the speed leaves out" in said
     assert re.search(r"memory still grew by 1\.0 MiB a step .* reached after about 1[12],\d{3} steps", said)
 
@@ -512,21 +510,21 @@ def test_the_result_is_that_of_all_processes_of_the_winner() -> None:
     again = trial(3, BF16, 32, completed(320.0, 22.2), "final")
     once = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)))
     twice = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
-    document = report_document(study_view(twice))
+    document = report_document(twice)
     promised = document["next_run"]
     assert promised["processes_measured"] == 2
     assert promised["samples_per_second"] == pytest.approx((300 * 320) ** 0.5)
     assert promised["samples_per_second_low"] < 300 < 320 < promised["samples_per_second_high"]
     assert document["speedup"] == pytest.approx(promised["samples_per_second"] / 41.7)
-    assert f"  {promised['samples_per_second']:.1f} samples/s (" in summary_lines(study_view(twice))[1]
-    assert report_document(study_view(once))["next_run"]["processes_measured"] == 1
-    assert report_document(study_view(report(BASELINE, OVER, best=None)))["next_run"] is None
+    assert f"  {promised['samples_per_second']:.1f} samples/s (" in summary_lines(twice)[1]
+    assert report_document(once)["next_run"]["processes_measured"] == 1
+    assert report_document(report(BASELINE, OVER, best=None))["next_run"] is None
 
 
 def test_the_document_is_plain_json() -> None:
     """What was not measured is null; the list of fields that only exports need is left out."""
     made = report(BASELINE, WINNER, OVER)
-    document = json.loads(json.dumps(report_document(study_view(made))))
+    document = json.loads(json.dumps(report_document(made)))
     assert datetime.fromisoformat(document["started_at"]) == made.study.started_at
     assert datetime.fromisoformat(document["ended_at"]) == made.study.ended_at
     assert document["speedup"] == pytest.approx(310.7 / 41.7)
@@ -545,7 +543,7 @@ def test_the_document_is_plain_json() -> None:
 
 
 def test_the_document_of_an_unfinished_study() -> None:
-    document = report_document(study_view(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running")))
+    document = report_document(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running"))
     assert document["best"] is None
     assert document["speedup"] is None
     assert document["trials"][0]["state"] == "running"

@@ -20,7 +20,6 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.results.export import beside_lines, make_export, render, render_launch
 from autotune.results.report import load_report
-from autotune.results.study_view import study_view
 from autotune.results.text import report_lines
 from autotune.space.training_arguments import launch_variables
 from autotune.tuning.allowed import check_inspected, check_request
@@ -83,9 +82,7 @@ class TestSearched:
             report = load_report(store, found.study.name)
         Narrator(lambda line, _: said.append(line)).begins(given, found.study)
         assert "effective batch 4 on 2 groups of 2 devices" in said[1]
-        assert "per-device batch 2 × accumulation 1 × 2 groups of 2 devices, " in "\n".join(
-            report_lines(study_view(report))
-        )
+        assert "per-device batch 2 × accumulation 1 × 2 groups of 2 devices, " in "\n".join(report_lines(report))
 
     def test_no_process_is_pinned(self) -> None:
         assert "2 processes" in str(request_of(gpus=2, world_size=1).why_not_pinned())

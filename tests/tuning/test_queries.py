@@ -14,7 +14,6 @@ from sqlalchemy import event
 from autotune.core.units import GIB
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
-from autotune.results.study_view import study_view
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
 from autotune.tuning.prepare import Prepared
@@ -63,7 +62,7 @@ def counted_statements(store: Store) -> Iterator[list[str]]:
 
 
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
-    ("show", lambda store: report_document(study_view(load_report(store, STUDY))), 10),
+    ("show", lambda store: report_document(load_report(store, STUDY)), 10),
     ("studies", lambda store: store.studies(), 8),
     ("repeat", lambda store: search(store, runner(), given=prepared_at_random(TRIALS)), 46),
 ]

@@ -43,7 +43,6 @@ from autotune.core.workload import Workload
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
-from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.records import PastTrial, TrialRecord
@@ -263,7 +262,7 @@ class TestSearches:
         assert second.study.state == "finished"
         report = load_report(store, "second")
         assert any("of earlier searches (first) reused" in note for note in notes(report))
-        document = report_document(study_view(report))
+        document = report_document(report)
         assert {trial["reused_from"]["study"] for trial in document["trials"]} == {"first"}
         assert document["baseline"]["number"] == 0
         # The dashboard has them all, and a third search has them from the first as well.
@@ -286,7 +285,7 @@ class TestSearches:
         second = search(store, RecordedRunner(EFFECTIVE_64), study="second", cpu_affinity="off")
         assert {trial.stage for trial in second.trials} == {"reused"}
         assert [t.candidate for t in second.trials].count(best) == count
-        promised = [report_document(study_view(load_report(store, name)))["next_run"] for name in ("first", "second")]
+        promised = [report_document(load_report(store, name))["next_run"] for name in ("first", "second")]
         assert promised[0]["samples_per_second"] == pytest.approx(promised[1]["samples_per_second"])
         assert promised[1]["processes_measured"] == count
         assert second.best.candidate == first.best.candidate
@@ -399,7 +398,7 @@ class TestSearches:
         again = search(store, runner, study="b", objective="max-batch", **options)
         assert runner.jobs == []
         assert again.best.candidate == alone.best.candidate
-        assert any("does not fit" in line for line in summary_lines(study_view(load_report(store, "b"))))
+        assert any("does not fit" in line for line in summary_lines(load_report(store, "b")))
 
     def test_another_effective_batch_is_worked_out_and_its_winner_run_in_full(
         self, store: Store, tmp_path: Path

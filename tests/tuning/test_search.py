@@ -17,7 +17,6 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
-from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.repository import Store
@@ -372,7 +371,7 @@ class TestOwnSettingsThatFail:
         assert found.best.candidate.arm.precision == "bf16"
         assert found.study.baseline_trial_id is None
         assert runner.candidates.count(self.OWN) == 1
-        said = "\n".join(summary_lines(study_view(load_report(store, "bert"))))
+        said = "\n".join(summary_lines(load_report(store, "bert")))
         assert (
             "did not complete (failed: run.py ended before enough steps were measured), so the speed-up is not known"
             in said

@@ -11,6 +11,7 @@ from autotune.core.kernel_kinds import merge_kinds
 from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import format_bytes, format_seconds
 from autotune.estimate.step_time import StepTime
+from autotune.results.chart_data import speed_chart, step_chart
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.html.charts import (
     BarMark,
@@ -28,7 +29,7 @@ from autotune.results.html.charts import (
 from autotune.results.html.markup import element
 from autotune.results.html.templates import environment
 from autotune.results.report import Report
-from autotune.results.study_view import BestView, StudyView, study_view
+from autotune.results.study_view import BestView, StudyView
 
 # Most marks and rows in a chart; the table has all trials.
 _MOST_MARKS = 600
@@ -73,27 +74,28 @@ class StudyPage:
 
 def html_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> str:
     """Return the page. ``prediction`` and ``step`` are those of the winner; ``None`` leaves their section out."""
-    shown = study_page(study_view(report), prediction, step)
+    shown = study_page(report, prediction, step)
     made = make_export(report) if shown.study.best is not None else None
     export = None if made is None else {"text": render(made, "json").rstrip(), "beside": beside_lines(made)}
     return environment().get_template("report.html").render(shown=shown, export=export)
 
 
-def study_page(study: StudyView, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> StudyPage:
+def study_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> StudyPage:
     """Return what the template shows of a study, with its charts drawn."""
+    study = StudyView(report)
     best = study.best
     return StudyPage(
         study,
-        speeds=_speeds(study),
-        steps=_steps(study),
-        memory=_memory(study, best, prediction) if best is not None and prediction is not None else None,
+        speeds=_speeds(report),
+        steps=_steps(report),
+        memory=_memory(report, best, prediction) if best is not None and prediction is not None else None,
         limit=_limit(best) if best is not None and best.limit_words is not None else None,
         times=_times(best, step) if best is not None and step is not None else None,
     )
 
 
-def _speeds(study: StudyView) -> Chart | None:
-    everything = study.speed_chart
+def _speeds(report: Report) -> Chart | None:
+    everything = speed_chart(report)
     if not everything.points and not everything.over:
         return None
     chart = everything.limited(_MOST_MARKS)
@@ -114,8 +116,8 @@ def _gray(drawing: Markup) -> Markup:
     return Markup(drawing.replace(series_class(0), "s7", 1))
 
 
-def _steps(study: StudyView) -> Chart | None:
-    chart = study.step_chart
+def _steps(report: Report) -> Chart | None:
+    chart = step_chart(report)
     if not chart.rows:
         return None
     shown = list(chart.rows[:_MOST_STEP_ROWS])
@@ -140,7 +142,7 @@ def _stack(
     )
 
 
-def _memory(study: StudyView, best: BestView, prediction: MemoryPrediction) -> Chart:
+def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Chart:
     names = [*_ANATOMY, *(name for name in prediction.anatomy if name not in _ANATOMY)]
     parts = [
         Part(name, size, series_class(number), format_bytes(size))
@@ -150,7 +152,7 @@ def _memory(study: StudyView, best: BestView, prediction: MemoryPrediction) -> C
     unused = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes
     if unused > 0:
         parts.append(Part("reserved, unused", unused, "spare", format_bytes(unused)))
-    cap = study.ceiling.cap_bytes
+    cap = report.ceiling.cap_bytes
     marks = [
         BarMark(f"measured peak {format_bytes(best.peak_bytes)}", best.peak_bytes, "mark"),
         BarMark(f"ceiling {format_bytes(cap)}", cap, "ceiling-line"),

@@ -15,7 +15,7 @@ from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.statistics import Estimate, difference
 from autotune.core.units import format_next_run, format_rate
 from autotune.results.html.charts import IntervalRow, draw_intervals
-from autotune.results.study_view import BestView, StudyView, study_view
+from autotune.results.study_view import BestView, StudyView
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page
 from autotune.service.searches import Searches
@@ -143,7 +143,7 @@ def _compared(searches: Searches, jobs: Sequence[JobRecord]) -> tuple[list[Compa
     """Return the searches that have a result, and those that have none."""
     found, without = [], []
     for job in jobs:
-        study = None if searches.store.study(job.study) is None else study_view(searches.report(job))
+        study = None if searches.store.study(job.study) is None else StudyView(searches.report(job))
         if study is None or study.best is None:
             without.append(job)
         else:

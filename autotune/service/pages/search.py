@@ -17,7 +17,6 @@ from autotune.core.units import format_seconds
 from autotune.results.export import Format, beside_lines, make_export, render
 from autotune.results.html.page import study_page
 from autotune.results.report import Report
-from autotune.results.study_view import study_view
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
 from autotune.service.pages.asked import arguments, command_of, fields_of, not_in_fields, request_again
@@ -120,7 +119,7 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         has_ended=job.state in ENDED,
         verifies=job.request.get(VERIFIES),
         asked=None if is_verification else _asked(job, url),
-        shown=None if report is None else study_page(study_view(_with_best_so_far(report))),
+        shown=None if report is None else study_page(_with_best_so_far(report)),
         to_come=_to_come(job, report),
         exports=_exports(report) if report is not None and has_result else None,
         run=run,

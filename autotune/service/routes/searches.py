@@ -14,7 +14,6 @@ from autotune.core.errors import InvalidRequestError, UnknownStudyError
 from autotune.results.export import Format, LaunchFormat, beside_lines, make_export, render, render_launch
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
-from autotune.results.study_view import study_view
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.documents import SearchDocument, SearchesDocument
@@ -106,14 +105,14 @@ def report(
     """Return the result: the document of ``--json``, the lines of the command line, or a page with charts."""
     loaded = searches.report(searches.job(search))
     if form == "text":
-        return PlainTextResponse("\n".join(summary_lines(study_view(loaded))) + "\n")
+        return PlainTextResponse("\n".join(summary_lines(loaded)) + "\n")
     if form == "html":
         return Response(
             html_page(loaded, None),
             media_type="text/html",
             headers={"Content-Disposition": 'attachment; filename="report.html"'},
         )
-    return JSONResponse(report_document(study_view(loaded)))
+    return JSONResponse(report_document(loaded))
 
 
 @router.get("/v1/searches/{search}/export", response_class=PlainTextResponse)
