@@ -2,10 +2,11 @@
 
     python studies/picture.py [FOLDER]
 
-Needs matplotlib (``pip install 'traintune[plot]'``). Reads a search that was recorded whole, and the same candidates
-measured one by one; both on an H200 whose memory was limited. The second chart has the trials of recorded searches
-with levers. Writes ``search-light.svg``, ``levers-light.svg`` and their dark versions to the folder, by default
-``docs/images``. The files are the same on every run, so that only new data changes them.
+Needs matplotlib (``pip install 'traintune[plot]'``). The first chart compares the speed with the winner and with an
+informed user's settings: scripts on texts of different lengths, then samples of one length. The second has a search
+that was recorded whole, and the same candidates measured one by one. The third has the trials of recorded searches
+with levers. Writes ``gains-light.svg``, ``search-light.svg``, ``levers-light.svg`` and their dark versions to the
+folder, by default ``docs/images``. The files are the same on every run, so that only new data changes them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import matplotlib.patches
 from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
 SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_search.json"
 GRID = ROOT / "tests" / "landscapes" / "bert-large-uncased_h200_cap23.5GiB_effective64.jsonl"
 LEVERS = ROOT / "studies" / "runs" / "h200_levers.jsonl"
+TEXTS = ROOT / "studies" / "runs" / "texts.jsonl"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 BATCHES = (8, 16, 32, 64)
 # Out-of-memory marks stand below zero, one row each, so that they do not cover one another.
@@ -56,8 +59,10 @@ def main() -> None:
     grid = [row for row in _rows() if row["attn_implementation"] == "sdpa"]
     search = json.loads(SEARCH.read_text(encoding="utf-8"))
     searches = [json.loads(line) for line in LEVERS.read_text(encoding="utf-8").splitlines()]
+    texts = [json.loads(line) for line in TEXTS.read_text(encoding="utf-8").splitlines()]
     for theme in THEMES:
         with pyplot.rc_context(_settings(theme)):
+            draw_gains(theme, texts, _last_searches(searches), folder / f"gains-{theme.name}.svg")
             draw(theme, grid, search, folder / f"search-{theme.name}.svg")
             draw_levers(theme, searches, folder / f"levers-{theme.name}.svg")
 
@@ -103,6 +108,41 @@ def _levers_of(described: str) -> str:
     return {(0, 0): "none", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "both"}[compiles, graphs]
 
 
+def _last_searches(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last search of each training, by what it gained. One that was stopped has no trials here."""
+    last = {found["workload"]: found for found in searches if found.get("tried")}
+    return sorted(last.values(), key=lambda found: float(found["expert"]["speedup"]))
+
+
+def draw_gains(theme: Theme, texts: list[dict[str, Any]], searches: list[dict[str, Any]], file: Path) -> None:
+    """Draw how many times as fast trainings are with the winner as with an informed user's settings."""
+    # The last search of each script counts; one that ended with an error only where there is no other.
+    own = {run["workload"]: run["ratio"] for run in sorted(texts, key=lambda run: run["found"] is not None)}
+    own = dict(sorted(own.items(), key=lambda item: item[1]))
+    one_length = {found["workload"]: float(found["expert"]["speedup"]) for found in searches}
+    bars = [*one_length.items(), *own.items()]
+    figure, axes = pyplot.subplots(figsize=(8.4, 0.9 + 0.3 * len(bars)), layout="constrained")
+    places = [at + (at >= len(one_length)) * 0.6 for at in range(len(bars))]
+    colours = [theme.colours["bf16"]] * len(one_length) + [theme.colours["tf32"]] * len(own)
+    axes.barh(places, [gain for _, gain in bars], color=colours, height=0.7)
+    for place, (_, gain) in zip(places, bars, strict=True):
+        axes.annotate(f"{gain:.2f} ×", (gain, place), (5, 0), textcoords="offset points", va="center", fontsize=9.5)
+    axes.set_yticks(places, [name for name, _ in bars])
+    axes.set_xlim(0, 3.6)
+    axes.axvline(1, color=theme.text, linewidth=1)
+    axes.set_xlabel("times as fast as bf16 at the largest batch that fits")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    patch = matplotlib.patches.Patch
+    handles = [
+        patch(color=theme.colours["tf32"], label="texts of different lengths: a script's own clock"),
+        patch(color=theme.colours["bf16"], label="samples of one length: trials, under 24 GiB of an H200"),
+    ]
+    axes.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
+    _save(figure, file)
+
+
 def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> None:
     """Draw the speed of every trial of searches with levers, over that of bf16 at the largest batch that fits."""
     kinds = {"none": "tf32", "graphs": "fp16", "compiled": "fp32", "both": "bf16"}
@@ -112,9 +152,7 @@ def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> Non
         "compiled": "compiled",
         "both": "both",
     }
-    # The last search of a training counts; one that was stopped has no trials here.
-    searches = list({found["workload"]: found for found in searches if found.get("tried")}.values())
-    searches = sorted(searches, key=lambda found: float(found["expert"]["speedup"]))
+    searches = _last_searches(searches)
     figure, axes = pyplot.subplots(figsize=(8.4, 1.1 + 0.42 * len(searches)), layout="constrained")
     for place, found in enumerate(searches):
         expert = found["expert"]["samples_per_second"]
