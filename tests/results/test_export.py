@@ -15,6 +15,7 @@ import yaml
 from arbitrary import WORDS, candidates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from messages import check_messages
 from reported import OLD_FIELDS, SOURCE, report_of
 from tiny import tiny_workload
 
@@ -26,6 +27,7 @@ from autotune.core.outcome import Completed, Failed
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
+from autotune.results.report import Report
 from autotune.space.training_arguments import TunedArguments, checkpointing_field
 
 LOADER = Path(__file__).with_name("load_exports.py")
@@ -183,13 +185,6 @@ def test_tf32_is_exported_as_it_was_measured(fields: tuple[str, ...]) -> None:
     assert "--tf32 false" in render(make_export(report), "cli")
 
 
-def test_a_script_of_ones_own_is_told_what_no_flag_can_say(fields: tuple[str, ...]) -> None:
-    own = tiny_workload("bert-tiny", task="own", model="train.py")
-    beside = beside_lines(export_of("cuda-bf16", fields, own))
-    assert "leave tf32 at its default, as it was measured" in beside
-    assert not [line for line in beside_lines(export_of("cuda-tf32", fields, own)) if "tf32" in line]
-
-
 def test_only_what_was_tuned_is_exported(fields: tuple[str, ...]) -> None:
     exported = export_of("cuda-bf16", fields)
     assert set(exported.measured_arguments) == {
@@ -208,16 +203,6 @@ def test_the_evaluation_has_the_batch_that_training_was_measured_with(fields: tu
     said = " ".join(beside_lines(own))
     assert "no evaluation was run: with per_device_eval_batch_size up to 32" in said
     assert "compute_metrics" in said
-
-
-def test_what_is_no_field_is_said_beside_it(fields: tuple[str, ...]) -> None:
-    workload = tiny_workload("bert-tiny", seq_len=32, dtype="bfloat16", padding=0.25)
-    export = export_of("cpu-adafactor-eager", fields, workload)
-    beside = " ".join(beside_lines(export))
-    for words in ("attn_implementation='eager'", "dtype='bfloat16'", "A Device", "torch 2.13.0", "32 tokens"):
-        assert words in beside
-    assert "# load the model with" in render(export, "yaml")
-    assert "dtype=torch.bfloat16" in render(export, "python")
 
 
 # Variables of the environment may be none at all.
@@ -296,28 +281,6 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
     assert script.index("TrainingArguments(") < script.index("from_pretrained(")
 
 
-def test_processes_and_threads_are_said_once_and_where_the_form_does_not_start_them(fields: tuple[str, ...]) -> None:
-    report = report_of(Candidate(Arm("bf16", strategy="zero2-offload", ranks=2), 4, 2), "cuda", fields)
-    report.environment.update(host={"usable_cores": 16}, ranks={"world_size": 2})
-    report.study.request["world_size"] = 2
-    made = make_export(report)
-    variable = "start the training with OMP_NUM_THREADS=8 in its environment"
-    start = "start 2 processes: this is the batch of each (as --format torchrun does)"
-
-    def about(form: Any) -> list[str]:
-        return [
-            line for line in beside_lines(made, form) if "processes" in line or "OMP" in line or "_per_node" in line
-        ]
-
-    assert about("json") == about("cli") == [start, variable]
-    # accelerate launch starts the processes, each with one thread unless the variable says otherwise.
-    assert about("accelerate") == [variable]
-    assert f"# {variable}\n" in render_launch(made, "accelerate")
-    assert about("torchrun") == []
-    assert render(made, "env") == "OMP_NUM_THREADS=8\n"
-    assert "os.environ['OMP_NUM_THREADS'] = '8'" in render(made, "python")
-
-
 def test_an_offloading_winner_for_several_devices_is_started_on_all_of_them(fields: tuple[str, ...]) -> None:
     report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
     report.environment["host"] = {"usable_cores": 16}
@@ -326,33 +289,9 @@ def test_an_offloading_winner_for_several_devices_is_started_on_all_of_them(fiel
     assert (words[0], words[words.index("--nproc_per_node") + 1]) == ("OMP_NUM_THREADS=4", "4")
 
 
-def test_accelerate_starts_one_process_on_a_cpu_which_is_said(fields: tuple[str, ...]) -> None:
-    made = make_export(report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 4), "cpu", fields))
-    told = "on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node 2"
-    assert f"# {told}\n" in render_launch(made, "accelerate")
-
-
-def test_code_of_ones_own_is_told_the_allocators_variable(fields: tuple[str, ...]) -> None:
-    own = tiny_workload("bert-tiny", task="own", model="train.py:build")
-    made = make_export(report_of(Candidate(Arm("bf16", expandable_segments=True), 4), "cuda", fields, own))
-    assert "start the training with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment" in beside_lines(
-        made
-    )
-
-
 def test_other_code_in_one_process_needs_no_launcher() -> None:
     with pytest.raises(InvalidRequestError, match="this study measured one"):
         render_launch(own_export("lightning"), "accelerate")
-
-
-@pytest.mark.parametrize(("precision", "is_told"), [("fp32", True), ("bf16", False)])
-def test_a_launchers_precision_that_was_not_measured_is_left_out(precision: Any, is_told: bool) -> None:
-    made = report_of(Candidate(Arm(precision), 8, 2), "cpu", ("bf16",))
-    source = {**SOURCE, "variables": [["ACCELERATE_MIXED_PRECISION", "bf16"]]}
-    lines = beside_lines(
-        make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
-    )
-    assert ("start it without --mixed_precision bf16, which it was not measured with" in lines) is is_told
 
 
 @pytest.mark.parametrize(
@@ -387,41 +326,57 @@ def test_the_form_that_a_script_is_told_is_the_one_it_reads(made_from: str, form
     assert f"(--format {form})" in beside_lines(export)[0]
 
 
-def test_what_has_no_field_is_applied_by_one_line(fields: tuple[str, ...]) -> None:
-    arm = Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, unpadded=True)
-    report = report_of(Candidate(arm, 4), "cuda", fields)
-    made = make_export(report)
-    call = "apply(trainer, checkpointed_layers=4, unpadded=True)"
-    said = f"before it trains: from autotune.training import apply; {call}"
-    own = make_export(dataclasses.replace(report, workload={**report.workload, "task": "own", "source": SOURCE}))
-    assert said in beside_lines(made)
-    assert said in beside_lines(own)
-    assert "from autotune.training import apply" in render(own, "python").splitlines()
-    assert render(own, "python").splitlines()[-1] == call
-    lines = render(made, "python").splitlines()
-    assert "from autotune.training import apply" in lines
-    assert lines[-1] == call
-    assert "apply" not in render(make_export(report_of(Candidate(Arm("bf16"), 4), "cuda", fields)), "python")
-
-
-def test_every_form_says_that_samples_are_packed(fields: tuple[str, ...]) -> None:
-    report = report_of(Candidate(Arm("bf16", padding_free=True), 4), "cuda", fields)
-    made = dataclasses.replace(make_export(report), row_tokens=512)
-    assert any("rows = pack(dataset, 512)" in line for line in beside_lines(made))
-    assert "rows = pack(dataset, 512)" in render(made, "python")
-
-
-def test_what_the_look_found_comes_with_the_export(fields: tuple[str, ...]) -> None:
-    report = report_of(Candidate(Arm(), 8, 4), "cpu", fields)
-    look = Look(("8 × 4 is another training than 32 × 1: it has other gradients",), "--batch-multiple 32 keeps it")
-    measured = report.trials[0].outcome
+def test_messages_beside_an_export() -> None:
+    """What each form cannot contain, and the forms that contain it as a comment or a line of code."""
+    fields = ("bf16", "fp16", "tf32", "gradient_checkpointing", "optim", "use_cpu", "fsdp", "deepspeed")
+    own = tiny_workload("bert-tiny", task="own", model="train.py:build")
+    packed = make_export(report_of(Candidate(Arm("bf16", padding_free=True), 4), "cuda", fields))
+    plain = report_of(Candidate(Arm("bf16"), 8, 2), "cpu", fields)
+    zero = report_of(Candidate(Arm("bf16", strategy="zero2-offload", ranks=2), 4, 2), "cuda", fields)
+    zero.environment.update(host={"usable_cores": 16}, ranks={"world_size": 2})
+    zero.study.request["world_size"] = 2
+    applied = report_of(
+        Candidate(Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, unpadded=True), 4), "cuda", fields
+    )
+    measured = plain.trials[0].outcome
     assert isinstance(measured, Completed)
-    divided = dataclasses.replace(measured.measurement, divides_loss=True)
-    trial = dataclasses.replace(report.trials[0], outcome=dataclasses.replace(measured, measurement=divided))
-    study = dataclasses.replace(report.study, look=look)
-    export = make_export(dataclasses.replace(report, study=study, trials=(trial,)))
-    first, *others = beside_lines(export, "json")
-    assert first == f"{look.differs[0]}; {look.cure}"
-    assert any("trainer.model_accepts_loss_kwargs = False, since" in line for line in others)
-    assert render(export, "python").splitlines()[-1] == "trainer.model_accepts_loss_kwargs = False"
-    assert "autotune.training" not in render(export, "python")
+    divided = dataclasses.replace(measured, measurement=dataclasses.replace(measured.measurement, divides_loss=True))
+    look = Look(("8 × 2 is another training than 16 × 1: it has other gradients",), "--batch-multiple 32 keeps it")
+    looked_at = dataclasses.replace(
+        plain,
+        study=dataclasses.replace(plain.study, look=look),
+        trials=(dataclasses.replace(plain.trials[0], outcome=divided),),
+    )
+
+    def of_script(report: Report, **source: Any) -> Export:
+        workload = {**report.workload, "task": "own", "source": {**SOURCE, **source}}
+        return make_export(dataclasses.replace(report, workload=workload))
+
+    launched = {"variables": [["ACCELERATE_MIXED_PRECISION", "bf16"]]}
+    by_arm = {precision: report_of(Candidate(Arm(precision), 8, 2), "cpu", ("bf16",)) for precision in ("fp32", "bf16")}
+    exports = {
+        "other model arguments": export_of(
+            "cpu-adafactor-eager", fields, tiny_workload("bert-tiny", seq_len=32, dtype="bfloat16", padding=0.25)
+        ),
+        "one's own, tf32 unset": export_of("cuda-bf16", fields, own),
+        "one's own, tf32": export_of("cuda-tf32", fields, own),
+        "one's own, a variable": make_export(
+            report_of(Candidate(Arm("bf16", expandable_segments=True), 4), "cuda", fields, own)
+        ),
+        "a launcher's precision that was not measured": of_script(by_arm["fp32"], **launched),
+        "a launcher's precision that was measured": of_script(by_arm["bf16"], **launched),
+        "packed rows": dataclasses.replace(packed, row_tokens=512),
+        "applied settings": make_export(applied),
+        "applied settings, a script": of_script(applied),
+        "a look": make_export(looked_at),
+    }
+    cases = {name: beside_lines(export) for name, export in exports.items()}
+    cases |= {f"{name}, python": render(exports[name], "python").splitlines() for name in exports}
+    ranks = make_export(zero)
+    for form in ("json", "cli", "python", "env", "accelerate", "torchrun"):
+        cases[f"ZeRO on two ranks, beside {form}"] = beside_lines(ranks, form)
+    cases["ZeRO on two ranks, env"] = render(ranks, "env").splitlines()
+    cases["ZeRO on two ranks, accelerate"] = render_launch(ranks, "accelerate").splitlines()
+    on_cpu = make_export(report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 4), "cpu", fields))
+    cases["two ranks on a CPU, accelerate"] = render_launch(on_cpu, "accelerate").splitlines()
+    check_messages("exports", cases)

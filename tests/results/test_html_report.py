@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, with_measured
 from recorded_steps import Subject, operations_key, recorded_operations
+from reported import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
-from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
@@ -249,6 +249,15 @@ def test_a_study_that_has_just_begun() -> None:
     assert "none yet" in page.section("Best so far").text
     assert numbers_listed(page) == [0]
     assert checked(report(best=None, baseline=None, state="running")).titles[-1] == "All 0 trials"
+
+
+def test_a_wide_interval_and_a_speed_up_that_is_a_bound_are_shown_as_that() -> None:
+    outcome = dataclasses.replace(BASELINE.outcome, disturbed=("others",), run_again=False)
+    slowed = dataclasses.replace(BASELINE, outcome=outcome)
+    assert "at most 7.45×" in html_page(report(slowed, WINNER))
+    others = trial(2, BF16, 32, completed(150.0)), trial(3, FP16, 32, completed(200.0))
+    noisy = report(BASELINE, trial(1, BF16, 32, completed(310.7)), *others)
+    assert f"{format_rate(1000 * noisy.pooled(noisy.best).step_seconds)} ms ×/÷ " in html_page(noisy)
 
 
 def test_a_search_for_the_largest_batch() -> None:

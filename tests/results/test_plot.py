@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_report import BASELINE, FP16, OVER, WINNER, completed, report, trial
+from reported import BASELINE, FP16, OVER, WINNER, completed, report, trial
 
 from autotune.results.plot import plot_trials
 
