@@ -14,7 +14,7 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import Workload
-from autotune.worker.trial.step_checks import NotTrained, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -89,7 +89,6 @@ def test_what_a_step_trains_is_counted() -> None:
     assert watch.trained == {"used.weight", "used.bias"}
     assert watch.untrained == ["idle.weight", "idle.bias"]
     assert watch.has_gradients
-    assert watch.has_finite_gradients
 
 
 def test_a_model_that_is_traced_for_a_picture_is_not_watched() -> None:
@@ -133,13 +132,13 @@ def test_tokens_are_those_that_a_gradient_came_back_from() -> None:
 def test_what_no_code_of_the_users_is_in_is_not_watched_in_timed_steps() -> None:
     """And steps that are not watched are judged no more."""
     untouched = torch.autograd.backward, torch.compile, torch.autocast.__enter__
-    problems: list[NotTrained] = []
+    problems: list[NotTrainedError] = []
     checks = StepChecks("it", 4, problems.append, until_timed=True)  # type: ignore[arg-type]
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checks.watch.install()
     assert torch.autograd.backward is not untouched[0]
-    checks.begin()
+    checks.watch.begin()
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
     assert len(checks.step_ends(1).calls) == 1
@@ -169,7 +168,7 @@ def test_a_code_that_catches_its_error_of_memory_ran_out_of_it(trial_server: Ser
     ("function", "message"),
     [
         ("half_the_batches", "made 1 backward passes in a step of 2 batches (odd_loops.py:"),
-        whole("not_finite", "the gradients of odd_loops.py:not_finite are not finite"),
+        whole("not_finite", "the loss of the last step is nan"),
         ("truncate", "gives its model 4 samples of a batch of 16 (odd_loops.py:"),
         whole("collate_few", "gives its model 2 samples of a batch of 16"),
         ("ready_made", "gives its model 1 samples of a batch of 16"),

@@ -28,7 +28,7 @@ from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
-from autotune.worker.trial.step_checks import NotTrained, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import Seen
 
 # Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
@@ -178,7 +178,7 @@ class StepTimer(StepListener):
         self._scaler = scaler_watch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
-        self.checks.begin()
+        self.checks.watch.begin()
         if self._is_warm:
             self.checks.begin_timed()
         self.start_clock()
@@ -253,7 +253,7 @@ class StepTimer(StepListener):
         is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
         if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:
             self.checks.refuse(
-                NotTrained(
+                NotTrainedError(
                     f"fp16's gradient scaler skipped the updates of {MOST_SKIPPED_STEPS + 1} steps",
                     "train in bf16 or fp32",
                     reason="non_finite",

@@ -65,10 +65,6 @@ class Meter:
         """Return how often the allocator had to free its cache and retry."""
         return None
 
-    def failed_allocations(self) -> int | None:
-        """Return how often the allocator found no memory, whatever its caller then did."""
-        return None
-
     def device_used_bytes(self) -> int | None:
         """Return the memory in use on the device, by all processes."""
         return None
@@ -121,9 +117,6 @@ class CudaMeter(Meter):
 
     def allocation_retries(self) -> int | None:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-
-    def failed_allocations(self) -> int | None:
-        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def device_used_bytes(self) -> int | None:
         return nvml.device_used_bytes(self._uuid)

@@ -44,7 +44,7 @@ from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
-from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 from autotune.worker.trial.trainer_steps import LeftOutInputs, TrainerSteps
 
@@ -174,14 +174,13 @@ class Trial:
     def _make_checks(self) -> StepChecks:
         """Return what judges whether the steps train."""
 
-        def refuse(found: NotTrained) -> NoReturn:
-            raise NotTrainedError(found)
+        def refuse(found: NotTrainedError) -> NoReturn:
+            raise found
 
         return StepChecks(
             "the Trainer",
             self._candidate.per_device_train_batch_size,
             refuse,
-            out_of_memory_count=self._meter.failed_allocations,
             until_timed=True,
         )
 
@@ -364,8 +363,8 @@ class Trial:
             memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
         if isinstance(error, NotTrainedError):
             print(f"autotune: {error}", file=sys.stderr)
-            if not error.found.is_out_of_memory:
-                return Failed(error.found.reason, str(error), during=self._phases.current)
+            if not error.is_out_of_memory:
+                return Failed(error.reason, str(error), during=self._phases.current)
             return OutOfMemory(str(error), during=self._phases.current, **memory)
         outcome = classify(
             error,

@@ -35,8 +35,6 @@ _MOST_TENSORS = 16
 _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx"))
 # Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
-# Elements of each gradient that are looked at. A choice.
-_LOOKED_AT = 4096
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -102,8 +100,6 @@ class TrainingWatch:
         update was looked at."""
         self.has_gradients = False
         """Whether a parameter of any optimizer had one in those updates."""
-        self.has_finite_gradients = False
-        """Whether all of them were finite in one of those updates."""
         self.compiles = False
         """Whether ``torch.compile`` was called."""
         self.is_removed = False
@@ -428,10 +424,8 @@ class TrainingWatch:
         named = self.model.named_parameters() if self.model is not None else ()
         self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
         updated = (each for group in optimizer.param_groups for each in group["params"])
-        gradients = [each.grad for each in updated if isinstance(each, torch.Tensor) and each.grad is not None]
-        if gradients:
-            self.has_gradients = True
-            self.has_finite_gradients = self.has_finite_gradients or all(map(_is_finite, gradients))
+        has_some = any(isinstance(each, torch.Tensor) and each.grad is not None for each in updated)
+        self.has_gradients = self.has_gradients or has_some
 
 
 class _ByHand:
@@ -439,14 +433,6 @@ class _ByHand:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    """Return whether the first elements of a gradient are finite, all of a sparse one."""
-    part = local_part(gradient.detach())
-    if part.layout is not torch.strided:
-        part = part.coalesce().values() if part.layout is torch.sparse_coo else part.values()
-    return bool(torch.isfinite(part.reshape(-1)[:_LOOKED_AT] if part.is_contiguous() else part[:1]).all())
 
 
 def _name(dtype: torch.dtype) -> str:

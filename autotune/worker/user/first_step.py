@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from autotune.core.real_training import RealTraining
 from autotune.worker.trial.listener import Listener
-from autotune.worker.trial.step_checks import NotTrained, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 
 End = Callable[[str, str], NoReturn]
 """Ends the training, with what is wrong and what to do."""
@@ -55,5 +55,5 @@ class FirstStepWatch(Listener):
         self.checks.judge_first(self._passes)
         self._look()
 
-    def _refuse(self, found: NotTrained) -> NoReturn:
+    def _refuse(self, found: NotTrainedError) -> NoReturn:
         self._end(found.message, found.hint)

@@ -28,7 +28,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
-from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
@@ -144,16 +144,15 @@ class OwnTrial(Trial):
         self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + ready)
 
     def _make_checks(self) -> StepChecks:
-        def refuse(found: NotTrained) -> NoReturn:
+        def refuse(found: NotTrainedError) -> NoReturn:
             # Their code might catch an exception.
-            self._end(self._failure(NotTrainedError(found)))
+            self._end(self._failure(found))
 
         return StepChecks(
             self._source.name,
             # An inspection has shown where the samples of a script with placeholders go in.
             None if self._is_told_by_words else self._candidate.per_device_train_batch_size,
             refuse,
-            out_of_memory_count=self._meter.failed_allocations,
         )
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
@@ -165,7 +164,7 @@ class OwnTrial(Trial):
         error = foreseen(error, self._source)
         if isinstance(error, UserCodeError | SystemExit) and self._checks.has_run_out():
             message = f"{self._source.name} ran out of memory, and caught the error"
-            return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
+            return self._failure(NotTrainedError(message, is_out_of_memory=True))
         if isinstance(error, UserCodeError | SettingUnavailableError):
             print("; ".join(filter(None, (f"autotune: {error}", getattr(error, "hint", "")))), file=sys.stderr)
             reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
