@@ -17,11 +17,10 @@ from autotune.worker.user import (
     loop_inspection,
     placeholder_inspection,
     trainer_inspection,
-    trainer_look,
     trainer_trial,
 )
 from autotune.worker.user.inspection import Code
-from autotune.worker.user.loop_look import look_at_loop
+from autotune.worker.user.own_look import look_at_own
 from autotune.worker.user.own_trial import OwnTrial
 
 SendMessage = Callable[[str, Any], None]
@@ -55,9 +54,7 @@ def run_own(
         leave(0)
 
     if isinstance(work, LookWork):
-        if source.framework != "trainer":
-            look_at_loop(workload, work, scratch, finish_look, ranks)
-        trainer_look.TrainerLook(workload, work, scratch, finish_look, ranks).run_and_end()
+        look_at_own(workload, work, scratch, finish_look, ranks)
     if isinstance(work, TrialWork):
         kind = trainer_trial.TrainerTrial if source.framework == "trainer" else OwnTrial
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
