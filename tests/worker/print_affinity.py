@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from autotune.worker.trial.affinity import pin_to_one_core
+from autotune.worker.trial.cores import pin_to_one_core
 
 PROGRAM = "import os; print(sorted(os.sched_getaffinity(0)))"
 

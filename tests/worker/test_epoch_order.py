@@ -19,7 +19,7 @@ from autotune.core.scratch import Scratch
 from autotune.core.training_source import find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.meter import CpuMeter
-from autotune.worker.user.epoch_order import SpreadSampler, can_spread, spread_loader
+from autotune.worker.user.samples import SpreadSampler, can_spread, spread_loader
 from autotune.worker.user.trainer_code import Overlay
 from autotune.worker.user.trainer_trial import TrainerTrial
 

@@ -14,7 +14,7 @@ from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial.batch_shapes import BatchShapes
-from autotune.worker.trial.core_wait import CoreWait
+from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 
 STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autotune.worker.user.sample_lengths import lengths_of_loader, sample_lengths
+from autotune.worker.user.samples import lengths_of_loader, sample_lengths
 
 TEXTS = [{"input_ids": list(range(1, 4 + at % 37))} for at in range(500)]
 

@@ -22,7 +22,7 @@ from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
-from autotune.worker.trial.core_wait import CoreWait
+from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.evaluations import Evaluations
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener

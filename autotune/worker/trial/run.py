@@ -29,7 +29,6 @@ from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
-from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.arithmetic import Arithmetic
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.build import (
@@ -40,6 +39,7 @@ from autotune.worker.trial.build import (
     in_deepspeeds_dtype,
     shard_from_meta,
 )
+from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autotune.core.outcome import FailureReason
+from autotune.core.real_training import RealTraining
 from autotune.space.precision_names import HALF
+from autotune.worker.trial.listener import Listener
 from autotune.worker.trial.training_watch import Call, Seen, TrainingWatch
 
 NO_GRADIENTS = "{} steps an optimizer whose parameters get no gradients"
@@ -50,20 +52,14 @@ class StepChecks:
         if self._is_timed:
             return
         self._is_timed = True
-        self._end_close_look()
+        self.end_close_look()
         if self.watch.trained is not None and not self.watch.has_gradients:
             self._refuse(NO_GRADIENTS.format(self._name), NO_GRADIENTS_HINT)
         # Where no step came before the timed ones, the first of them is judged.
         if self._until_timed and self._has_judged:
             self.watch.remove()
 
-    def judge_first(self, micro_steps: int) -> None:
-        """Judge the first step of a training that is not timed, and see nothing any more."""
-        self.step_ends(micro_steps)
-        self._end_close_look()
-        self.watch.remove()
-
-    def _end_close_look(self) -> None:
+    def end_close_look(self) -> None:
         """Judge the precision, and look at no gradients any more."""
         self.watch.begin_timed()
         if self.precision is None:
@@ -132,3 +128,52 @@ def fills(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
     # The batch is the second dimension where the first is time.
     second = any(len(shape) > 1 and shape[0] > 1 and shape[1] == batch for call in calls for shape in call.shapes)
     return second or any(call.is_packed for call in calls)
+
+
+End = Callable[[str, str], NoReturn]
+"""Ends the training, with what is wrong and what to do."""
+
+
+class FirstStepWatch(Listener):
+    """Watches a real training up to the first step of its optimizer; ends it where that is otherwise than it was set."""
+
+    def __init__(self, training: RealTraining, end: End, accumulation: int | None, look: Callable[[], None]) -> None:
+        self._training, self._end, self._look = training, end, look
+        self._accumulation = accumulation
+        """Backward passes of a step; ``None`` where they are not known."""
+        self._passes = 0
+        # A loop decides itself what a batch of its config is.
+        batch = None if training.source.kind == "loop" else training.candidate.per_device_train_batch_size
+        self.checks = StepChecks(training.source.name, batch, self._refuse)
+        self.checks.watch.listener = self
+        self.checks.watch.install()
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Count the pass."""
+        self._passes += 1
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Judge the step, and watch no longer."""
+        if not self._passes:
+            return
+        wanted, name, arm = self._accumulation, self._training.source.name, self._training.candidate.arm
+        # A gradient scaler may have left out steps.
+        if (
+            wanted is not None
+            and self._passes != wanted
+            and not (arm.precision == "fp16" and not self._passes % wanted)
+        ):
+            self._end(
+                f"{name} makes {self._passes} backward passes for a step of its optimizer, asked was {wanted}",
+                "have it accumulate as many batches as it is told",
+            )
+        if "precision" in self._training.source.interface.searched and self._training.source.framework != "trainer":
+            model = self.checks.watch.model
+            self.checks.precision = next(model.parameters()).device.type, arm.precision
+        self.checks.step_ends(self._passes)
+        self.checks.end_close_look()
+        self.checks.watch.remove()
+        self._look()
+
+    def _refuse(self, found: NotTrainedError) -> NoReturn:
+        self._end(found.message, found.hint)

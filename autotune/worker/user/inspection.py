@@ -26,7 +26,7 @@ from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, is_made_by_data, key_of, with_loader
-from autotune.worker.user.sample_lengths import lengths_of_loader
+from autotune.worker.user.samples import lengths_of_loader
 from autotune.worker.user.script_options import next_step
 
 Finish = Callable[[InspectionAnswer], NoReturn]

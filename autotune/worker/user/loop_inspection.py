@@ -18,7 +18,7 @@ from autotune.worker.user.inspection import Code, Finish, check_gradients, facts
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.sample_lengths import lengths_of_loader
+from autotune.worker.user.samples import lengths_of_loader
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:

@@ -32,12 +32,12 @@ from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
-from autotune.worker.user.epoch_order import spread_loader
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
 from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
 from autotune.worker.user.placeholder_steps import HookedSteps, set_variables
+from autotune.worker.user.samples import spread_loader
 from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around
 

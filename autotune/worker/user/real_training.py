@@ -93,11 +93,9 @@ class Run:
 
     def watch_first_step(self, accumulation: int | None) -> Any:
         """Have the first step looked at, once torch is there; return what watches it."""
-        from autotune.worker.user.first_step import FirstStepWatch
+        from autotune.worker.trial.step_checks import FirstStepWatch
 
-        first = FirstStepWatch(self.training, self.stop, accumulation, self._look)
-        first.install()
-        return first
+        return FirstStepWatch(self.training, self.stop, accumulation, self._look)
 
     def _look(self) -> None:
         self.is_verified = True

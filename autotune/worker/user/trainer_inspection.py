@@ -33,7 +33,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay
 from autotune.worker.user.protection import keep_run
-from autotune.worker.user.sample_lengths import lengths_of_trainer
+from autotune.worker.user.samples import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
     Overlay,
     build_trainer,

@@ -21,9 +21,9 @@ from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.epoch_order import SpreadSampler, can_spread
 from autotune.worker.user.inspection import length
 from autotune.worker.user.own_trial import OwnTrial, planned_run
+from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import (
     Overlay,
     ignored_message,

@@ -24,8 +24,8 @@ from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import prepare_deepspeed
-from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import built_or_on_meta, in_deepspeeds_dtype, shard_from_meta
+from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from time import process_time
 
-from autotune.worker.trial.core_wait import CoreWait
+from autotune.worker.trial.cores import CoreWait
 
 
 def test_busy_processes_of_others_are_seen() -> None:
