@@ -27,6 +27,7 @@ from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
+from autotune.devices.health import Diagnosis
 from autotune.devices.json_document import devices_type
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
 from autotune.results.own_arguments import OwnArguments
@@ -79,6 +80,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
         (FittingOfferDocument, OfferDocument),
     ),
     "devices": ("What `devices` prints with `--json`.", (devices_type(),)),
+    "doctor": ("What `doctor` prints with `--json`.", (Diagnosis,)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
     "job": ("What a trial server is given to run: a trial, an inspection, data to read, a prediction.", (JobMessage,)),
     "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),

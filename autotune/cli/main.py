@@ -41,6 +41,7 @@ _COMMANDS = {
     "verify": "autotune.cli.verify",
     "dashboard": "autotune.cli.dashboard",
     "devices": "autotune.cli.devices",
+    "doctor": "autotune.cli.doctor",
     "models": "autotune.cli.models",
     "db": "autotune.cli.db",
     "serve": "autotune.cli.serve",

@@ -79,9 +79,13 @@ def search_and_print(
     ctx: click.Context, request: SearchRequest, storage: str, *, wait: bool, as_json: bool, verifies: bool = False
 ) -> None:
     """Run a new or resumed search and print its result; exit with the code of an interruption if there was one."""
+    from autotune.cli.doctor import say_what_is_wrong
     from autotune.cli.view import View, open_view
     from autotune.tuning.run import run_search
 
+    gpus = [each.uuid for each in (request.device, *request.others, *request.beside) if each.kind == "cuda"]
+    # Where the CPU was not named, it may have been taken for want of a GPU.
+    say_what_is_wrong(storage, gpus if gpus or ctx.params.get("device") == "cpu" else None)
     with open_view(View) as view:
         study, report = run_search(request, storage, view, wait=view.waits if wait else None)
     print_searched(ctx, study, report, storage, as_json=as_json, verifies=verifies)

@@ -131,6 +131,12 @@ class TooNoisyError(AutotuneError):
     exit_code = 14
 
 
+class NotReadyError(AutotuneError):
+    """This machine or the installation keeps searches from starting, or spoils what they measure."""
+
+    exit_code = 15
+
+
 class ServiceError(AutotuneError):
     """The service cannot be reached, or refuses what it was asked for."""
 

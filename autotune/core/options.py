@@ -71,9 +71,11 @@ STORED = (
     "db",
     "serve",
     "token",
+    "doctor",
 )
 JSON = (
     "search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue", "follow",
+    "doctor",
 )  # fmt: skip
 
 USUAL = frozenset((

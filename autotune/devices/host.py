@@ -111,15 +111,18 @@ def host_memory(root: Path = ROOT) -> HostMemory:
     """Return the machine's memory, or the tightest limit of this process's control groups where that is less."""
     # Read without psutil, which would take 18 ms to import.
     sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
-    free_bytes = sizes["MemAvailable"] * 1024 if "MemAvailable" in sizes else None
-    if "MemTotal" in sizes:
-        total_bytes = sizes["MemTotal"] * 1024
-    else:
-        total_bytes, free_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
+    total_bytes = physical_memory_bytes(root)
+    free_bytes = sizes["MemAvailable"] * 1024 if {"MemTotal", "MemAvailable"} <= sizes.keys() else None
     for limit_bytes, left_bytes in _group_limits(root):
         total_bytes = min(total_bytes, limit_bytes)
         free_bytes = left_bytes if free_bytes is None else min(free_bytes, left_bytes)
     return HostMemory(total_bytes, None if free_bytes is None else max(0, min(free_bytes, total_bytes)))
+
+
+def physical_memory_bytes(root: Path = ROOT) -> int:
+    """Return the machine's main memory, whatever of it a control group allows."""
+    kibibytes = _numbers_by_name(root / "proc/meminfo", separator=":").get("MemTotal")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kibibytes is None else kibibytes * 1024
 
 
 def oom_kills(root: Path = ROOT) -> int | None:

@@ -14,10 +14,25 @@ from autotune.cli.search import search
 from autotune.core import errors
 
 COMMANDS = [
-    *((name,) for name in ("advise", "predict", "resume", "search", "show", "report", "studies", "export", "follow")),
     *(
         (name,)
-        for name in ("run", "verify", "dashboard", "devices", "models", "db", "serve", "queue", "cancel", "token")
+        for name in ("advise", "predict", "resume", "search", "show", "report", "studies", "export", "follow", "doctor")
+    ),
+    *(
+        (name,)
+        for name in (
+            "run",
+            "verify",
+            "dashboard",
+            "devices",
+            "doctor",
+            "models",
+            "db",
+            "serve",
+            "queue",
+            "cancel",
+            "token",
+        )
     ),
     *(("db", name) for name in ("current", "upgrade")),
     *(("token", name) for name in ("add", "list", "remove")),

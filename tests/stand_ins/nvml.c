@@ -3,6 +3,7 @@
  *
  *   STAND_IN_GPUS        how many GPUs there are (1)
  *   STAND_IN_CAPABILITY  compute capability of each (9.0)
+ *   STAND_IN_DRIVER      version of the driver (580.1)
  *   STAND_IN_PROCESSES   pid=name=MiB, comma-separated; a size of - is one that the driver does not know
  *   STAND_IN_ERRORS      function=code or function:gpu=code, comma-separated: what shall fail, and how
  *   STAND_IN_USED        GiB in use on each (2)
@@ -100,7 +101,7 @@ const char *nvmlErrorString(int code) { (void)code; return "A code of the stand-
 
 int nvmlSystemGetDriverVersion(char *text, unsigned size) {
     BEGIN(-1);
-    snprintf(text, size, "580.1");
+    snprintf(text, size, "%s", setting("STAND_IN_DRIVER", "580.1"));
     return SUCCESS;
 }
 
