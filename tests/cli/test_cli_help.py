@@ -14,26 +14,12 @@ from autotune.cli.search import search
 from autotune.core import errors
 
 COMMANDS = [
+    *((name,) for name in ("advise", "predict", "resume", "search", "show", "report", "studies", "export", "follow")),
     *(
         (name,)
-        for name in ("advise", "predict", "resume", "search", "show", "report", "studies", "export", "follow", "doctor")
+        for name in ("run", "verify", "dashboard", "devices", "models", "db", "serve", "queue", "cancel", "token")
     ),
-    *(
-        (name,)
-        for name in (
-            "run",
-            "verify",
-            "dashboard",
-            "devices",
-            "doctor",
-            "models",
-            "db",
-            "serve",
-            "queue",
-            "cancel",
-            "token",
-        )
-    ),
+    ("doctor",),
     *(("db", name) for name in ("current", "upgrade")),
     *(("token", name) for name in ("add", "list", "remove")),
 ]
