@@ -135,7 +135,7 @@ End = Callable[[str, str], NoReturn]
 
 
 class FirstStepWatch(Listener):
-    """Watches a real training up to the first step of its optimizer; ends it where that is otherwise than it was set."""
+    """Watches a real training up to its first update, and ends it where that is otherwise than it was set."""
 
     def __init__(self, training: RealTraining, end: End, accumulation: int | None, look: Callable[[], None]) -> None:
         self._training, self._end, self._look = training, end, look
