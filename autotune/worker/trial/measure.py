@@ -83,6 +83,21 @@ class _Step:
     new_shapes: float = 0.0
     tokens: float = 0.0
     """Of the candidate's whole step, with padding; 0 where they are not known."""
+    saving_seconds: float = 0.0
+    """Spent in ``torch.save``, and not part of ``seconds``."""
+    real_tokens: int | None = None
+    """Those that were run, without padding; ``None`` where they were not seen."""
+
+
+def _of_all_ranks(each: list[_Step]) -> _Step:
+    """Return the step of the slowest rank, with the tokens of all and the most new shapes of any."""
+    known = [step.real_tokens for step in each if step.real_tokens is not None]
+    return replace(
+        max(each, key=lambda step: step.seconds),
+        new_shapes=max(step.new_shapes for step in each),
+        tokens=max(step.tokens for step in each),
+        real_tokens=sum(known) if len(known) == len(each) else None,
+    )
 
 
 class _Energy:
@@ -135,7 +150,7 @@ class StepTimer(StepListener):
     ) -> None:
         self._meter = meter
         self.checks = checks
-        self._run = run or (schedule.run if schedule is not None else PlannedRun())
+        self._run = run or PlannedRun()
         self._shapes = shapes
         self._ranks = ranks or Ranks()
         self._candidate = candidate
@@ -149,13 +164,10 @@ class StepTimer(StepListener):
         self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
         self._timed: list[_Step] = []
-        self._tokens: list[int | None] = []
-        """Tokens of each measured step, over all ranks; ``None`` where they were not seen."""
         self._marks: list[Any] = []
         self._wait_seconds: float | None = None
         """How long the step that ends waited for batches after its first; ``None`` where all were there at once."""
         self._saving_seconds = 0.0
-        self._saving_seconds_each: list[float] = []
         self._previous_end = 0.0
         self._begin = 0.0
         self._scaler = ScalerWatch()
@@ -205,8 +217,6 @@ class StepTimer(StepListener):
         """Record the step, and stop the training once enough was measured."""
         self._marks += marks
         self._wait_seconds = wait_seconds
-        self._saving_seconds_each.append(self._saving_seconds)
-        self._saving_seconds = 0.0
         self._meter.synchronize()
         end = perf_counter()
         if self.pending is not None:
@@ -217,19 +227,16 @@ class StepTimer(StepListener):
         # Skipped updates cost less time, and before the first update the optimizer has no state.
         seen = self.checks.step_ends(len(self._marks) - 2)
         evaluates = self._evaluations.is_one(seen.calls_without_gradients)
-        told = self._ranks.gather((astuple(step), self._was_skipped(seen), seen.tokens, evaluates))
-        each, tokens = [_Step(*figures) for figures, *_ in told], [count for _, _, count, _ in told]
-        step, again = max(each, key=lambda one: one.seconds), any(skipped for _, skipped, *_ in told)
-        evaluates = any(found for *_, found in told)
-        step.new_shapes, step.tokens = max(one.new_shapes for one in each), max(one.tokens for one in each)
+        step.real_tokens = seen.tokens
+        told = self._ranks.gather((astuple(step), self._was_skipped(seen), evaluates))
+        step = _of_all_ranks([_Step(*figures) for figures, *_ in told])
+        again, evaluates = any(skipped for _, skipped, _ in told), any(found for *_, found in told)
         is_warm = self._is_warm
         is_timed = is_warm and not again and not evaluates
         if is_timed:
             self._energy.add()
             self._core_wait.add()
             self._timed.append(step)
-            known = [count for count in tokens if count is not None]
-            self._tokens.append(sum(known) if len(known) == len(tokens) else None)
         elif evaluates:
             # It counts for the peaks alone.
             self._evaluations.add(self._steps_seen, step.seconds)
@@ -357,7 +364,8 @@ class StepTimer(StepListener):
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
         # in length, the mean over more of them matters more than that difference.
         first = 1 if self._schedule is None else 0
-        data_seconds = self._begin - self._previous_end
+        data_seconds, saving_seconds = self._begin - self._previous_end, self._saving_seconds
+        self._saving_seconds = 0.0
         new_shapes, tokens = self._end_batches()
         micro_seconds = between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0
         if self._wait_seconds is not None:
@@ -371,6 +379,7 @@ class StepTimer(StepListener):
             micro_seconds=micro_seconds,
             new_shapes=new_shapes,
             tokens=tokens,
+            saving_seconds=saving_seconds,
         )
 
     def _enough(self) -> bool:
@@ -478,7 +487,7 @@ class StepTimer(StepListener):
             evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
             evaluates_every=self._evaluations.every,
             growth_bytes=max((g for g in self._ranks.gather(growth_of(self._held)) if g is not None), default=None),
-            saving_seconds=statistics.median_low(self._saving_seconds_each) or None,
+            saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
             **(self._of_ranks() if ranks > 1 else {}),
         )
 
@@ -498,8 +507,8 @@ class StepTimer(StepListener):
 
     def _tokens_per_sample(self) -> float | None:
         """Return the mean tokens of the samples that the measured steps ran; ``None`` where some were not seen."""
-        known = [count for count in self._tokens if count is not None]
-        if not known or len(known) < len(self._tokens):
+        known = [step.real_tokens for step in self._timed if step.real_tokens is not None]
+        if len(known) < len(self._timed):
             return None
         run, whole = micro_steps_to_run(self._candidate, self._effort), self._candidate.gradient_accumulation_steps
         return statistics.fmean(known) / (self._candidate.samples_per_step * run / whole)

@@ -218,7 +218,8 @@ class Trial:
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
         trainer: Any
-        timer = self._make_timer(results.append, schedule=schedule, of=arguments.max_steps)
+        run = schedule.run if schedule else None
+        timer = self._make_timer(results.append, schedule=schedule, run=run, of=arguments.max_steps)
         callback = TrainerSteps(timer)
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)
