@@ -85,7 +85,7 @@ _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class CommandLine:
     """A command line without its launchers."""
 
     words: tuple[str, ...]
@@ -97,7 +97,7 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _LaunchContext:
     """What is known while launchers are taken off."""
 
     command: str
@@ -147,14 +147,14 @@ class _Launch:
         return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
 
 
-_TakeOff = Callable[[list[str], _Launch], list[str]]
+_TakeOff = Callable[[list[str], _LaunchContext], list[str]]
 """Returns what a launcher runs, given the words after its name; raises ``InvalidRequestError`` where it is refused."""
 
 # Words of torchrun for as many processes as there are GPUs.
 _AS_MANY_AS_GPUS = ("gpu", "auto")
 
 
-def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
+def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
     """Return what a command line runs in each of ``ranks`` processes.
 
     Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
@@ -165,7 +165,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
             if os.environ.get(variable, "1") != "1":
                 raise _sharing_samples(variable)
     filled, left = _split_filled_variables(words)
-    launch = _Launch(command, ranks, filled, {})
+    launch = _LaunchContext(command, ranks, filled, {})
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
@@ -173,7 +173,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
             break
         left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
     each = (tuple(sorted(variables.items())) for variables in (launch.variables, launch.rank_variables))
-    return Launched(tuple(left), *each)
+    return CommandLine(tuple(left), *each)
 
 
 def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -241,7 +241,7 @@ def _command_of(words: Sequence[str]) -> str | None:
     return name if name in _TAKE_OFF and not is_own_file else None
 
 
-def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
+def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
     given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
         launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
@@ -252,13 +252,13 @@ def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
     return left
 
 
-def _take_off_accelerate(words: list[str], launch: _Launch) -> list[str]:
+def _take_off_accelerate(words: list[str], launch: _LaunchContext) -> list[str]:
     if words[:1] != ["launch"]:
         raise launch.refused("starts no training", "give the script and its own options: -- python train.py …")
     return _take_off_accelerate_launch(words[1:], launch)
 
 
-def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
+def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> list[str]:
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
     given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch)
     config, path = _accelerate_config(given.get("config-file"))
@@ -314,7 +314,7 @@ class _Tool:
     variable: str | None = None
     """The variable with the number of processes."""
 
-    def take_off(self, words: list[str], launch: _Launch) -> list[str]:
+    def take_off(self, words: list[str], launch: _LaunchContext) -> list[str]:
         """Return the module with its own options."""
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
@@ -350,7 +350,7 @@ _TOOLS = {
 }
 
 
-def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
+def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
     name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
     shown = _as_python([] if rest and rest[0].startswith("-") else rest)
@@ -360,7 +360,7 @@ def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
     )
 
 
-def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
+def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
     raise launch.refused(
         "is run by a shell, which starts other processes that cannot be measured from within",
         "give the line with python that it contains: -- python train.py …",
@@ -368,7 +368,7 @@ def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
 
 
 def _refuse_as(what: str) -> _TakeOff:
-    def refuse(words: list[str], launch: _Launch) -> list[str]:
+    def refuse(words: list[str], launch: _LaunchContext) -> list[str]:
         raise launch.unknown(what, _from_python(words))
 
     return refuse
@@ -394,7 +394,7 @@ _TAKE_OFF: dict[str, _TakeOff] = {
 
 
 def _split(
-    words: list[str], options: frozenset[str], flags: frozenset[str], launch: _Launch
+    words: list[str], options: frozenset[str], flags: frozenset[str], launch: _LaunchContext
 ) -> tuple[dict[str, str], list[str]]:
     """Return a launcher's own options, and what it launches: a file or ``-m`` and a module, with their options.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from autotune.core.candidate import Document
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import Launched, find_command, without_launchers
+from autotune.core.launch_command import CommandLine, find_command, without_launchers
 from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import Template, read_template
 from autotune.core.schema import decode
@@ -169,7 +169,7 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
     return _script(file, left[1:], launched)
 
 
-def _script(file: Path, arguments: Sequence[str], launched: Launched, module: str | None = None) -> TrainingSource:
+def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module: str | None = None) -> TrainingSource:
     template = read_template(arguments, launched.variables, os.getcwd())
     # A Trainer, which has its settings replaced, would wrap its model for a process group of one.
     ranks = launched.rank_variables if template.names else ()

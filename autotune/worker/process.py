@@ -55,7 +55,7 @@ Run = Callable[[Callable[[W], NoReturn]], NoReturn]
 
 def in_fork(kind: type[W], run: Run[W]) -> W:
     """Call ``run`` in a forked child and return its result of a type; end as the child ended where there is none."""
-    child = Beside(kind, run)
+    child = ForkedRun(kind, run)
     result = child.result_before(lambda: False)
     assert result is not None
     child.end()
@@ -70,12 +70,12 @@ def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_secon
     deadline = time.monotonic() + limit_seconds
     results: list[W | None] = [None] * len(runs)
     waiting = list(range(len(runs)))
-    working: dict[int, Beside[W]] = {}
+    working: dict[int, ForkedRun[W]] = {}
     try:
         while (waiting or working) and time.monotonic() < deadline:
             while waiting and len(working) < at_once:
                 number = waiting.pop(0)
-                working[number] = Beside(kind, runs[number])
+                working[number] = ForkedRun(kind, runs[number])
             fds = [child.lines.fd for child in working.values()]
             wait_until_ready(fds, timeout_seconds=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             for number, child in list(working.items()):
@@ -89,7 +89,7 @@ def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_secon
     return results
 
 
-class Beside(Generic[W]):
+class ForkedRun(Generic[W]):
     """A forked child that runs beside this process, and sends one result of a type.
 
     A child that ``stays`` then waits for ``end``.

@@ -29,7 +29,7 @@ from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.trial.training_watch import Seen
+from autotune.worker.trial.training_watch import StepCounts
 
 # Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
 # those with new shapes are as many times ``max_steps``. Choices.
@@ -255,7 +255,7 @@ class StepTimer(StepListener):
             self.checks.begin_timed()
             self.start_clock()
 
-    def _was_skipped(self, seen: Seen) -> bool:
+    def _was_skipped(self, seen: StepCounts) -> bool:
         """Return whether a gradient scaler left the update of the step that ends out."""
         is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
         if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:

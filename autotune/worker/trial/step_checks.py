@@ -12,7 +12,7 @@ from autotune.core.outcome import FailureReason
 from autotune.core.real_training import RealTraining
 from autotune.space.precision_names import HALF
 from autotune.worker.trial.listener import Listener
-from autotune.worker.trial.training_watch import Call, Seen, TrainingWatch
+from autotune.worker.trial.training_watch import Call, StepCounts, TrainingWatch
 
 NO_GRADIENTS = "{} steps an optimizer whose parameters get no gradients"
 NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is trained, after the last change of it"
@@ -82,10 +82,10 @@ class StepChecks:
         place = f" ({self.watch.place})" if self.watch.place else ""
         self.refuse(NotTrainedError(message + place, hint, is_out_of_memory=is_out_of_memory))
 
-    def step_ends(self, micro_steps: int) -> Seen:
+    def step_ends(self, micro_steps: int) -> StepCounts:
         """Judge a whole step of so many micro-steps, and return what was seen of it."""
         if self.watch.is_removed:
-            return Seen()
+            return StepCounts()
         seen = self.step_is_dropped()
         if seen.memory_errors:
             self._refuse(f"{self._name} ran out of memory and caught the error", is_out_of_memory=True)
@@ -106,7 +106,7 @@ class StepChecks:
             self.watch.remove()
         return seen
 
-    def step_is_dropped(self) -> Seen:
+    def step_is_dropped(self) -> StepCounts:
         """Return what was seen of a step that need not count."""
         seen = self.watch.take()
         self._ran_out = self._ran_out or seen.memory_errors > 0

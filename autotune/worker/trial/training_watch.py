@@ -60,7 +60,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepCounts:
     """What was counted since it was asked for last."""
 
     calls: tuple[Call, ...] = ()
@@ -159,11 +159,11 @@ class TrainingWatch:
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
-        by_hand: list[_ByHand] = []
+        by_hand: list[_NoOptimizer] = []
 
         def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
-                by_hand[:] = by_hand or [_ByHand(model)]
+                by_hand[:] = by_hand or [_NoOptimizer(model)]
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
@@ -181,12 +181,12 @@ class TrainingWatch:
         self.model = self.place = None
         self.called_in.clear()
 
-    def take(self) -> Seen:
+    def take(self) -> StepCounts:
         """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
         tokens = _count_tokens(self._calls)
         without = self._calls_without_gradients
-        seen = Seen(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens, without)
+        seen = StepCounts(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens, without)
         self._forget()
         self._turn_on()
         return seen
@@ -428,7 +428,7 @@ class TrainingWatch:
         self.has_gradients = self.has_gradients or has_some
 
 
-class _ByHand:
+class _NoOptimizer:
     """What is updated without an optimizer, in place of one."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -73,7 +73,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Inspecting:
+class ScriptInspection:
     """A script that runs up to its training, to be looked at."""
 
     work: InspectionWork
@@ -92,7 +92,7 @@ class Adapter(Protocol):
     def measure(self, changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
         """Do that in a trial, and tell of the batches and steps."""
 
-    def inspect(self, inspecting: Inspecting) -> Callable[[], bool]:
+    def inspect(self, inspecting: ScriptInspection) -> Callable[[], bool]:
         """Look at what the script trains with, from now on; return what tells whether it has begun to."""
 
 
@@ -137,7 +137,7 @@ class LoopInspection(Listener):
     overlay: Any
     """What is put over the framework, and seen of it."""
 
-    def __init__(self, inspecting: Inspecting) -> None:
+    def __init__(self, inspecting: ScriptInspection) -> None:
         from autotune.worker.trial.training_watch import TrainingWatch
 
         self.inspecting = inspecting

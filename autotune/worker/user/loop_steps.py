@@ -21,7 +21,7 @@ _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
 
 
-class MarkedSteps(Listener):
+class StepMarks(Listener):
     """Keeps the last loss of a loop, and marks where the backward passes of a step end and its update does."""
 
     def __init__(self, name: str, listener: StepListener) -> None:
@@ -47,7 +47,7 @@ class MarkedSteps(Listener):
         self._marks = mark, mark
 
 
-class LoopSteps(MarkedSteps):
+class LoopSteps(StepMarks):
     """Where the micro-steps and steps of a loop begin and end; also the listener of ``autotune.steps``."""
 
     def __init__(

@@ -35,8 +35,8 @@ from autotune.worker.user.code import UserCodeError, enter, foreseen, load_funct
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
-from autotune.worker.user.loop_steps import LoopSteps, MarkedSteps
-from autotune.worker.user.placeholder_steps import HookedSteps, set_variables
+from autotune.worker.user.loop_steps import LoopSteps, StepMarks
+from autotune.worker.user.placeholder_steps import PlaceholderSteps, set_variables
 from autotune.worker.user.samples import spread_loader
 from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around
@@ -72,7 +72,7 @@ class OwnTrial(Trial):
         # A script with placeholders is measured wherever it begins to train.
         self._guard = Guard(self._source, self._refuse, is_known=lambda: self._is_told_by_words)
         self._timer: StepTimer | None = None
-        self._steps: MarkedSteps | None = None
+        self._steps: StepMarks | None = None
 
     @property
     def watch(self) -> TrainingWatch:
@@ -242,7 +242,7 @@ class OwnTrial(Trial):
         self.watch.watch_updates_by_hand()
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
-        steps = self._steps = self.watch.listener = HookedSteps(
+        steps = self._steps = self.watch.listener = PlaceholderSteps(
             source.name,
             self._candidate,
             interface.steps,

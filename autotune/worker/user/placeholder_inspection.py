@@ -22,13 +22,13 @@ from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
 from autotune.worker.facts import inspect_environment
-from autotune.worker.process import Beside, in_fork
+from autotune.worker.process import ForkedRun, in_fork
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
 from autotune.worker.user.placeholder_steps import set_variables
-from autotune.worker.user.placeholder_watch import Seen, Watching
+from autotune.worker.user.placeholder_watch import ScriptRun, ScriptWatch
 from autotune.worker.user.protection import keep_run
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
@@ -57,7 +57,9 @@ class _RejectedError(UserCodeError):
     """The script raised an error that may be of the values that it was told."""
 
 
-Run = Callable[[Callable[[Seen], NoReturn]], NoReturn]
+ToldRun = tuple[Values, ScriptRun]
+"""What a script was told, and what its run showed."""
+Run = Callable[[Callable[[ScriptRun], NoReturn]], NoReturn]
 """Runs the script in a forked child; gets a function that sends what it showed."""
 
 
@@ -65,13 +67,13 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
     """Run the script with two sets of values and with its own defaults, and say what it trains and what it obeys."""
     environment = inspect_environment()
     try:
-        model = _Inspecting(code).model()
+        model = _ScriptInspector(code).model()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
     except UserCodeError as error:
         finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
 
 
-class _Inspecting:
+class _ScriptInspector:
     """The runs of one script, and what follows from all of them."""
 
     def __init__(self, code: Code) -> None:
@@ -114,7 +116,7 @@ class _Inspecting:
             own = self._own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
         return self._facts(own, site, (first, one), (second, two))
 
-    def _two(self, batches: tuple[int, int], own: Seen | None) -> tuple[Values, Values]:
+    def _two(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
         """Return two sets of values that differ in everything, with the same samples of a step."""
         precisions = self._template.precisions or ("fp32", "bf16")
         if own is not None and "batch" not in self._template.names:
@@ -140,12 +142,12 @@ class _Inspecting:
             "say it in the placeholder: {effective_tokens:1024}",
         )
 
-    def _own(self, patience_seconds: float) -> Seen | None:
+    def _own(self, patience_seconds: float) -> ScriptRun | None:
         """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
         words = self._template.own_words()
         if words is None:
             return None
-        child = Beside(Seen, lambda send: self._run_here(words, {}, send, words))
+        child = ForkedRun(ScriptRun, lambda send: self._run_here(words, {}, send, words))
         seen = child.result(patience_seconds)
         return seen if seen is not None and seen.problem is None else None
 
@@ -162,7 +164,7 @@ class _Inspecting:
         self,
         words: tuple[str, ...],
         variables: dict[str, str],
-        send: Callable[[Seen], NoReturn],
+        send: Callable[[ScriptRun], NoReturn],
         said: tuple[str, ...],
         *,
         to_first_call: bool = False,
@@ -183,7 +185,7 @@ class _Inspecting:
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
             is_rejected = isinstance(error, AssertionError | ValueError)
-            send(Seen(problem=problem, is_rejected=is_rejected))
+            send(ScriptRun(problem=problem, is_rejected=is_rejected))
 
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
@@ -193,11 +195,11 @@ class _Inspecting:
             set_variables(source.variables, variables)
             Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
 
-            def finish(seen: Seen) -> NoReturn:
+            def finish(seen: ScriptRun) -> NoReturn:
                 keep_run()
                 send(seen)
 
-            watching = Watching(source, finish, fail, to_first_call=to_first_call)
+            watching = ScriptWatch(source, finish, fail, to_first_call=to_first_call)
             try:
                 run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
             except SystemExit as error:
@@ -209,7 +211,7 @@ class _Inspecting:
         except BaseException as error:
             fail(error)
 
-    def _check(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> Site | None:
+    def _check(self, first: ToldRun, second: ToldRun) -> Site | None:
         """Return where the samples go in, if that is known; raises ``UserCodeError`` where it did not obey."""
         (values, one), (others, two) = first, second
         names, source = self._template.names, self._source
@@ -239,9 +241,7 @@ class _Inspecting:
     def _tells_total(self) -> bool:
         return not self._template.names.isdisjoint(_TOTALS)
 
-    def _facts(
-        self, own: Seen | None, site: Site | None, first: tuple[Values, Seen], second: tuple[Values, Seen]
-    ) -> ModelFacts:
+    def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
         """Return what follows from the three runs."""
         (values, one), (others, two) = first, second
         names = self._template.names
@@ -299,7 +299,7 @@ class _Inspecting:
             own=self._own_settings(own, how) if own is not None else None,
         )
 
-    def _check_numerics(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> None:
+    def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
         names, name = self._template.names, self._source.name
         for values, seen in (first, second):
             if "precision" in names and not seen.computes_in(values.precision):
@@ -315,7 +315,7 @@ class _Inspecting:
                     "name it as the script does, '{checkpointing:on=--grad-checkpointing}', or leave it out",
                 )
 
-    def _own_settings(self, own: Seen, how: HowItSteps) -> OwnSettings:
+    def _own_settings(self, own: ScriptRun, how: HowItSteps) -> OwnSettings:
         micro_steps = max(1, (own.passes - how.passes_once) // how.passes)
         site = how.site
         rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
@@ -323,16 +323,16 @@ class _Inspecting:
         return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
-def _trained(run: Run) -> Seen:
+def _trained(run: Run) -> ScriptRun:
     """Return what a run showed; raises ``UserCodeError`` where the script does not train with its values."""
-    seen = in_fork(Seen, run)
+    seen = in_fork(ScriptRun, run)
     if seen.problem is not None:
         kind = _RejectedError if seen.is_rejected else UserCodeError
         raise kind(seen.problem.message, seen.problem.hint)
     return seen
 
 
-def _passes(values: Values, one: Seen, others: Values, two: Seen) -> tuple[int, int] | None:
+def _passes(values: Values, one: ScriptRun, others: Values, two: ScriptRun) -> tuple[int, int] | None:
     """Return the backward passes of each micro-step, and those beside them; ``None`` where accumulation made none."""
     each, rest = divmod(two.passes - one.passes, others.accumulation - values.accumulation)
     once = one.passes - each * values.accumulation
@@ -390,21 +390,21 @@ def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:
     return {place: sizes.most_common(1)[0][0] for place, sizes in counts.items()}
 
 
-def _first_dimension(seen: Seen) -> Site | None:
+def _first_dimension(seen: ScriptRun) -> Site | None:
     place = next((place for place in _sizes(seen.calls) if place[2] == 0), None)
     return Site(*place) if place is not None else None
 
 
-def _likely_batch(seen: Seen) -> int:
+def _likely_batch(seen: ScriptRun) -> int:
     """Return the first dimension of what goes in first: by custom that is the batch."""
     site = _first_dimension(seen)
     return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
 
 
-def _calls(seen: Seen, site: Site) -> int:
+def _calls(seen: ScriptRun, site: Site) -> int:
     return sum(model == site.model and site.path in shapes for model, shapes in seen.calls)
 
 
-def _describe(seen: Seen) -> str:
+def _describe(seen: ScriptRun) -> str:
     shapes = [shape for _, call in seen.calls for shape in call.values()]
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"

@@ -14,7 +14,7 @@ from autotune.core.placeholders import placeholders_in
 from autotune.worker.private.torch import on_loaded_batch
 from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
-from autotune.worker.user.loop_steps import MarkedSteps
+from autotune.worker.user.loop_steps import StepMarks
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
@@ -22,7 +22,7 @@ _MOST_OTHERWISE = 3
 _MOST_LATER = 40
 
 
-class HookedSteps(MarkedSteps):
+class PlaceholderSteps(StepMarks):
     """Divides what is observed into whole steps, and has those measured in which the script did what it was told."""
 
     def __init__(

@@ -32,7 +32,7 @@ _MOST_PASSES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ScriptRun:
     """What one run of a script showed up to its second step."""
 
     facts: ModelFacts | None = None
@@ -93,13 +93,13 @@ class Seen:
         return f"{casts}, {self.weights_dtype} weights, and kept {' and '.join(self.kept) or 'nothing'} between layers"
 
 
-class Watching(Listener):
+class ScriptWatch(Listener):
     """What a run of a script shows; ends the process with its second whole step."""
 
     def __init__(
         self,
         source: TrainingSource,
-        finish: Callable[[Seen], NoReturn],
+        finish: Callable[[ScriptRun], NoReturn],
         fail: Callable[[BaseException], NoReturn],
         *,
         to_first_call: bool,
@@ -110,8 +110,8 @@ class Watching(Listener):
         self._fail = fail
         self._made: list[Any] = []
         self._optimizers: list[Any] = []
-        self._steps: list[_Between] = []
-        self._now = _Between()
+        self._steps: list[_UpdateInterval] = []
+        self._now = _UpdateInterval()
         self._is_stepping = False
         self._models = ModelNames()
         self._watch = TrainingWatch()
@@ -131,7 +131,7 @@ class Watching(Listener):
         if len(self._now.calls) < _MOST_CALLS:
             self._now.calls.append((name, shapes))
         if self._to_first_call and shapes:
-            self._finish(Seen(calls=((name, shapes),)))
+            self._finish(ScriptRun(calls=((name, shapes),)))
 
     def backward_ends(self) -> None:
         """Count the pass."""
@@ -177,7 +177,7 @@ class Watching(Listener):
             self._fail(problem)
         self._now.optimizer = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
         self._steps.append(self._now)
-        self._now = _Between()
+        self._now = _UpdateInterval()
         counts = Counter(step.optimizer for step in self._steps)
         waits = len(self._made) > len(self._optimizers) and max(counts.values()) < _MOST_STEPS
         if min(counts.values()) >= 2 and not waits:
@@ -190,13 +190,13 @@ class Watching(Listener):
         # What was called before the first step may have been to build a model, or to look at it.
         self._watch.look_within_anew()
 
-    def _seen(self, counts: Counter[int]) -> Seen:
+    def _seen(self, counts: Counter[int]) -> ScriptRun:
         least = min(counts.values())
         rare = {optimizer for optimizer, count in counts.items() if count == least}
         anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
-        return Seen(
+        return ScriptRun(
             facts_of(unwrapped(next((step.model for step in whole if step.model is not None), None)), None),
             tuple(call for step in whole for call in step.calls),
             tuple((step.optimizer, step.passes) for step in whole),
@@ -214,7 +214,7 @@ class Watching(Listener):
 
 
 @dataclass
-class _Between:
+class _UpdateInterval:
     """What was seen between two steps of optimizers."""
 
     optimizer: int = 0

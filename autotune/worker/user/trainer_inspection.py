@@ -24,9 +24,9 @@ from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.facts import inspect_environment, layer_classes
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.process import Beside, in_fork
+from autotune.worker.process import ForkedRun, in_fork
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user.adapter import Inspecting
+from autotune.worker.user.adapter import ScriptInspection
 from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
@@ -65,8 +65,8 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     if ranks.count > 1:
         _inspect_on_ranks(plain, finish, ranks)
 
-    def describe(**options: Any) -> _Seen:
-        return in_fork(_Seen, lambda send: _Inspection(plain, send, **options).describe())
+    def describe(**options: Any) -> _RunResult:
+        return in_fork(_RunResult, lambda send: _Inspection(plain, send, **options).describe())
 
     began = time.monotonic()
     tracing = _begin_tracing(code)
@@ -91,7 +91,7 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     _finish(plain, inspected, finish)
 
 
-def _finish(code: Code, seen: _Seen, finish: Finish) -> NoReturn:
+def _finish(code: Code, seen: _RunResult, finish: Finish) -> NoReturn:
     """End the inspection, that of a function once it was seen whether it uses what it is given."""
     found = seen.answer.inspection
     if code.source.kind == "script" or found is None:
@@ -105,9 +105,11 @@ def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     The code may read its rank, or wait for the others. So each rank runs it as often as the others do.
     """
 
-    def run(*, is_probing: bool) -> _Seen | None:
+    def run(*, is_probing: bool) -> _RunResult | None:
         """Run it for this time; ``None`` where it failed on a rank, perhaps for the other batch that was tried."""
-        process = Beside(_Seen, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True)
+        process = ForkedRun(
+            _RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True
+        )
         # Until one has failed, which the others may wait for.
         seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
         if seen is not None and seen.failed_probing:
@@ -126,7 +128,7 @@ def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     _finish(code, seen, finish)
 
 
-def _begin_tracing(code: Code) -> Beside[_Seen] | None:
+def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
     """Begin to run the user's code up to its training without a GPU, and to trace its steps there; return the process.
 
     A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
@@ -137,7 +139,7 @@ def _begin_tracing(code: Code) -> Beside[_Seen] | None:
     output_dir = os.path.join(code.scratch.path, "traced")
     os.makedirs(output_dir, exist_ok=True)
 
-    def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
+    def trace(send: Callable[[_RunResult], NoReturn]) -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Two runs at a time may be more than the host holds. Then this one is the one to go.
         with contextlib.suppress(OSError):
@@ -149,10 +151,10 @@ def _begin_tracing(code: Code) -> Beside[_Seen] | None:
         plain = {"use_liger_kernel": False}
         _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir, tuned=plain).describe()
 
-    return Beside(_Seen, trace)
+    return ForkedRun(_RunResult, trace)
 
 
-def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
+def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
     """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
     assert work.arms is not None
     if model.interface.engine_share is not None:
@@ -169,7 +171,7 @@ def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RunResult:
     """The result of one run of the user's code."""
 
     answer: InspectionAnswer
@@ -185,7 +187,7 @@ class _Inspection:
     def __init__(
         self,
         code: Code,
-        finish: Callable[[_Seen], NoReturn],
+        finish: Callable[[_RunResult], NoReturn],
         *,
         is_probing: bool = True,
         output_dir: str | None = None,
@@ -249,7 +251,7 @@ class _Inspection:
             self._check(build_trainer(self._source, wanted), wanted)
         except BaseException as error:
             self._fail(error)
-        self._finish(_Seen(InspectionAnswer(found)))
+        self._finish(_RunResult(InspectionAnswer(found)))
 
     def _enter(self) -> None:
         enter(self._source)
@@ -257,7 +259,7 @@ class _Inspection:
         guard = Guard(self._source, self._refuse, is_known=lambda: any(is_at_work() for is_at_work in at_work))
         guard.install(self._scratch.stop_file)
         if self._source.kind == "script":
-            inspecting = Inspecting(self._work, self._source, self._output_dir, self._finish_with_model)
+            inspecting = ScriptInspection(self._work, self._source, self._output_dir, self._finish_with_model)
             LoaderOverlay().install()
             at_work += [adapter.inspect(inspecting) for adapter in ADAPTERS.values()]
         self._overlay.install()
@@ -275,7 +277,7 @@ class _Inspection:
         found = dataclasses.replace(self._environment, model=model)
         # What it sets once its arguments are made may be made of the batch that was put there.
         makes_anew = self._overlay.is_probing and bool(self._overlay.set_since.intersection(BATCH))
-        self._finish(_Seen(InspectionAnswer(found), failed_probing=makes_anew))
+        self._finish(_RunResult(InspectionAnswer(found), failed_probing=makes_anew))
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
         self._fail(UserCodeError(message, hint))
@@ -286,7 +288,7 @@ class _Inspection:
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
         may_have_collided = not is_own and is_in_use
         problem = InspectionAnswer(problem=problem_of(error, self._source))
-        self._finish(_Seen(problem, failed_probing, may_have_collided))
+        self._finish(_RunResult(problem, failed_probing, may_have_collided))
 
 
 def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> ModelFacts:

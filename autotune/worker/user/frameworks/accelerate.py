@@ -18,8 +18,8 @@ from autotune.core.inspection import ModelFacts
 from autotune.space import precision_names
 from autotune.worker.user.adapter import (
     Changes,
-    Inspecting,
     LoopInspection,
+    ScriptInspection,
     give_batches,
     measured_batches,
     silence,
@@ -57,7 +57,7 @@ def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool
     give_batches(_loaders(), measured_batches(changes, steps))
 
 
-def inspect(inspecting: Inspecting) -> Callable[[], bool]:
+def inspect(inspecting: ScriptInspection) -> Callable[[], bool]:
     """Look at what the script trains with, up to its second step."""
     return AccelerateInspection(inspecting).install()
 
@@ -158,7 +158,7 @@ def _loaders() -> tuple[type, ...]:
 class AccelerateInspection(LoopInspection):
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
-    def __init__(self, inspecting: Inspecting) -> None:
+    def __init__(self, inspecting: ScriptInspection) -> None:
         super().__init__(inspecting)
         self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True)
         give_batches(_loaders(), self.batches)

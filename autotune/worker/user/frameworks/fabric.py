@@ -17,8 +17,8 @@ from autotune.space import precision_names
 from autotune.worker.user.adapter import (
     Changes,
     GivesBatches,
-    Inspecting,
     LoopInspection,
+    ScriptInspection,
     give_batches,
     measured_batches,
     silence,
@@ -44,7 +44,7 @@ def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool
     FabricOverlay(changes, _quiet(on_cpu=on_cpu), measured_batches(changes, steps)).install()
 
 
-def inspect(inspecting: Inspecting) -> Callable[[], bool]:
+def inspect(inspecting: ScriptInspection) -> Callable[[], bool]:
     """Look at what the script trains with, up to its second step."""
     return FabricInspection(inspecting).install()
 
@@ -98,7 +98,7 @@ class FabricOverlay:
 class FabricInspection(LoopInspection):
     """What a script is seen to train with, up to its second step."""
 
-    def __init__(self, inspecting: Inspecting) -> None:
+    def __init__(self, inspecting: ScriptInspection) -> None:
         super().__init__(inspecting)
         is_on_cpu = inspecting.work.devices.kind == "cpu"
         self.overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)

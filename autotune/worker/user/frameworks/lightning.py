@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autotune.core.code_interface import CodeInterface
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, Inspecting, silence
+from autotune.worker.user.adapter import Changes, ScriptInspection, silence
 from autotune.worker.user.script_options import watch_options
 from autotune.worker.wrapping import around, on_import
 
@@ -54,7 +54,7 @@ def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool
     LightningOverlay(changes, _quiet(output_dir, on_cpu=on_cpu), steps=steps).install()
 
 
-def inspect(inspecting: Inspecting) -> Callable[[], bool]:
+def inspect(inspecting: ScriptInspection) -> Callable[[], bool]:
     """Look at what the script trains with when its ``Trainer`` begins to, before any step."""
 
     options = watch_options()
