@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from autotune.cli.completion import study_argument
 from autotune.cli.options import service_of, table_options
 from autotune.cli.output import FilePath, as_printed, write_text
 
 
 @click.command()
-@click.argument("study")
+@study_argument
 @click.option(
     "--format",
     "form",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from autotune.cli.completion import COMPLETERS
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, SCRIPT, Kind
 from autotune.core.options import OPTIONS, USUAL, Option, options_of
@@ -64,6 +65,7 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
         default=option.default_text,
         show_default=option.default_text is not None,
         envvar=option.envvar,
+        shell_complete=COMPLETERS.get(option.name),
     )
 
 

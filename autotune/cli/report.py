@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from autotune.cli.completion import study_argument
 from autotune.cli.options import service_of, table_options
 from autotune.cli.output import FilePath, print_lines, write_text
 
 
 @click.command()
-@click.argument("study")
+@study_argument
 @click.option("--html", "page", metavar="FILE", type=FilePath(dir_okay=False, path_type=Path, allow_dash=True),
               help="Write one HTML page with charts; - is stdout.")  # fmt: skip
 @table_options("report")

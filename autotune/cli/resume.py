@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
+from autotune.cli.completion import study_argument
 from autotune.cli.options import service_of, table_options
 
 
 @click.command(short_help="Continue a search that was ended or killed.")
-@click.argument("study")
+@study_argument
 @table_options("resume")
 @click.pass_context
 def resume(

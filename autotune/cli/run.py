@@ -8,11 +8,12 @@ import sys
 
 import click
 
+from autotune.cli.completion import study_argument
 from autotune.cli.options import table_options
 
 
 @click.command(short_help="Train with the winner of a study.")
-@click.argument("study")
+@study_argument
 @click.option("--anyway", is_flag=True, help="Also with what led where it is too noisy to tell the fastest.")
 @table_options("run")
 def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None:

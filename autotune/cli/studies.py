@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from autotune.cli.completion import study_argument
 from autotune.cli.options import service_of, table_options
 from autotune.cli.output import print_json, print_lines, terminal_columns
 
 
 @click.command()
-@click.argument("study")
+@study_argument
 @table_options("show")
 @click.pass_context
 def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune.cli.completion import COMPLETERS
 from autotune.cli.options import table_options
 from autotune.cli.output import print_json, print_lines
 from autotune.core.errors import InvalidRequestError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Compare a stock Trainer's speed with the search's.")
-@click.argument("study_or_file", metavar="STUDY|FILE")
+@click.argument("study_or_file", metavar="STUDY|FILE", shell_complete=COMPLETERS["study"])
 @click.option(
     "--same-loss",
     is_flag=True,
