@@ -118,6 +118,9 @@ class CodeInterface:
     """Part of the GPU's memory that vLLM takes in the process of the training, as with TRL's GRPO; ``None`` without."""
     packs: bool = False
     """Whether a sample is a row of several, as with TRL's ``packing``."""
+    goes_on: bool = False
+    """Whether a Trainer's run has parts that its first steps do not show: an evaluation, processes that load data, or
+    samples whose lengths were not all read."""
     shapes_vary: bool | None = None
     """Whether batches of a Trainer's texts differ in length; ``None`` where it was not looked at, or has no texts."""
     obstacles: dict[str, str] = field(default_factory=dict)

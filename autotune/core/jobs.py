@@ -1,4 +1,4 @@
-"""Describe the jobs that the trial server runs: a trial, a look, an inspection, a dataset to read, a prediction.
+"""Describe the jobs that the trial server runs: a trial, a look, a rehearsal, an inspection and others.
 
 The controller sends a job as a line of JSON. The server decodes it once, and the process of the job gets the values.
 """
@@ -14,6 +14,7 @@ from autotune.core.outcome import Effort
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.protection import Protection
+from autotune.core.rehearsal import RehearsalWork
 from autotune.core.schema import decode, encode
 from autotune.core.workload import Workload
 
@@ -49,11 +50,12 @@ class DataWork:
     folder: str
 
 
-Work = TrialWork | LookWork | InspectionWork | DataWork | PredictionWork
+Work = TrialWork | LookWork | RehearsalWork | InspectionWork | DataWork | PredictionWork
 
 _KINDS: dict[str, type[Work]] = {
     "trial": TrialWork,
     "look": LookWork,
+    "rehearse": RehearsalWork,
     "inspect": InspectionWork,
     "read_data": DataWork,
     "predict": PredictionWork,
@@ -74,7 +76,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What is to be done: ``trial``, ``look``, ``inspect``, ``read_data`` or ``predict``."""
+        """What is to be done: ``trial``, ``look``, ``rehearse``, ``inspect``, ``read_data`` or ``predict``."""
         return next(name for name, kind in _KINDS.items() if isinstance(self.work, kind))
 
     @property

@@ -13,6 +13,7 @@ from typing import Literal
 
 from autotune.core.candidate import Candidate
 from autotune.core.placement import RankDevices
+from autotune.core.rehearsal import Rehearsal
 from autotune.core.units import plural
 
 PROJECTIONS = 8
@@ -189,3 +190,6 @@ class Look:
         return [f"{each}; {self.cure}" if self.cure is not None else each for each in self.differs]
 
     seconds: float = 0.0
+    rehearsal: Rehearsal | None = None
+    """What a long run does beyond its first steps; ``None`` where there is nothing, and in studies of versions without
+    one."""

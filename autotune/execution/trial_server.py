@@ -30,6 +30,7 @@ from autotune.core.messages import (
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.protection import Protection, ProtectionKind
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
@@ -399,6 +400,17 @@ class TrialServer:
             )
         except ValueError as error:
             return LookAnswer(problem=str(error))
+
+    def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
+        """Return what a long run needs beyond its first steps, or why that is not known."""
+        log_path = self._log_folder / "rehearsal.log"
+        answer = self._run_to_end(Job("rehearsal", self.workload, work, timeout_seconds, str(log_path)))
+        if answer.result is None:
+            return Rehearsal(problem=how_it_ended(answer, str(log_path)))
+        try:
+            return decode(answer.result, Rehearsal)
+        except ValueError as error:
+            return Rehearsal(problem=str(error))
 
     def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(

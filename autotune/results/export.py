@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Framework
@@ -15,6 +15,7 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
 from autotune.core.placeholders import Template, Values, fill_words
+from autotune.core.rehearsal import Rehearsal
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import in_one_line
@@ -38,6 +39,7 @@ from autotune.space.training_arguments import (
     training_arguments,
 )
 
+_OF_EVALUATION = (EVALUATION_BATCH, "eval_accumulation_steps")
 _IMPORT_APPLY = "from autotune.training import apply"
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
@@ -84,6 +86,8 @@ class Export:
     """How this training differs from the one that was asked for, as the look before the answer found."""
     divides_loss: bool = False
     """Whether the Trainer has to be told to divide the loss by the accumulation."""
+    rehearsal: Rehearsal | None = None
+    """What a run does beyond its first steps, as it was run once; ``None`` where it was not."""
     omp_threads: str | None = None
     """``OMP_NUM_THREADS`` of several ranks, and of an optimizer on the CPU; ``None`` otherwise."""
 
@@ -168,8 +172,8 @@ class Export:
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
-        """The arguments that speed and memory were measured with: all but the evaluation's batch size."""
-        return {name: value for name, value in self.arguments.items() if name != EVALUATION_BATCH}
+        """The arguments that speed and memory were measured with: all but those of the evaluation."""
+        return {name: value for name, value in self.arguments.items() if name not in _OF_EVALUATION}
 
 
 def make_export(report: Report) -> Export:
@@ -195,11 +199,14 @@ def make_export(report: Report) -> Export:
     revision = environment.get("measurement_revision", 1)
     source = report.source
     exported: TunedArguments | OwnArguments
+    rehearsal = report.study.look.rehearsal if report.study.look is not None else None
     if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
         if is_own and report.baseline is not None and report.baseline.candidate.arm.torch_compile:
             arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
         exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
+        if rehearsal is not None and rehearsal.evaluation is not None:
+            exported |= cast(TunedArguments, rehearsal.evaluation.settings)
     else:
         exported = own_arguments(source, best.candidate)
     return Export(
@@ -231,6 +238,7 @@ def make_export(report: Report) -> Export:
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         source=report.source,
+        rehearsal=rehearsal,
         on_cpu=environment["device_kind"] == "cpu",
         world_size=world_size,
         has_reentrant_off=major_minor(packages["transformers"]) >= _REENTRANT_OFF,
@@ -285,8 +293,15 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             *_placement(export),
             *_applying(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
-            f"no evaluation was run: with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training; "
-            "what compute_metrics is given (the outputs for all samples, in the host's memory) comes on top",
+            *(
+                [*export.rehearsal.alarms, *export.rehearsal.sentences]
+                if export.rehearsal is not None
+                else [
+                    f"no evaluation was run: with {EVALUATION_BATCH} up to {batch} a batch of it needs less than "
+                    "training; what compute_metrics is given (the outputs for all samples, in the host's memory) comes "
+                    "on top"
+                ]
+            ),
             f"measured on {export.measured}",
         ]
     measured = f"measured on {export.measured}"

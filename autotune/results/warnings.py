@@ -108,6 +108,8 @@ def _look_notes(report: Report) -> list[str]:
     lines = look.sentences
     if look.unknown is not None:
         lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
+    if look.rehearsal is not None:
+        lines += [*look.rehearsal.alarms, *look.rehearsal.sentences]
     return [*idle, *lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
 
 

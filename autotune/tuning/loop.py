@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from autotune.core.candidate import Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError, StorageError
+from autotune.core.look import Look
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of
@@ -43,6 +44,7 @@ from autotune.tuning.plan import Plan, Step
 from autotune.tuning.policy import Policy, make_policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.recorder import StudyRecorder
+from autotune.tuning.rehearse import Rehearse
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
@@ -105,9 +107,10 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
         forecast: Forecast | None = None,
         looker: Looker | None = None,
+        rehearse: Rehearse | None = None,
     ) -> None:
         self._prepared = prepared
-        self._looker = looker
+        self._looker, self._rehearse = looker, rehearse
         self._request = prepared.request
         self._executor = executor
         self._store = store
@@ -145,6 +148,7 @@ class Search:
             stop = self._loop()
             while self._looks_wrong():
                 stop = self._loop()
+            self._rehearse_best()
         except BaseException as error:
             self._stop_after(error)
             raise
@@ -281,6 +285,14 @@ class Search:
         for trial in self._plan.rule_out(verdict.levers, best.candidate, why):
             self._records.refuse(trial)
         return True
+
+    def _rehearse_best(self) -> None:
+        """Run once with the winner what a long run does beyond its first steps."""
+        best, look = self._plan.best(), self._records.study.look
+        if self._rehearse is None or best is None or self._interruption.asked:
+            return
+        if (rehearsal := self._rehearse(best.candidate, self._plan.elapsed_seconds())) is not None:
+            self._records.keep_look(replace(look or Look(), rehearsal=rehearsal))
 
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free; return why the search starts no more.

@@ -267,6 +267,7 @@ def _search(
     from autotune.tuning.forecasting import forecast_of
     from autotune.tuning.look import looker_of
     from autotune.tuning.loop import Search
+    from autotune.tuning.rehearse import rehearser_of
 
     interruption = Interruption()
     try:
@@ -275,7 +276,18 @@ def _search(
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             looker = looker_of(prepared, place.servers[0], store.answers, _OWN_CODE_SECONDS)
-            search = Search(prepared, executor, store, observer, folder, interruption, forecast=forecast, looker=looker)
+            rehearse = rehearser_of(prepared, place.servers[0], _OWN_CODE_SECONDS)
+            search = Search(
+                prepared,
+                executor,
+                store,
+                observer,
+                folder,
+                interruption,
+                forecast=forecast,
+                looker=looker,
+                rehearse=rehearse,
+            )
             return search.run()
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))

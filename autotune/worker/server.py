@@ -58,6 +58,7 @@ from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
 from autotune.core.prediction import PredictionWork
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
@@ -401,6 +402,8 @@ class Server:
                 result = outcome_document(Failed("error", why["message"]))
             case LookWork():
                 result = encode(LookAnswer(problem=why["message"]))
+            case RehearsalWork():
+                result = encode(Rehearsal(problem=why["message"]))
             case _:
                 result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
         self.report(ResultLine(result, id=job.id))
@@ -452,7 +455,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
     if job.protection is not None and job.workload.source is not None:
         # Trials and ranks see each other's files; other runs of an inspection begin with the user's.
-        shares = isinstance(job.work, TrialWork | LookWork) or job.ranks > 1
+        shares = isinstance(job.work, TrialWork | LookWork | RehearsalWork) or job.ranks > 1
         protect(job.protection, scratch, job.workload.source.cwd, ranks, shares=shares)
         # The kernel forgets it where a process gets other rights.
         process.die_with(os.getppid())

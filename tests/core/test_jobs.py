@@ -12,12 +12,14 @@ from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork, Work
 from autotune.core.look import LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import PredictionWork
+from autotune.core.rehearsal import RehearsalWork
 
 DEVICES = RankDevices("cuda", ("GPU-1", "GPU-2"))
 TRIAL = TrialWork(Candidate(Arm("bf16", ranks=2), 8, 2), DEVICES, 2**30, QUICK, 42, data_folder="/data")
 WORKS: tuple[Work, ...] = (
     TRIAL,
     LookWork((TRIAL.candidate,), DEVICES, 2**30, 42, noise=1),
+    RehearsalWork(TRIAL.candidate, DEVICES, 2**30, 2**29, 42, host_bytes=2**34, seconds=2.0),
     InspectionWork(DEVICES),
     DataWork("/data"),
     PredictionWork(Arm(), Chip(), 2, 1, ((8, 1),), 8),
@@ -42,7 +44,7 @@ def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"kind": "dance"}, "its kind is 'dance', not one of trial, look, inspect, read_data, predict"),
+        ({"kind": "dance"}, "its kind is 'dance', not one of trial, look, rehearse, inspect, read_data, predict"),
         ({"work": {}}, "malformed TrialWork: Object missing required field `candidate`"),
         ({"work": {**document_as_read(TRIAL)["work"], "seed": "x"}}, r"Expected `int`, got `str` - at `\$.seed`"),
         ({"work": {**document_as_read(TRIAL)["work"], "speed": 1}}, "does not know its fields speed"),

@@ -82,7 +82,7 @@ class ServerClient:
     """A context manager that owns one server."""
 
     def __init__(self, device: Device, folder: Path) -> None:
-        self._device = device
+        self.device = self._device = device
         self._folder = folder
         self._numbers = itertools.count(1)
         self.protection: Protection | None = None

@@ -9,6 +9,7 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.outcome import Outcome, outcome_document
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
@@ -22,6 +23,7 @@ from autotune.worker.user import (
 from autotune.worker.user.inspection import Code
 from autotune.worker.user.own_look import look_at_own
 from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.rehearsal import TrainerRehearsal
 
 SendMessage = Callable[[str, Any], None]
 """Sends a line to the trial server: what it is, and a value."""
@@ -29,7 +31,7 @@ SendMessage = Callable[[str, Any], None]
 
 def run_own(
     workload: Workload,
-    work: TrialWork | LookWork | InspectionWork,
+    work: TrialWork | LookWork | RehearsalWork | InspectionWork,
     scratch: Scratch,
     send: SendMessage,
     ranks: Ranks,
@@ -53,6 +55,12 @@ def run_own(
         send("result", answer)
         leave(0)
 
+    def finish_rehearsal(answer: Rehearsal) -> NoReturn:
+        send("result", answer)
+        leave(0)
+
+    if isinstance(work, RehearsalWork):
+        TrainerRehearsal(workload, work, scratch, finish_rehearsal, ranks).run_and_end()
     if isinstance(work, LookWork):
         look_at_own(workload, work, scratch, finish_look, ranks)
     if isinstance(work, TrialWork):

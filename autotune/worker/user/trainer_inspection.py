@@ -340,7 +340,11 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
     ids = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
     vary = len({shape[1:] for shape in ids if shape}) > 1 if any(ids) else None
     lengths = lengths_of_trainer(trainer, batches)
-    return dataclasses.replace(interface, shapes_vary=vary, lengths=lengths, obstacles=obstacles(trainer, batches))
+    is_partly_read = lengths is not None and lengths.vary and sum(n for _, n in lengths.counts) < (lengths.samples or 0)
+    goes_on = trainer.eval_dataset is not None or trainer.args.dataloader_num_workers > 0 or is_partly_read
+    return dataclasses.replace(
+        interface, shapes_vary=vary, lengths=lengths, goes_on=goes_on, obstacles=obstacles(trainer, batches)
+    )
 
 
 def _engine_share(args: Any) -> float | None:

@@ -156,8 +156,8 @@ class TrainerTrial(OwnTrial):
                 "leave that to its TrainingArguments",
             )
 
-    def _prepare(self, trainer: Any) -> None:
-        """Measure it for as many steps as needed, and remove its other callbacks that report."""
+    def _apply(self, trainer: Any) -> None:
+        """Set the candidate's levers, and remove callbacks that report."""
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
@@ -165,6 +165,10 @@ class TrainerTrial(OwnTrial):
             apply(trainer, **applied_settings(self._candidate.arm))
             if self._candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = self._checks.watch.take_replay
+
+    def _prepare(self, trainer: Any) -> None:
+        """Measure it for as many steps as needed."""
+        self._apply(trainer)
         run = self._planned_run(trainer)
         self._spread_steps(trainer)
         watch = LossWatch(trainer)

@@ -1,0 +1,270 @@
+"""Describe what a long run does beyond the steps that trials measure, as it was run once with the winner.
+
+That is its evaluation, its longest batch, a checkpoint, and memory of the host in all of its processes. What takes
+longer than a moment is run in part, and the whole of it follows from two sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from autotune.core.candidate import Candidate
+from autotune.core.placement import RankDevices
+from autotune.core.units import format_bytes, format_seconds, plural
+
+NOISE_BYTES = 2**20
+"""Growth between two sizes of an evaluation that says nothing: a process's resident memory differs by some hundred KiB
+from run to run. A choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsalWork:
+    """Run what a long run does beyond its first steps; the result is a ``Rehearsal``."""
+
+    candidate: Candidate
+    devices: RankDevices
+    cap_bytes: int
+    line_bytes: int
+    """What the device's peak should stay below."""
+    seed: int
+    host_bytes: int | None = None
+    """What the processes may hold of the host's memory; ``None`` on a CPU, where that is the device's."""
+    seconds: float = 10.0
+    """About how long each part may take."""
+    unmodified: bool = False
+    """Keep the settings of the user's own code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an evaluation that was run."""
+
+    batches: int
+    device_bytes: int
+    """Peak of the device, with all that the training holds."""
+    host_bytes: int
+    """Peak of the training's process in the host's memory."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An evaluation over all of its samples."""
+
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+    kept_bytes: int
+    """Of the device and the host, what is kept for all samples until the metrics are computed."""
+
+
+def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | None) -> Whole:
+    """Return a whole evaluation of so many batches, which grows from the smaller part to the larger as it goes on.
+
+    ``flushed_after``: batches after which what is kept goes from the device to the host.
+    """
+    more = large.batches - small.batches
+
+    def at(low: int, high: int, end: int) -> int:
+        slope = (high - low) / more if more > 0 and high - low > NOISE_BYTES else 0.0
+        return max(low, high, round(high + slope * (end - large.batches)))
+
+    held = min(batches, flushed_after or batches)
+    device = at(small.device_bytes, large.device_bytes, held)
+    host = at(small.host_bytes, large.host_bytes, batches)
+    each = (large.seconds - small.seconds) / more if more > 0 else large.seconds / large.batches
+    seconds = large.seconds + max(0.0, each) * (batches - large.batches)
+    kept = max(device - large.device_bytes, host - large.host_bytes, 0)
+    return Whole(device, host, seconds, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What the training's evaluation needs."""
+
+    batch: int
+    """Its ``per_device_eval_batch_size``, as it was asked for."""
+    samples: int | None
+    """Of the largest evaluation set; ``None`` where it has no length."""
+    batches_run: int
+    whole: Whole | None
+    """As it was asked for; ``None`` where its first batch is out of memory."""
+    fits: bool
+    settings: dict[str, int] = field(default_factory=dict)
+    """What to set so that it fits, by the names of ``TrainingArguments``; empty where it does, or where nothing helps.
+    """
+    with_settings: Whole | None = None
+    left_bytes: int = 0
+    """Of the device, what one evaluation leaves behind, such as a copy of the weights: later steps need that much more.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LongestBatch:
+    """The batch of the longest samples of the training data."""
+
+    samples: int
+    tokens: int
+    """Of its longest sample."""
+    peak_bytes: int | None
+    """Peak of a micro-step on it; ``None`` where it is out of memory."""
+    fits: bool
+    read: int
+    """Samples whose length was read."""
+    of: int
+    """Samples of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A checkpoint that was written."""
+
+    device_bytes: int | None
+    """Peak while it was written; ``None`` where it is out of memory."""
+    host_bytes: int | None
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Memory of the host that the training's processes hold together, those that load data included."""
+
+    most_bytes: int
+    growth_bytes: int | None
+    """By how much it grew in each step to the end; ``None`` where it did not."""
+    processes: int
+    limit_bytes: int
+    steps: int | None
+    """Of an epoch; ``None`` where that is not known."""
+    copied_bytes: int
+    """What the processes that load data would hold at most besides, if each copied all that the training held as they
+    were started."""
+
+    @property
+    def steps_left(self) -> int | None:
+        """Return the steps until the limit; ``None`` where that is not reached in an epoch."""
+        if not self.growth_bytes or self.steps is None:
+            return None
+        room = max(0, self.limit_bytes - self.most_bytes)
+        return room // self.growth_bytes if room < min(self.copied_bytes, self.growth_bytes * self.steps) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What was found; ``None`` for parts that the training does not have, or that could not be looked at."""
+
+    evaluation: Evaluation | None = None
+    longest: LongestBatch | None = None
+    saving: Saving | None = None
+    host: HostUse | None = None
+    growth_bytes: int | None = None
+    """By how much the device's memory grew in each step to the end; ``None`` where it did not."""
+    peak_bytes: int | None = None
+    """The device's peak of the steps before all this."""
+    line_bytes: int | None = None
+    unknown: tuple[str, ...] = ()
+    """What could not be looked at, and why."""
+    problem: str | None = None
+    """Why nothing could be looked at; ``None`` where it was."""
+    seconds: float = 0.0
+
+    @property
+    def left_peak_bytes(self) -> int | None:
+        """Return the peak of a step after an evaluation; ``None`` where that is as before."""
+        left = self.evaluation.left_bytes if self.evaluation is not None else 0
+        return self.peak_bytes + left if self.peak_bytes is not None and left > NOISE_BYTES else None
+
+    @property
+    def alarms(self) -> list[str]:
+        """Return what ends the run before its end, each with what to do."""
+        return [] if self.problem is not None else list(self._alarms())
+
+    def _alarms(self) -> Iterator[str]:
+        line = format_bytes(self.line_bytes or 0)
+        if (found := self.evaluation) is not None and not found.fits:
+            yield _evaluation_alarm(found, line)
+        if self.left_peak_bytes is not None and found is not None and self.left_peak_bytes > (self.line_bytes or 0):
+            yield (
+                f"an evaluation leaves {format_bytes(found.left_bytes)} behind, such as a copy of the weights: with it "
+                f"the next step needs {format_bytes(self.left_peak_bytes)}, where {line} fit"
+            )
+        if (batch := self.longest) is not None and not batch.fits:
+            needs = "is out of memory" if batch.peak_bytes is None else f"needs {format_bytes(batch.peak_bytes)}"
+            yield (
+                f"a batch of the longest samples ({batch.samples} of up to {batch.tokens:,} tokens) {needs}, where "
+                f"{line} fit: search with a smaller --memory-limit or --max-batch, or cut these samples"
+            )
+        if (saved := self.saving) is not None and not saved.fits:
+            needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
+            yield f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
+        if self.growth_bytes is not None and self.line_bytes is not None:
+            left = max(0, self.line_bytes - (self.peak_bytes or 0)) // self.growth_bytes
+            yield (
+                f"memory grows by {format_bytes(self.growth_bytes)} a step: the limit is reached after about {left:,} "
+                "steps, if something is kept of each, such as a loss with its graph"
+            )
+        if (host := self.host) is not None and self.growth_bytes is None:
+            yield from _host_alarm(host)
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return what was found where all goes well, and what is not known."""
+        if self.problem is not None:
+            return [f"what comes after the first steps of a run was not looked at: {self.problem}"]
+        lines = []
+        if (found := self.evaluation) is not None and found.whole is not None and found.fits:
+            of = f" of {found.samples:,} samples" if found.samples is not None else ""
+            lines.append(
+                f"an evaluation{of} takes about {format_seconds(found.whole.seconds)} and needs "
+                f"{format_bytes(found.whole.device_bytes)} (batches of {found.batch}; {found.batches_run} were run)"
+            )
+        if (batch := self.longest) is not None and batch.fits and batch.peak_bytes is not None:
+            all_read = "" if batch.read >= batch.of else f"; {batch.read:,} of {batch.of:,} samples were read"
+            lines.append(
+                f"a batch of the longest samples (up to {batch.tokens:,} tokens) needs "
+                f"{format_bytes(batch.peak_bytes)}{all_read}"
+            )
+        return [*lines, *(f"not looked at: {each}" for each in self.unknown)]
+
+
+def _evaluation_alarm(found: Evaluation, line: str) -> str:
+    needs = (
+        f"batches of {found.batch} are out of memory"
+        if found.whole is None
+        else f"{plural(found.samples or 0, 'sample')} need {format_bytes(found.whole.device_bytes)}"
+        + (f", of which {format_bytes(found.whole.kept_bytes)} are outputs" if found.whole.kept_bytes else "")
+    )
+    host = (
+        f" (and {format_bytes(found.whole.host_bytes)} of the host)"
+        if found.whole is not None and found.whole.host_bytes
+        else ""
+    )
+    if found.settings:
+        fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
+        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting} does, and is exported"
+    cure = (
+        "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
+        "(batch_eval_metrics), or evaluate fewer samples"
+        if found.whole is not None
+        else "what it makes beside its batches, such as copies of the weights, is too large"
+    )
+    return (
+        f"the evaluation does not fit: {needs}{host}, where {line} fit, and no per_device_eval_batch_size or "
+        f"eval_accumulation_steps changes that: {cure}"
+    )
+
+
+def _host_alarm(host: HostUse) -> Iterator[str]:
+    held = f"{host.processes} processes of the training hold {format_bytes(host.most_bytes)}"
+    if host.most_bytes > host.limit_bytes:
+        limit = format_bytes(host.limit_bytes)
+        yield f"{held} of the host's memory, more than {limit}: use fewer dataloader_num_workers"
+    elif host.steps_left is not None:
+        yield (
+            f"{held} of the host's memory, {format_bytes(host.growth_bytes or 0)} more in each step: "
+            f"{format_bytes(host.limit_bytes)} are reached after about {host.steps_left:,} of {host.steps:,} steps of "
+            "an epoch; each process that loads data gets a copy of what it reads of Python objects, so use fewer "
+            "dataloader_num_workers, or keep the data in arrays or in a datasets.Dataset"
+        )

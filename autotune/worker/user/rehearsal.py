@@ -1,0 +1,448 @@
+"""Run once, with the user's own ``Trainer``, what a long run does beyond its first steps, and end the process.
+
+After a few steps, in one process under the cap of a trial: the batch of the longest samples, the evaluation on parts of
+its samples, a checkpoint. Meanwhile the memory of all processes is read that the training has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from autotune.core.jobs import TrialWork
+from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
+from autotune.core.rehearsal import (
+    Evaluation,
+    HostUse,
+    LongestBatch,
+    Part,
+    Rehearsal,
+    RehearsalWork,
+    Saving,
+    Whole,
+    extrapolated,
+)
+from autotune.core.scratch import Scratch
+from autotune.core.workload import Workload
+from autotune.worker.failures import first_line, is_out_of_memory
+from autotune.worker.rendezvous import Ranks
+from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
+from autotune.worker.user.code import UserCodeError
+from autotune.worker.user.inspection import length
+from autotune.worker.user.trainer_fields import generates
+from autotune.worker.user.trainer_trial import TrainerTrial
+
+# Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.
+_FEWEST_STEPS, _MOST_STEPS = 2, 24
+# Batches of the two parts of an evaluation; the larger as far as there is time. Choices.
+_SMALL_PART, _LARGE_PART = 2, 64
+# A checkpoint of more takes long to write. A choice.
+_MOST_SAVED_BYTES = 4 * 2**30
+_SAVED_PER_WEIGHT = 3
+"""Times the weights: with the two states of AdamW."""
+
+
+class TrainerRehearsal(TrainerTrial):
+    """A trial that ends with what a long run needs beyond its first steps."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        work: RehearsalWork,
+        scratch: Scratch,
+        finish: Callable[[Rehearsal], NoReturn],
+        ranks: Ranks | None = None,
+    ) -> None:
+        trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified)
+        self._work, self._answer = work, finish
+        self._parts: _Parts | None = None
+
+        def end(outcome: Outcome) -> NoReturn:
+            why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
+            if self._parts is not None:
+                # Out of memory while a checkpoint is written, which the Trainer does.
+                finish(self._parts.ended_by(why, is_out_of_memory=isinstance(outcome, OutOfMemory)))
+            finish(Rehearsal(problem=why))
+
+        super().__init__(workload, trial, scratch, lambda _: None, end, ranks)
+
+    def run_code(self, output_dir: str) -> NoReturn:
+        """Run the user's code up to and into ``Trainer.train``."""
+        self._tree = _Tree()
+        super().run_code(output_dir)
+
+    def _prepare(self, trainer: Any) -> None:
+        """Have the parts run after a few steps."""
+        if generates(trainer.args):
+            raise UserCodeError("what it trains on is generated anew in each run")
+        self._apply(trainer)
+        self._checks.watch.remove()
+        self._parts = _Parts(trainer, self._work, self._meter, self._tree, self._answer)
+        trainer.add_callback(self._parts)
+        trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
+        if trainer.args.save_strategy != "no":
+            trainer.args.save_total_limit = None
+
+
+class _Parts(TrainerCallback):  # type: ignore[misc]
+    """Runs the parts at the end of the last of some steps."""
+
+    def __init__(
+        self, trainer: Any, work: RehearsalWork, meter: Meter, tree: _Tree, finish: Callable[[Rehearsal], NoReturn]
+    ) -> None:
+        self._trainer, self._work, self._meter, self._finish = trainer, work, meter, finish
+        self._is_on_cpu = work.devices.kind == "cpu"
+        self._began = time.monotonic()
+        self._deadline = self._began + work.seconds
+        self._unknown: list[str] = []
+        self._held: list[int | None] = []
+        self._tree = tree
+        self._left_bytes: int | None = None
+        """Of the first part of an evaluation."""
+        self._found = Rehearsal(line_bytes=work.line_bytes)
+        self._saving_began: float | None = None
+        self._loader: Any = None
+        self._evaluates_until = 0.0
+
+    def ended_by(self, why: str, *, is_out_of_memory: bool) -> Rehearsal:
+        """Return what was found before an error, which the part that ran last has caused."""
+        if self._saving_began is not None:
+            seconds = time.monotonic() - self._saving_began
+            if is_out_of_memory:
+                return self._with(saving=Saving(None, None, seconds, fits=False))
+            self._unknown.append(f"a checkpoint: {why}")
+            return self._with()
+        return self._with(problem=why)
+
+    def _with(self, **found: Any) -> Rehearsal:
+        seconds = round(time.monotonic() - self._began, 3)
+        return replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found)
+
+    # The steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to measure."""
+        self._tree.first_bytes = self._tree.read(always=True)
+        self._loader = kwargs.get("train_dataloader")
+        self._meter.reset_peaks()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read what is held; after the last step run the parts."""
+        control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
+        self._trim()
+        self._held.append(self._meter.allocated_bytes())
+        self._tree.read(always=True)
+        spent = time.monotonic() - self._began
+        if state.global_step < _FEWEST_STEPS or (
+            state.global_step < _MOST_STEPS and spent * (1 + 1 / state.global_step) < self._work.seconds
+        ):
+            return
+        control.should_save = self._run_parts()
+        if not control.should_save:
+            self._finish(self._with())
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have nothing happen between epochs."""
+        control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
+
+    def _run_parts(self) -> bool:
+        """Run the batch of the longest samples and the evaluation; return whether a checkpoint is to be written."""
+        growth = growth_of(self._held)
+        peak = self._meter.peaks().reserved
+        self._found = replace(self._found, growth_bytes=growth, peak_bytes=peak)
+        longest = self._guarded("the batch of the longest samples", self._longest)
+        evaluation = self._guarded("the evaluation", self._evaluation)
+        self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
+        if not self._can_save():
+            return False
+        self._saving_began = time.monotonic()
+        self._reset()
+        return True
+
+    def _guarded(self, name: str, part: Callable[[], Any]) -> Any:
+        """Return what a part has found; ``None`` where the user's code raised, which is told."""
+        try:
+            return part()
+        except Exception as error:
+            self._unknown.append(f"{name}: {first_line(error)}")
+        finally:
+            with contextlib.suppress(Exception):
+                self._trainer.model.zero_grad(set_to_none=True)
+                self._trainer.model.train()
+        return None
+
+    def _trim(self) -> None:
+        """Give back what was freed: else it is used again before resident memory grows."""
+        if self._is_on_cpu:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def _reset(self) -> None:
+        gc.collect()
+        self._trim()
+        self._meter.reset_peaks()
+
+    def _host(self) -> HostUse | None:
+        if not self._tree.has_children:
+            return None
+        trainer, batches = self._trainer, length(self._loader)
+        limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
+        steps = None if batches is None else batches // trainer.args.gradient_accumulation_steps
+        if limit is None:
+            return None
+        copied = trainer.args.dataloader_num_workers * self._tree.first_bytes
+        return HostUse(self._tree.most_bytes, self._tree.growth(), self._tree.processes, limit, steps, copied)
+
+    # The batch of the longest samples
+
+    def _longest(self) -> LongestBatch | None:
+        loader, trainer = self._loader, self._trainer
+        dataset: Any = getattr(loader, "dataset", None)
+        batch = trainer.args.train_batch_size
+        of = length(dataset)
+        if of is None or getattr(loader, "collate_fn", None) is None:
+            self._unknown.append("the longest batch: the data is streamed, or its loader makes batches of its own")
+            return None
+        read = read_lengths(dataset, of, self._work.seconds / 3)
+        if not read:
+            self._unknown.append(
+                "the longest batch: its samples have no input_ids, so that their lengths are not known"
+            )
+            return None
+        if len(set(read.values())) == 1 and len(read) == of:
+            return None
+        by_length = sorted(read, key=lambda index: -read[index])[:batch]
+        self._reset()
+        peak: int | None = None
+        try:
+            # Twice, where gradients are there already in the second micro-step of a step.
+            for _ in range(min(2, self._work.candidate.gradient_accumulation_steps)):
+                made = loader.collate_fn([dataset[index] for index in by_length])
+                (inputs,), items = trainer.get_batch_samples(iter([made]), 1, trainer.args.device)
+                trainer.training_step(trainer.model_wrapped, inputs, items)
+            self._meter.synchronize()
+            peak = self._meter.peaks().reserved
+        except Exception as error:
+            if not is_out_of_memory(error, 1.0):
+                raise
+        fits = peak is not None and peak <= self._work.line_bytes
+        return LongestBatch(len(by_length), max(read.values()), peak, fits, len(read), of)
+
+    # The evaluation
+
+    def _evaluation(self) -> Evaluation | None:
+        sets = self._trainer.eval_dataset
+        if sets is None:
+            return None
+        sets = sets if isinstance(sets, Mapping) else {"eval": sets}
+        _name, largest = max(sets.items(), key=lambda item: length(item[1]) or 0)
+        args, line, host_line = self._trainer.args, self._work.line_bytes, self._work.host_bytes
+        samples = length(largest)
+        asked, steps = args.per_device_eval_batch_size, args.eval_accumulation_steps
+        if samples == 0:
+            return None
+
+        def fits(whole: Whole | None) -> bool:
+            if whole is None or whole.device_bytes > line:
+                return False
+            return host_line is None or whole.host_bytes <= host_line
+
+        def measured(batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
+            args.per_device_eval_batch_size, args.eval_accumulation_steps = batch, flushed_after
+            try:
+                return self._whole(largest, samples, batch, flushed_after)
+            finally:
+                args.per_device_eval_batch_size, args.eval_accumulation_steps = asked, steps
+
+        whole, run = measured(asked, steps)
+        if fits(whole):
+            return Evaluation(asked, samples, run, whole, fits=True, left_bytes=self._left_bytes or 0)
+        batch, flushed_after, smaller = asked, steps, whole
+        while batch > 1 and (smaller is None or smaller.device_bytes - smaller.kept_bytes > line):
+            batch //= 2
+            smaller, _ = measured(batch, flushed_after)
+        if not fits(smaller) and smaller is not None and smaller.kept_bytes and not self._is_on_cpu:
+            batches = -(-(samples or batch) // batch)
+            room = line - (smaller.device_bytes - smaller.kept_bytes)
+            # Half of it: fragments, and labels of other lengths.
+            flushed_after = max(1, int(batches * room / smaller.kept_bytes / 2))
+            smaller, _ = measured(batch, flushed_after)
+        settings = {}
+        if fits(smaller):
+            settings = {"per_device_eval_batch_size": batch} if batch != asked else {}
+            settings |= {"eval_accumulation_steps": flushed_after} if flushed_after not in (None, steps) else {}
+        return Evaluation(
+            asked, samples, run, whole, False, settings, smaller if settings else None, self._left_bytes or 0
+        )
+
+    def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
+        """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
+        batches = -(-samples // batch) if samples is not None else _LARGE_PART
+        first = longest_first(data, samples, batch, self._work.seconds / 3)
+        try:
+            before = self._held_now()
+            warm = self._part(data, first, 1, batch)
+            if self._left_bytes is None and before is not None:
+                self._left_bytes = max(0, (self._held_now() or before) - before)
+            each = max(warm.seconds, 1e-4)
+            most = int(self._work.seconds / 2 / each)
+            if batches <= min(most, _LARGE_PART):
+                part = self._part(data, first, batches, batch)
+                return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
+            flush = flushed_after if flushed_after is not None and 2 * flushed_after <= most else None
+            few = flush or _SMALL_PART
+            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, min(most, _LARGE_PART)))
+            small, large = (self._part(data, first, count, batch) for count in (few, many))
+        except Exception as error:
+            if not is_out_of_memory(error, 1.0):
+                raise
+            return None, 0
+        return extrapolated(small, large, batches, flushed_after), many
+
+    def _held_now(self) -> int | None:
+        gc.collect()
+        self._trim()
+        return self._meter.allocated_bytes()
+
+    def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
+        """Evaluate some batches, the one of the longest samples first."""
+        self._reset()
+        began = time.perf_counter()
+        self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch))
+        self._meter.synchronize()
+        host = 0 if self._is_on_cpu else most_host_bytes() or 0
+        return Part(batches, self._meter.peaks().reserved, host, time.perf_counter() - began)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Read what processes hold that load the evaluation's data."""
+        self._tree.read()
+
+    # A checkpoint
+
+    def _can_save(self) -> bool:
+        trainer = self._trainer
+        if trainer.args.save_strategy == "no":
+            return False
+        size = _SAVED_PER_WEIGHT * sum(each.nbytes for each in trainer.model.parameters())
+        if size > min(_MOST_SAVED_BYTES, shutil.disk_usage(trainer.args.output_dir).free // 4):
+            self._unknown.append("a checkpoint: it is too large to be written here")
+            return False
+        return True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End with the peak of the checkpoint that was written."""
+        assert self._saving_began is not None
+        peak, host = self._meter.peaks().reserved, None if self._is_on_cpu else most_host_bytes()
+        seconds = time.monotonic() - self._saving_began
+        self._finish(self._with(saving=Saving(peak, host, seconds, fits=peak <= self._work.line_bytes)))
+
+
+class _Tree:
+    """The memory of this process and of those that it has started."""
+
+    _EVERY_SECONDS = 0.2
+
+    def __init__(self) -> None:
+        self._each: list[int | None] = []
+        self._last = 0.0
+        self.processes = 1
+        self.has_children = False
+        self._start = 0
+        self.most_bytes = 0
+        self.first_bytes = 0
+        """When the training began, before any process that loads data was started."""
+        self._start = self.read(always=True)
+        self._each.clear()
+        self.most_bytes = 0
+
+    def read(self, *, always: bool = False) -> int:
+        """Return the bytes that all hold now, beyond those of the start; 0 where they were read a moment ago."""
+        if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
+            return 0
+        processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
+        total = sum(map(_own_bytes, processes)) - self._start
+        self.processes, self.has_children = max(self.processes, len(processes)), self.has_children or len(processes) > 1
+        self.most_bytes = max(self.most_bytes, total)
+        if always:
+            self._each.append(total)
+        self._last = time.monotonic()
+        return total
+
+    def growth(self) -> int | None:
+        """Return by how much it grew in each of the last steps, as ``growth_of``."""
+        return growth_of(self._each)
+
+
+def _own_bytes(pid: int | None) -> int:
+    """Return what a process holds itself, its part of what is shared included (proc_pid_smaps_rollup(5))."""
+    try:
+        with open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
+            sizes = dict(line.split(":", 1) for line in file if ":" in line and line.startswith("Pss_"))
+    except OSError:
+        return 0
+    return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
+
+
+# Samples and their lengths
+
+
+def read_lengths(dataset: Any, samples: int, most_seconds: float) -> dict[int, int]:
+    """Return the tokens of a dataset's samples by their indices, of as many as can be read in the time.
+
+    Some from all over the data come first; then the others, from the last one on. Empty where samples have no tokens.
+    """
+    ids = "input_ids"
+    if hasattr(dataset, "select_columns") and ids in (getattr(dataset, "column_names", None) or ()):
+        # Other columns may be images.
+        dataset = dataset.select_columns([ids])
+    end, found = time.monotonic() + most_seconds, dict[int, int]()
+    stride = max(1, samples // 64)
+    for index in itertools.chain(range(0, samples, stride), range(samples - 1, -1, -1)):
+        if index not in found:
+            try:
+                found[index] = len(dataset[index][ids])
+            except (KeyError, TypeError, IndexError):
+                return {}
+        if time.monotonic() > end:
+            break
+    return found
+
+
+def longest_first(data: Any, samples: int | None, batch: int, most_seconds: float) -> list[int]:
+    """Return the indices of the longest samples for a batch; none where lengths cannot be read."""
+    if samples is None or not hasattr(data, "__getitem__"):
+        return []
+    read = read_lengths(data, samples, most_seconds)
+    return sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
+
+
+def part_of(data: Any, first: Sequence[int], count: int) -> Any:
+    """Return a dataset of so many samples of another one, some of them first; of a stream its beginning."""
+    samples = length(data)
+    if samples is None or not hasattr(data, "__getitem__"):
+        return data.take(count) if hasattr(data, "take") else _Stream(data, count)
+    chosen = set(first)
+    others = (index for index in range(samples) if index not in chosen)
+    indices = [*first, *itertools.islice(others, max(0, count - len(first)))][:count]
+    return data.select(indices) if hasattr(data, "select") else torch.utils.data.Subset(data, indices)
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    """The beginning of a stream."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self._data, self._count = data, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._data), self._count)

@@ -1,0 +1,90 @@
+"""Test what is told before a run of what would end it after its first steps, with real trainings under real limits."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.placement import Placement
+from autotune.core.rehearsal import HostUse, Part, Rehearsal, RehearsalWork, extrapolated
+from autotune.core.schema import decode
+from autotune.core.training_source import find_script
+from autotune.core.units import MIB
+from autotune.core.workload import Workload
+
+RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
+
+
+def rehearsed(server: ServerClient, name: str, cap_bytes: int) -> Rehearsal:
+    """What is found of one of the trainings under a limit."""
+    workload = Workload.of_source(find_script(("python", str(RUNS), name)))
+    devices = Placement.of(server.device).rank_devices
+    work = RehearsalWork(Candidate(Arm(), 8, 1), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0)
+    answer = server.run(workload, work)
+    return decode(answer.result, Rehearsal)
+
+
+# What is told, and under which limit.
+ENDINGS = {
+    "logits": ("of which .* are outputs, where .*preprocess_logits_for_metrics", 400),
+    "batch": ("batches of 512 are out of memory, .*; per_device_eval_batch_size=256 does", 200),
+    "losses": ("memory grows by .* a step", 400),
+    "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
+    "saving": ("to write a checkpoint is out of memory", 330),
+    "workers": ("more in each step: .* steps of an epoch; .* use fewer dataloader_num_workers", 340),
+    "generation": ("the evaluation does not fit: .*; per_device_eval_batch_size=[1-9]+ does", 150),
+    "average": ("copy of the weights|copies of the weights", 310),
+    "metrics": ("memory grows by .* a step", 400),
+    "each-worker": ("5 processes of the training hold .* use fewer dataloader_num_workers", 330),
+}
+SAMPLE = ("batch", "logits", "losses", "each-worker")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.whole) for name in ENDINGS]
+)
+def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
+    trial_server: ServerClient, folder: Path, name: str
+) -> None:
+    words, cap_mib = ENDINGS[name]
+    assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB).alarms))
+    healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB)
+    assert healthy.problem is None
+    assert healthy.alarms == []
+
+
+def test_a_run_that_is_no_more_than_its_steps_is_not_rehearsed(trial_server: ServerClient, folder: Path) -> None:
+    goes_on = [
+        trial_server.model(Workload.of_source(find_script(("python", str(RUNS), name)))).interface.goes_on
+        for name in ("batch", "losses")
+    ]
+    assert goes_on == [True, False]
+
+
+def test_metrics_that_raise_leave_the_rest_looked_at(trial_server: ServerClient, folder: Path) -> None:
+    found = rehearsed(trial_server, "raises", 400 * MIB)
+    assert found.problem is None
+    assert found.peak_bytes is not None
+    assert found.saving is not None
+    assert found.unknown == ("the evaluation: ZeroDivisionError: division by zero",)
+
+
+def test_a_whole_evaluation_follows_from_two_parts() -> None:
+    small, large = Part(2, 100 * MIB, 1000 * MIB, 3.0), Part(10, 180 * MIB, 1040 * MIB, 7.0)
+    whole = extrapolated(small, large, 100, None)
+    assert (whole.device_bytes, whole.host_bytes, whole.seconds) == (1080 * MIB, 1490 * MIB, 52.0)
+    assert whole.kept_bytes == 900 * MIB
+    # What goes to the host after every 10 batches is on the device no longer; the host has all of it.
+    assert extrapolated(small, large, 100, 10).device_bytes == 180 * MIB
+    assert extrapolated(small, large, 100, 10).host_bytes == 1490 * MIB
+
+
+def test_processes_that_copy_what_they_read_reach_the_limit_or_do_not() -> None:
+    host = HostUse(800 * MIB, MIB, 3, 1000 * MIB, 500, 600 * MIB)
+    assert host.steps_left == 200
+    assert replace(host, steps=150).steps_left is None
+    # There is no more to copy than this.
+    assert replace(host, copied_bytes=100 * MIB).steps_left is None
