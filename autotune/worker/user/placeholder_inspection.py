@@ -49,7 +49,7 @@ _TOTALS = ("accumulation", "effective_batch", "effective_tokens")
 _AS_PASSES = "it makes as many backward passes as {batch} says: put {accumulation} there"
 _AS_SAMPLES = (
     "put {batch} where the script takes the samples of one forward pass; a limit of tokens makes batches of different "
-    "numbers of samples, and a search compares steps of equally many (see docs/how-to/own-script.md)"
+    "numbers of samples, and a search compares steps of equally many (see docs/how-to/placeholders.md)"
 )
 
 

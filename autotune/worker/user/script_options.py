@@ -14,7 +14,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.worker.wrapping import after
 
 _LOOP_PAGE = "docs/how-to/own-loop.md"
-_PLACEHOLDERS_PAGE = "docs/how-to/own-script.md"
+_PLACEHOLDERS_PAGE = "docs/how-to/placeholders.md"
 # Parts of the names of options that a hint names. A choice.
 _BATCH = re.compile(r"batch|accum", re.IGNORECASE)
 _MOST_NAMED = 12
