@@ -164,10 +164,6 @@ class LoopInspection(Listener):
         """Return whether the framework says how the script accumulates, so that no second step is needed."""
         return False
 
-    def take_loader(self) -> None:
-        """Record the loader that the script trains with."""
-        self.loader = self._given
-
     def is_at_work(self) -> bool:
         """Return whether the script has begun to train."""
         return self._given is not None
@@ -188,7 +184,7 @@ class LoopInspection(Listener):
         if not self.is_at_work():
             return
         if self.loader is None:
-            self.take_loader()
+            self.loader = self._given
         self.passes += 1
 
     def optimizer_ends(self, optimizer: Any) -> None:

@@ -7,23 +7,19 @@ from typing import Any, NoReturn
 
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
-from autotune.core.look import LookAnswer, LookWork
+from autotune.core.look import LookWork
 from autotune.core.outcome import Outcome, outcome_document
-from autotune.core.rehearsal import Rehearsal, RehearsalWork
+from autotune.core.rehearsal import RehearsalWork
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user import (
-    loop_inspection,
-    placeholder_inspection,
-    trainer_inspection,
-    trainer_trial,
-)
+from autotune.worker.user import loop_inspection, placeholder_inspection, trainer_inspection
 from autotune.worker.user.inspection import Code
 from autotune.worker.user.own_look import look_at_own
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import TrainerRehearsal
+from autotune.worker.user.trainer_trial import TrainerTrial
 
 SendMessage = Callable[[str, Any], None]
 """Sends a line to the trial server: what it is, and a value."""
@@ -36,40 +32,35 @@ def run_own(
     send: SendMessage,
     ranks: Ranks,
 ) -> NoReturn:
-    """Run a trial, a look or an inspection, send its result with ``send``, end the process."""
+    """Run a job of the user's own code, send its result with ``send``, end the process."""
     source = workload.source
     assert source is not None
 
-    def finish(answer: InspectionAnswer) -> NoReturn:
+    def finish(answer: Any) -> NoReturn:
+        send("result", answer)
+        leave(0)
+
+    def finish_inspection(answer: InspectionAnswer) -> NoReturn:
         if answer.inspection is not None:
             # So that no rank loses another one while it still waits for it.
             ranks.gather(True)
-        send("result", answer)
-        leave(0)
+        finish(answer)
 
     def finish_trial(outcome: Outcome) -> NoReturn:
-        send("result", outcome_document(outcome))
-        leave(0)
+        finish(outcome_document(outcome))
 
-    def finish_look(answer: LookAnswer) -> NoReturn:
-        send("result", answer)
-        leave(0)
-
-    def finish_rehearsal(answer: Rehearsal) -> NoReturn:
-        send("result", answer)
-        leave(0)
-
-    if isinstance(work, RehearsalWork):
-        TrainerRehearsal(workload, work, scratch, finish_rehearsal, ranks).run_and_end()
-    if isinstance(work, LookWork):
-        look_at_own(workload, work, scratch, finish_look, ranks)
-    if isinstance(work, TrialWork):
-        kind = trainer_trial.TrainerTrial if source.framework == "trainer" else OwnTrial
-        trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
-        trial.run_and_end()
-    elif source.kind == "loop":
-        loop_inspection.inspect(Code(source, work, scratch), finish)
+    match work:
+        case RehearsalWork():
+            TrainerRehearsal(workload, work, scratch, finish, ranks).run_and_end()
+        case LookWork():
+            look_at_own(workload, work, scratch, finish, ranks)
+        case TrialWork():
+            kind = TrainerTrial if source.framework == "trainer" else OwnTrial
+            kind(workload, work, scratch, lambda told: send("progress", told), finish_trial, ranks).run_and_end()
+    code = Code(source, work, scratch)
+    if source.kind == "loop":
+        loop_inspection.inspect(code, finish_inspection)
     elif source.template.names:
-        placeholder_inspection.inspect(Code(source, work, scratch), finish)
+        placeholder_inspection.inspect(code, finish_inspection)
     else:
-        trainer_inspection.inspect(Code(source, work, scratch), finish, ranks)
+        trainer_inspection.inspect(code, finish_inspection, ranks)
