@@ -27,8 +27,7 @@ from autotune.worker.trial.listener import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
-from autotune.worker.user.placeholder_steps import set_variables
-from autotune.worker.user.placeholder_watch import ScriptRun, ScriptWatch
+from autotune.worker.user.placeholder_steps import ScriptRun, ScriptWatch, set_variables
 from autotune.worker.user.protection import keep_run
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
