@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,13 +11,30 @@ from autotune.cli.completion import study_argument
 from autotune.cli.options import service_of, table_options
 from autotune.cli.output import FilePath, as_printed, write_text
 
+if TYPE_CHECKING:
+    from autotune.results.recipes import AnyForm
+
 
 @click.command()
 @study_argument
 @click.option(
     "--format",
     "form",
-    type=click.Choice(("json", "yaml", "cli", "python", "env", "torchrun", "accelerate")),
+    type=click.Choice(
+        (
+            "json",
+            "yaml",
+            "cli",
+            "python",
+            "env",
+            "torchrun",
+            "accelerate",
+            "trl",
+            "axolotl",
+            "llama-factory",
+            "model-card",
+        )
+    ),
     default="json",
     show_default=True,
 )
@@ -25,17 +43,25 @@ from autotune.cli.output import FilePath, as_printed, write_text
 @table_options("export")
 @click.pass_context
 def export(
-    ctx: click.Context, /, study: str, form: str, output: Path | None, anyway: bool, storage: str, server: str | None
+    ctx: click.Context,
+    /,
+    study: str,
+    form: AnyForm,
+    output: Path | None,
+    anyway: bool,
+    storage: str,
+    server: str | None,
 ) -> None:
-    """Export the best trial as TrainingArguments.
+    """Export the best trial as TrainingArguments, as another trainer's configuration, or for a model card.
 
     \b
       autotune export STUDY > training_arguments.json
       autotune export STUDY --format cli
       autotune export STUDY --format torchrun
+      autotune export STUDY --format axolotl > axolotl.yaml
       env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
     """
-    from autotune.results.export import FORMATS, LAUNCH_FORMATS, beside_lines, make_export, render, render_launch
+    from autotune.results.recipes import exported_text
     from autotune.results.report import load_report
     from autotune.store.opening import open_store
 
@@ -49,11 +75,7 @@ def export(
             report = load_report(store, study)
         if not anyway:
             report.check_is_told()
-        made = make_export(report)
-        launch = next((known for known in LAUNCH_FORMATS if known == form), None)
-        plain = next((known for known in FORMATS if known == form), FORMATS[0])
-        text = render_launch(made, launch) if launch is not None else render(made, plain)
-        notes = beside_lines(made, launch or plain)
+        text, notes = exported_text(report, form)
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -546,9 +546,7 @@ def _python(export: Export) -> str:
         first += f"{_IMPORT_APPLY}\n\n" if applied_settings(export.candidate.arm) else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
-    # The hub repository of a name of the catalog; any other name as it is.
-    entry = None if "/" in export.model else catalog.find(export.model)
-    loadable = repository_of(entry, export.model) or export.model if entry else export.model
+    loadable = hub_name(export)
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
     variables += _pinning_lines(export)
@@ -578,6 +576,12 @@ def _python(export: Export) -> str:
         )
         + _call_apply(export)
     )
+
+
+def hub_name(export: Export) -> str:
+    """Return the hub repository of a name of the catalog; any other name as it is."""
+    entry = None if "/" in export.model else catalog.find(export.model)
+    return repository_of(entry, export.model) or export.model if entry else export.model
 
 
 def _call_apply(export: Export) -> str:

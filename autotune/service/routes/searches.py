@@ -11,9 +11,9 @@ from starlette.concurrency import run_in_threadpool
 
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, UnknownStudyError
-from autotune.results.export import Format, LaunchFormat, beside_lines, make_export, render, render_launch
 from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
+from autotune.results.recipes import AnyForm, exported_text
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.documents import SearchDocument, SearchesDocument
@@ -118,17 +118,15 @@ def report(
 @router.get("/v1/searches/{search}/export", response_class=PlainTextResponse)
 def export(
     search: str, token: Reader, searches: Known,
-    form: Annotated[Format | LaunchFormat, Query(alias="format")] = "json",
+    form: Annotated[AnyForm, Query(alias="format")] = "json",
     anyway: Annotated[bool, Query(description="Also what led where it is too noisy to tell the fastest.")] = False,
 ) -> Response:  # fmt: skip
     """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
     report = searches.report(searches.job(search))
     if not anyway:
         report.check_is_told()
-    made = make_export(report)
-    text = render_launch(made, form) if form == "torchrun" or form == "accelerate" else render(made, form)
-    notes = {"Autotune-Note": " | ".join(beside_lines(made, form)).encode("ascii", "replace").decode()}
-    return PlainTextResponse(text, headers=notes)
+    text, notes = exported_text(report, form)
+    return PlainTextResponse(text, headers={"Autotune-Note": " | ".join(notes).encode("ascii", "replace").decode()})
 
 
 @router.get("/v1/searches/{search}/events", response_class=EventStream)

@@ -1,0 +1,240 @@
+"""Write the winner as a recipe of another trainer (TRL, axolotl, LLaMA-Factory), or as a block for a model card.
+
+Names and meanings are those of TRL 1.16.0 (``SFTConfig``, ``ModelConfig``), axolotl 0.19.0 (``utils/schemas``,
+``utils/config``) and LLaMA-Factory 0.9.5 (``hparams``). What a recipe cannot say is refused where it would be another
+training, and named in its first lines where it only costs speed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.units import format_bytes, format_rate, in_one_line
+from autotune.results.export import (
+    Export,
+    Format,
+    LaunchFormat,
+    beside_lines,
+    hub_name,
+    make_export,
+    render,
+    render_launch,
+)
+from autotune.results.report import Report, measurement
+from autotune.space.levers import applied_settings
+
+Recipe = Literal["trl", "axolotl", "llama-factory", "model-card"]
+RECIPES: tuple[Recipe, ...] = ("trl", "axolotl", "llama-factory", "model-card")
+"""Forms for other trainers' configuration files, and for a model card."""
+_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
+_ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
+
+
+AnyForm = Format | LaunchFormat | Recipe
+
+
+def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
+    """Return a study's winner in a form, ending in a newline, and what has to be said beside it.
+
+    Raises ``InvalidRequestError`` where the form cannot say it, and ``NoResultError`` where there is no winner.
+    """
+    made = make_export(report)
+    match form:
+        case "torchrun" | "accelerate":
+            return render_launch(made, form), beside_lines(made, form)
+        case "trl" | "axolotl" | "llama-factory" | "model-card":
+            return render_recipe(report, form), []
+        case _:
+            return render(made, form), beside_lines(made, form)
+
+
+def render_recipe(report: Report, form: Recipe) -> str:
+    """Return the text of a form; raises ``InvalidRequestError`` where it cannot say the measured training."""
+    export = make_export(report)
+    if form == "model-card":
+        return _model_card(report, export)
+    _check_can_say(export, form)
+    makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
+    settings = makers[form](export, report.workload)
+    left_out = sorted(applied_settings(export.candidate.arm))
+    lines = [f"for {_NAMES[form]}; add your data and what else it needs", *beside_lines(export, None)]
+    if left_out:
+        lines.append(f"slower than measured without: {', '.join(left_out)}, which {_NAMES[form]} has no name for")
+    comments = "".join(f"# {in_one_line(line)}\n" for line in lines)
+    # JSON values are valid YAML, so nothing needs quoting.
+    return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+
+
+def _check_can_say(export: Export, form: Recipe) -> None:
+    """Raise ``InvalidRequestError`` for a training that the recipe cannot say."""
+    arm, name = export.candidate.arm, _NAMES[form]
+    if export.task != "causal-lm":
+        what = "your own code" if export.task == "own" else f"a model for {export.task}"
+        raise InvalidRequestError(
+            f"--format {form}: {name} trains causal language models, and this study trained {what}",
+            f"use --format {export.usual_form}",
+        )
+    if form != "trl" and (arm.is_sharded or arm.zero_stage is not None or arm.context_parallel > 1):
+        raise InvalidRequestError(
+            f"--format {form}: its file of {arm.strategy} is not written by autotune", "use --format accelerate"
+        )
+    in_half = arm.precision in ("bf16", "fp16")
+    if form == "axolotl" and in_half and export.model_arguments["dtype"] == "float32":
+        raise InvalidRequestError(
+            f"--format axolotl: in {arm.precision} axolotl keeps the weights in 16 bits, and weights in float32 were "
+            "measured",
+            "use --format trl, or search with --dtype bfloat16",
+        )
+
+
+def _adapters(export: Export, names: dict[str, str]) -> dict[str, Any]:
+    """Return the settings of LoRA under a trainer's own names."""
+    return {name: export.lora[field] for field, name in names.items() if field in export.lora}
+
+
+def _trl(export: Export, _: Any) -> dict[str, Any]:
+    """``trl sft --config FILE``: the fields of ``TrainingArguments``, and those of TRL's ``ModelConfig``."""
+    settings = {name: value for name, value in export.arguments.items() if value is not None}
+    settings |= {"model_name_or_path": hub_name(export), **export.model_arguments}
+    if export.lora:
+        names = {
+            "r": "lora_r",
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            "target_modules": "lora_target_modules",
+        }
+        settings |= {"use_peft": True, **_adapters(export, names)}
+    if export.bits:
+        settings |= {name: value for name, value in export.bits.items() if name in ("load_in_4bit", "load_in_8bit")}
+        if export.bits.get("bnb_4bit_use_double_quant"):
+            settings["use_bnb_nested_quant"] = True
+    return settings
+
+
+def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
+    candidate, arm = export.candidate, export.candidate.arm
+    is_half = export.model_arguments["dtype"] != "float32"
+    settings: dict[str, Any] = {
+        "base_model": hub_name(export),
+        "sequence_len": workload["seq_len"],
+        "sample_packing": export.row_tokens is not None,
+        "micro_batch_size": candidate.per_device_train_batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+        "bf16": arm.precision == "bf16",
+        "fp16": arm.precision == "fp16",
+        "tf32": arm.precision == "tf32",
+        # Weights in 16 bits without autocast.
+        **({export.model_arguments["dtype"]: True} if is_half and arm.precision not in ("bf16", "fp16") else {}),
+        "gradient_checkpointing": arm.gradient_checkpointing,
+        "optimizer": arm.optim,
+        "attn_implementation": arm.attn_implementation,
+        "torch_compile": arm.torch_compile,
+        "dataloader_num_workers": arm.dataloader_num_workers,
+    }
+    if arm.gradient_checkpointing:
+        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if arm.torch_compile_mode is not None:
+        settings["torch_compile_mode"] = arm.torch_compile_mode
+    if arm.dataloader_prefetch_factor is not None:
+        settings["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
+    if arm.use_liger_kernel:
+        settings["plugins"] = ["axolotl.integrations.liger.LigerPlugin"]
+        # What use_liger_kernel of a Trainer turns on.
+        settings |= {
+            "liger_rope": True,
+            "liger_rms_norm": True,
+            "liger_glu_activation": True,
+            "liger_fused_linear_cross_entropy": True,
+        }
+    if export.lora:
+        names = {
+            "r": "lora_r",
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            "target_modules": "lora_target_modules",
+        }
+        settings |= {"adapter": "qlora" if export.bits.get("load_in_4bit") else "lora", **_adapters(export, names)}
+    settings |= {name: True for name in ("load_in_4bit", "load_in_8bit") if export.bits.get(name)}
+    return settings
+
+
+def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
+    candidate, arm = export.candidate, export.candidate.arm
+    if (attention := _ATTENTION.get(arm.attn_implementation)) is None:
+        raise InvalidRequestError(
+            f"--format llama-factory: LLaMA-Factory has no name for {arm.attn_implementation}", "use --format trl"
+        )
+    settings: dict[str, Any] = {
+        "model_name_or_path": hub_name(export),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora" if export.lora else "full",
+        "cutoff_len": workload["seq_len"],
+        # Its neat_packing keeps the samples of a row apart, as rows of autotune do.
+        "packing": export.row_tokens is not None,
+        "neat_packing": export.row_tokens is not None,
+        "per_device_train_batch_size": candidate.per_device_train_batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+        "bf16": arm.precision == "bf16",
+        "fp16": arm.precision == "fp16",
+        "tf32": arm.precision == "tf32" or None,
+        # It has weights that are trained in float32 otherwise.
+        "pure_bf16": export.model_arguments["dtype"] == "bfloat16" and not export.lora,
+        "disable_gradient_checkpointing": not arm.gradient_checkpointing,
+        "use_reentrant_gc": False,
+        "optim": arm.optim,
+        "flash_attn": attention,
+        "enable_liger_kernel": arm.use_liger_kernel,
+        "torch_compile": arm.torch_compile,
+        "torch_compile_mode": arm.torch_compile_mode,
+        "dataloader_num_workers": arm.dataloader_num_workers,
+        "dataloader_prefetch_factor": arm.dataloader_prefetch_factor,
+    }
+    if export.lora:
+        names = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+        targets = export.lora.get("target_modules")
+        settings |= _adapters(export, names)
+        if targets is not None:
+            is_all = targets == "all-linear"
+            settings["lora_target"] = "all" if is_all else targets if isinstance(targets, str) else ",".join(targets)
+    if export.bits:
+        settings |= {
+            "quantization_method": "bnb",
+            "quantization_bit": 4 if export.bits.get("load_in_4bit") else 8,
+            "double_quantization": bool(export.bits.get("bnb_4bit_use_double_quant")),
+        }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _model_card(report: Report, export: Export) -> str:
+    """Return a section in Markdown: the settings, what was measured, and where."""
+    best = report.best
+    measured = None if best is None else measurement(best)
+    assert best is not None
+    assert measured is not None
+    candidate = export.candidate
+    rows = [
+        ("per-device batch × accumulation", f"{candidate.per_device_train_batch_size} × "
+         f"{candidate.gradient_accumulation_steps}"),
+        ("effective batch", str(candidate.samples_per_step)),
+        ("settings", candidate.arm.describe()),
+        ("measured speed", f"{format_rate(measured.samples_per_second)} samples/s"),
+        ("peak memory", f"{format_bytes(measured.peak_reserved_bytes)} reserved"),
+        ("measured on", export.measured),
+    ]  # fmt: skip
+    lines = [
+        "## Training settings",
+        "",
+        "Found by [autotune](https://pypi.org/project/traintune/) with real training steps.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {in_one_line(value).replace('|', chr(92) + '|')} |" for name, value in rows),
+        "",
+        "```json",
+        json.dumps(export.arguments, indent=2),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
