@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import click
 import pytest
+from messages import check_messages
 from processes import wait_until
 from rich.console import Console
 from searching import MODEL
@@ -72,28 +73,39 @@ BF16, FP32 = Arm("bf16"), Arm("fp32")
 WIDEST = Arm("bf16", gradient_checkpointing=True)
 
 
-def test_every_kind_of_line() -> None:
-    """Speed against the baseline, the best so far, and why there is no result."""
-    shown = Shown()
-    assert shown.ends(FP32, 8, completed(41.7, 11.5), "baseline").endswith("2.0 s  baseline")
-    over = shown.ends(BF16, 64, OutOfMemory("no memory", peak_reserved_bytes=int(22.9 * GIB)))
-    assert over.split()[4:] == ["bf16", "out", "of", "memory", ">", "22.9", "GiB", "2.0", "s"]
-    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith(" 310.7   22.1 GiB   2.0 s  7.45× best")
-    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith(" 6.64×")
-    assert shown.ends(WIDEST, 64, completed(400.0, 22.9)).endswith(" low headroom")
-    # What all processes of the winner gave, as the result says it.
-    told = shown.ends(BF16, 32, completed(330.7, 22.1), "final")
-    assert told.endswith(" 330.7   22.1 GiB   2.0 s  7.69× best, mean 320.5")
-    assert shown.ends(Arm("tf32"), 8, OutOfMemory("no memory", where="host")).rstrip().endswith("2.0 s")
-    assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
-    assert line.endswith("RuntimeError: no")
-    assert "timeout" in shown.ends(Arm("tf32"), 32, Failed("timeout", "stopped after the time limit of 180 s"))
-
-
-def test_steps_that_differ_much_are_told() -> None:
-    outcome = completed(310.7, 22.1)
-    uneven = replace(outcome.measurement, step_seconds_each=(0.1, 0.2, 0.3))
-    assert Shown().ends(BF16, 32, replace(outcome, measurement=uneven)).endswith("best, steps vary by 50%")
+def test_messages_of_a_search_that_runs() -> None:
+    """A baseline outside the space is not the best, nor what is faster by no more than the noise and less plain."""
+    uneven = replace(completed(310.7, 22.1).measurement, step_seconds_each=(0.1, 0.2, 0.3))
+    tf32, no_memory = Arm("tf32"), OutOfMemory("no memory", peak_reserved_bytes=int(22.9 * GIB))
+    lines: list[tuple[Arm, int, Outcome]] = [
+        (BF16, 64, no_memory),
+        (BF16, 32, completed(310.7, 22.1)),
+        (BF16, 16, completed(277.0, 14.0)),
+        (WIDEST, 64, completed(400.0, 22.9)),
+        (BF16, 32, completed(330.7, 22.1)),
+        (tf32, 8, OutOfMemory("no memory", where="host")),
+        (tf32, 16, Failed("error", "RuntimeError:\n no")),
+        (tf32, 32, Failed("timeout", "stopped after the time limit of 180 s")),
+    ]
+    near = [(BF16, 32, completed(310.0, 22.1)), (WIDEST, 32, completed(311.0, 12.0))]
+    sizes = [(BF16, 16, completed(277.0, 14.0)), (BF16, 32, completed(100.0, 22.1)), (BF16, 8, completed(500.0, 22.1))]
+    searches = {
+        "every kind of line": (Shown(200), completed(41.7, 11.5), lines),
+        "steps that differ": (Shown(200), None, [(BF16, 32, Completed(uneven))]),
+        "without a baseline": (Shown(200), None, lines[1:3]),
+        "the largest batch": (Shown(200, objective="max-batch"), None, sizes),
+        "a faster baseline, and noise": (Shown(200), completed(320.0, 11.5), near),
+    }
+    cases = {}
+    for name, (shown, baseline, trials) in searches.items():
+        if baseline is not None:
+            shown.ends(FP32, 8, baseline, "baseline")
+        for arm, batch, outcome in trials:
+            shown.ends(arm, batch, outcome)
+        cases[name] = shown.lines
+    full = Shown(200)
+    full.view.begins(replace(full.prepared, ceiling=replace(CEILING, free_bytes=20 * GIB)), STUDY)
+    check_messages("progress", {**cases, "a limit above what is free": full.lines})
 
 
 def test_the_usual_lines_fit_into_eighty_columns_and_stand_below_their_heads() -> None:
@@ -112,27 +124,6 @@ def test_the_usual_lines_fit_into_eighty_columns_and_stand_below_their_heads() -
         for line, cell in zip((baseline, best, over), cells, strict=True):
             assert line[:end].endswith(cell), (head, line)
     assert best[head.index("×", 20) :] == "29.6× best"
-
-
-def test_without_a_baseline_only_the_best_is_marked() -> None:
-    shown = Shown()
-    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("2.0 s  best")
-    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("2.0 s")
-
-
-def test_the_best_of_a_search_for_the_largest_batch_is_the_largest() -> None:
-    shown = Shown(objective="max-batch")
-    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("best")
-    assert shown.ends(BF16, 32, completed(100.0, 22.1)).endswith("best")
-    assert not shown.ends(BF16, 8, completed(500.0, 22.1)).endswith("best")
-
-
-def test_the_best_is_what_the_result_would_recommend() -> None:
-    """Not a baseline outside the space, nor what is faster by no more than the noise and less comfortable."""
-    shown = Shown()
-    assert shown.ends(FP32, 8, completed(320.0, 11.5), "baseline").endswith("baseline")
-    assert shown.ends(BF16, 32, completed(310.0, 22.1)).endswith("0.97× best")
-    assert shown.ends(WIDEST, 32, completed(311.0, 12.0)).endswith(" 0.97×")
 
 
 @pytest.mark.parametrize("columns", [20, 80, 200])
@@ -172,13 +163,6 @@ def test_a_file_has_whole_lines() -> None:
     shown = Shown(40)
     shown.view.note(note := "memory is predicted within 0.4 %, 0.0% truncated: " * 3)
     assert shown.lines[-1] == note
-
-
-def test_a_limit_above_what_is_free_is_told() -> None:
-    shown = Shown()
-    ceiling = replace(CEILING, free_bytes=20 * GIB)
-    shown.view.begins(replace(shown.prepared, ceiling=ceiling), STUDY)
-    assert any("24.0 GiB, but only 20.0 GiB are free" in line for line in shown.lines)
 
 
 def test_markup_in_a_message_is_shown_as_it_is() -> None:
