@@ -30,12 +30,13 @@ def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None
     from autotune.results.report import load_report
     from autotune.results.training import make_start
     from autotune.store.opening import open_store
+    from autotune.tuning.run import runs_file
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
     if not anyway:
         report.check_is_told()
-    start = make_start(report, script)
+    start = make_start(report, script, str(runs_file(storage, study)))
     for line in start.notes:
         click.echo(line, err=True)
     for name, value in start.variables.items():

@@ -24,14 +24,17 @@ def show(ctx: click.Context, /, study: str, storage: str, server: str | None, as
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report
     from autotune.results.text import report_lines
+    from autotune.results.training import watched_line
     from autotune.store.opening import open_store
+    from autotune.tuning.run import runs_file
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
     if as_json:
         print_json(report_document(report))
     else:
-        print_lines(report_lines(report))
+        seen = watched_line(str(runs_file(storage, report.study.name)))
+        print_lines([*report_lines(report), *([] if seen is None else [seen])])
 
 
 @click.command()

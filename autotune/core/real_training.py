@@ -13,6 +13,36 @@ VARIABLE = "AUTOTUNE_TRAINS"
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """What a study promises of a training with its winner."""
+
+    samples_per_second: float
+    low: float
+    """Of the 95 % interval of a run's samples a second."""
+    high: float
+    line_bytes: int
+    """What the device's reserved memory should stay below."""
+    tokens_per_sample: float | None = None
+    utilization: float | None = None
+    """Share of the GPU's rated arithmetic at that speed; ``None`` where it is not known."""
+    runs_file: str | None = None
+    """Gets a line for each run, see ``WatchedRun``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRun:
+    """What was seen of a training with a winner."""
+
+    ended_at: str
+    steps: int
+    """Those that were timed."""
+    samples_per_second: float
+    promised_low: float
+    kept: bool
+    """Whether it was at least as fast as the promised interval."""
+
+
+@dataclass(frozen=True, slots=True)
 class RealTraining:
     """What to train, and with which settings."""
 
@@ -29,3 +59,5 @@ class RealTraining:
     """A temporary folder that is removed at the end."""
     cpu_core: int | None = None
     """The core that it is pinned to, but for the processes that load its data."""
+    promise: Promise | None = None
+    """What a run is watched for; ``None`` where it is not watched."""

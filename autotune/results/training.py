@@ -14,9 +14,10 @@ from autotune.core.candidate import Document
 from autotune.core.compiler_cache import keep_compiled
 from autotune.core.errors import InvalidRequestError
 from autotune.core.masking import masked_options
-from autotune.core.real_training import VARIABLE, RealTraining
-from autotune.core.schema import encode
+from autotune.core.real_training import VARIABLE, Promise, RealTraining, WatchedRun
+from autotune.core.schema import decode, encode
 from autotune.core.training_source import TrainingSource, find_script
+from autotune.results.expert import utilization
 from autotune.results.export import Export, made_by_hand, make_export
 from autotune.results.report import Report
 
@@ -38,7 +39,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def make_start(report: Report, given: Sequence[str]) -> Start:
+def make_start(report: Report, given: Sequence[str], runs_file: str | None = None) -> Start:
     """Return how the training starts: the command that was ``given``, or else the one that was searched.
 
     Raises ``NoResultError`` where the study has no winner, ``InvalidRequestError`` where it does not go with the
@@ -94,9 +95,37 @@ def make_start(report: Report, given: Sequence[str]) -> Start:
         has_adapters=bool(export.lora) if recorded is None else None,
         folder=folder or None,
         cpu_core=export.cpu_core,
+        promise=_promise(report, runs_file),
     )
     handed = {VARIABLE: json.dumps(encode(training))}
     return Start(words, source.cwd, shown, variables, settings, handed, tuple(notes))
+
+
+def _promise(report: Report, runs_file: str | None) -> Promise | None:
+    best, speed, measured = report.best, report.speed(report.best), report.pooled(report.best)
+    if best is None or speed is None or measured is None:
+        return None
+    request = report.study.request
+    if int(request.get("world_size") or 1) > int(request.get("ranks") or 1):
+        # One device was measured, which exchanged no gradients.
+        return None
+    used, (low, high) = utilization(report, measured, best.candidate.arm), speed.interval()
+    line_bytes, tokens = report.ceiling.line_bytes, measured.tokens_per_sample
+    return Promise(speed.samples_per_second, low, high, line_bytes, tokens, used, runs_file)
+
+
+def watched_line(runs_file: str) -> str | None:
+    """Return how often runs with the winner were as fast as promised; ``None`` where none was seen."""
+    try:
+        with open(runs_file, encoding="utf-8") as file:
+            runs = [decode(json.loads(line), WatchedRun) for line in file]
+    except (OSError, ValueError):
+        return None
+    if not runs:
+        return None
+    kept = [run for run in runs if run.kept]
+    of = "" if len(kept) == len(runs) else f" of {len(runs)}"
+    return f"speed kept in {len(kept)}{of} runs of autotune run, {sum(run.steps for run in kept):,} steps"
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:

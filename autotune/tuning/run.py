@@ -309,6 +309,11 @@ def log_folder(storage: str, study: str) -> Path:
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
+def runs_file(storage: str, study: str) -> Path:
+    """Return where the trainings with a study's winner are recorded, one a line."""
+    return log_folder(storage, study) / "runs.jsonl"
+
+
 def trial_log_path(storage: str, study: str, number: int) -> Path:
     """Return where the log of a study's trial is kept."""
     return log_folder(storage, study) / f"trial-{number:04d}.log"

@@ -38,7 +38,8 @@ def main() -> None:
         model = model.to(torch.bfloat16)
     data: Any = [{"input_ids": (r := list(range(5, 15 + i % 7))), "labels": r} for i in range(64)]
     arguments = TrainingArguments(
-        output_dir="out", max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+        output_dir="out", max_steps=40 if WAY == "watched" else 2, logging_steps=20,
+        report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
         torch_compile_backend="eager", per_device_train_batch_size=4,
     )  # fmt: skip
     if WAY == "late":
@@ -52,6 +53,8 @@ def main() -> None:
     args = trainer.args
     compiled, precision = hasattr(trainer.model_wrapped, "_orig_mod"), trainer.accelerator.mixed_precision
     print(f"{args.train_batch_size} × {args.gradient_accumulation_steps}, {precision}, {compiled}")
+    if WAY == "watched":
+        print("logged", sorted(trainer.state.log_history[1]))
     if WAY == "again":
         trainer.train()
         Trainer(model, **made).train()

@@ -156,6 +156,10 @@ class TrainerRun(Run):
                 run.check(trainer, kwargs.get("train_dataloader"))
 
         trainer.add_callback(Looks())
+        if self.training.promise is not None:
+            from autotune.worker.user.run_watch import watch
+
+            watch(trainer, self.training.promise, _say)
 
     def check(self, trainer: Any, loader: Any) -> None:
         """End the process where a ``Trainer`` that begins to train would do so otherwise than it was set."""

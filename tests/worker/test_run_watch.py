@@ -1,0 +1,107 @@
+"""Test what is seen of a real training with a winner: by a clock of the test's own, and in a process of its own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_real_training import FIELDS, TRAINER, run
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.real_training import Promise, RealTraining
+from autotune.core.training_source import find_script
+from autotune.core.units import GIB
+from autotune.results.training import watched_line
+from autotune.space.training_arguments import training_arguments
+from autotune.worker.user.run_watch import RunWatch
+
+PROMISE = Promise(100.0, 90.0, 110.0, GIB, tokens_per_sample=50.0, utilization=0.4)
+
+
+class Watched:
+    """A training of eight samples a step, of which the test says how long each part takes."""
+
+    def __init__(self, folder: Path, promise: Promise = PROMISE) -> None:
+        self.now = 0.0
+        self.said: list[str] = []
+        self.logs: dict[str, Any] = {}
+        self._arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, per_device_train_batch_size=8)
+        self._state, self._control = TrainerState(max_steps=1000), TrainerControl()
+        self._watch = RunWatch(promise, self.said.append, lambda: self.now)
+        self._call("on_train_begin")
+
+    def _call(self, event: str, **others: Any) -> None:
+        getattr(self._watch, event)(self._arguments, self._state, self._control, **others)
+
+    def steps(self, count: int, seconds: float, wait: float = 0.0) -> None:
+        """Train so many steps, and log."""
+        for _ in range(count):
+            self.now += wait
+            self._call("on_step_begin")
+            self.now += seconds - wait
+            self._state.global_step += 1
+            self._call("on_step_end")
+        self.logs = {"loss": 1.0}
+        self._call("on_log", logs=self.logs)
+
+    def evaluate(self, seconds: float) -> None:
+        """Evaluate between two steps."""
+        self.now += seconds
+        self._call("on_evaluate")
+
+    def end(self) -> None:
+        """End the training."""
+        self._call("on_train_end")
+
+
+def test_logs_get_speed_utilization_and_the_time_left_without_evaluations(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.steps(10, 3.0)
+    watched.steps(100, 0.08)
+    watched.evaluate(60.0)
+    watched.steps(100, 0.08)
+    left = pytest.approx(790 * 0.08, abs=0.1)
+    assert watched.logs == {
+        "loss": 1.0, "samples_per_second": 100.0, "tokens_per_second": 5000.0, "mfu": 0.4, "seconds_left": left,
+    }  # fmt: skip
+    watched.end()
+    (summary,) = watched.said
+    assert "200 steps at 100.0 samples/s, as promised (90.0 to 110.0)" in summary
+
+
+def test_what_is_off_is_said_once_until_it_is_over(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.steps(110, 0.1)
+    watched.steps(100, 0.1, wait=0.03)
+    watched.steps(100, 0.08)
+    watched.steps(100, 0.1)
+    slow = "80.0 samples/s, where 100.0 were promised, at least 90.0"
+    assert watched.said == [
+        f"step 110: {slow}", "step 210: 30% of the time is spent waiting for data", f"step 410: {slow}"
+    ]  # fmt: skip
+
+
+def test_runs_are_recorded_with_whether_the_promise_was_kept(tmp_path: Path) -> None:
+    file = str(tmp_path / "logs" / "runs.jsonl")
+    assert watched_line(file) is None
+    for seconds in (0.08, 0.08, 0.2):
+        watched = Watched(tmp_path, replace(PROMISE, runs_file=file))
+        watched.steps(110, seconds)
+        watched.end()
+    assert "less than promised" in watched.said[-1]
+    assert watched_line(file) == "speed kept in 2 of 3 runs of autotune run, 200 steps"
+
+
+def test_a_real_training_is_watched(tmp_path: Path) -> None:
+    candidate = Candidate(Arm(optim="adamw_torch"), 8, 2)
+    fields = dict(training_arguments(candidate, FIELDS, "cpu"))
+    promise = replace(PROMISE, low=1e-3, high=1e9, runs_file=str(tmp_path / "runs.jsonl"))
+    ran = run(RealTraining("s", find_script([*TRAINER, "watched"]), candidate, fields, promise=promise), tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    logged = next(line for line in ran.stdout.splitlines() if line.startswith("logged"))
+    assert all(f"'{name}'" in logged for name in ("samples_per_second", "tokens_per_second", "mfu", "seconds_left"))
+    assert "autotune: 30 steps at" in ran.stderr
+    (line,) = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert json.loads(line)["steps"] == 30
