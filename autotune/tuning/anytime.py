@@ -184,6 +184,8 @@ class Anytime:
             for way, candidate, gain in changes:
                 if candidate == root.candidate or excluding(candidate.arm) or not self._space.contains(candidate):
                     continue
+                if self._compiles_without_end(history, candidate.arm):
+                    continue
                 if not self._may_fit(history, root, candidate, way):
                     continue
                 expected = gain * self._learned(way) * speed_of(root) / speed_of(best)
@@ -226,8 +228,8 @@ class Anytime:
                 both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))
                 yield row.name, replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)
             if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
-                roomy = self._with_more_room(history, with_it)
-                yield from ((row.name, each, _ROOM) for each in roomy if levers_of(each.arm, [row.name]))
+                roomy, alone = self._with_more_room(history, with_it), gain_of(prior, measured, graphed=arm.cuda_graphs)
+                yield from ((row.name, each, _ROOM * alone) for each in roomy if levers_of(each.arm, [row.name]))
         if self.uses_levers(candidate):
             for is_larger in (True, False):
                 for other in self._beside(candidate, larger=is_larger)[:1]:
@@ -250,6 +252,12 @@ class Anytime:
             and (row.part_of != "gradient_checkpointing" or candidate.arm.gradient_checkpointing)
             and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, failed))
         ]
+
+    def _compiles_without_end(self, history: History, arm: Arm) -> bool:
+        """Return whether an arm compiles for lengths without end, although few can be had: each new length may compile
+        anew."""
+        can_be_few = "length_multiple" in self._late and "length_multiple" not in self.failures(history)
+        return self._space.shapes_vary and can_be_few and arm.torch_compile and arm.length_multiple is None
 
     def _can_have(self, name: str, candidate: Candidate, failed: Collection[str]) -> bool:
         row = BY_NAME[name]
