@@ -1,14 +1,36 @@
-"""Say what keeps a search from continuing a recorded study."""
+"""Compare a search with a recorded study, and say what differs.
+
+A study is the same where its request, its workload and its environment are. ``changes_of_source`` compares what is
+known before the user's code is run, ``what_differs`` what is known before a process with torch is started, and
+``changes_since`` all of it.
+"""
 
 from __future__ import annotations
 
 import json
 
 from autotune.core.candidate import Document
+from autotune.core.ceiling import Ceiling
+from autotune.core.inspection import Software
+from autotune.core.outcome import Completed
+from autotune.core.units import format_bytes
 from autotune.models.hub_revision import commit_of
-from autotune.tuning.environment import comparable_environment, measured_environment
+from autotune.space.features import version_of
+from autotune.store.records import StudyRecord
+from autotune.store.repository import Store
+from autotune.tuning.environment import (
+    comparable_environment,
+    describe_environment,
+    is_same_machine,
+    measured_environment,
+)
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest, differences
+
+# Memory that may be reserved is the same for a search where it differs by no more than this share. A choice.
+_SAME_MEMORY = 0.02
+# What only the process with torch tells of an environment.
+_TOLD_BY_PROCESS = frozenset({"python", "cuda", "cudnn", "cublas", "measurement_revision"})
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
@@ -24,14 +46,62 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     workload = {**workload, "source": _as_asked(workload.get("source"))}
     asked["source"] = _as_asked(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
-    # Converted to JSON and back, as the recorded ones were, so that equal values compare equal.
-    return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
+    return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, _as_recorded(asked))]
 
 
 def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
     """Return what of the user's own code and command differs from a recorded workload; known before it is run."""
-    asked = json.loads(json.dumps(request.workload.recorded_document()))
+    asked = _as_recorded(request.workload.recorded_document())
     return _in_short({"source": _as_asked(workload.get("source"))}, {"source": _as_asked(asked["source"])})
+
+
+def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
+    """Say what keeps a recorded study from answering a request that names none; ``None`` where it may go on with it."""
+    if request.fresh:
+        return "--fresh measures again"
+    if request.workload.source is not None:
+        return "your own code may have changed"
+    if request.workload.data is not None:
+        return "the dataset may have changed"
+    asked = _as_recorded({**request.workload.recorded_document(), **request.document()})
+    changed = differences({**store.workload_of(known), **known.request}, asked)
+    return changed[0] if changed else _other_place(store, known, request)
+
+
+def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
+    """Say how the machine of a request differs from that of a study, as far as this process knows it."""
+    environment = store.environment(known.environment_id)
+    software = Software("", {name: version_of(name) for name in environment.get("packages", {})}, ())
+    today = describe_environment(request.placement, request.workload, [], software, 0)
+    if not is_same_machine(environment, today):
+        return "it was searched on another machine"
+    facts = [
+        {name: value for name, value in measured_environment(each).items() if name not in _TOLD_BY_PROCESS}
+        for each in (environment, today)
+    ]
+    changed = differences(*facts)
+    return changed[0] if changed else _other_memory(store, known, request)
+
+
+def _other_memory(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
+    """Say how much memory a study and a request may reserve, where the study's answer depends on that."""
+    then = Ceiling.from_document(known.ceiling)
+    now = Ceiling(request.memory_limit_bytes, request.least_free_bytes, then.context_bytes, request.headroom)
+    if abs(now.cap_bytes - then.cap_bytes) <= _SAME_MEMORY * then.cap_bytes:
+        return None
+    if request.device.kind == "cpu" and known.best_trial_id:
+        # What other programs leave free of a host changes all the time.
+        best = store.trial(known.best_trial_id)
+        measured = best.outcome.measurement if best is not None and isinstance(best.outcome, Completed) else None
+        if best is not None and measured is not None and measured.fits(best.candidate.arm, now):
+            return None
+    return f"{format_bytes(then.cap_bytes)} could be reserved then, and {format_bytes(now.cap_bytes)} can now"
+
+
+def _as_recorded(document: Document) -> Document:
+    """Return a document as a database returns it, so that equal values compare equal."""
+    read: Document = json.loads(json.dumps(document))
+    return read
 
 
 def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:

@@ -78,7 +78,7 @@ def run_search(
 
         def is_taken(name: str) -> bool:
             from autotune.store.leases import name_of_study
-            from autotune.tuning.studies import what_differs
+            from autotune.tuning.changes import what_differs
 
             nonlocal store
             if store is None and path is not None and path.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,26 +15,20 @@ from autotune.core.errors import (
     InvalidRequestError,
     StorageError,
 )
-from autotune.core.inspection import Software
 from autotune.core.masking import masked_options
-from autotune.core.outcome import Completed
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
 from autotune.devices.listing import devices_of_ranks, find_device, list_devices
 from autotune.models.dataset_files import check_unchanged
 from autotune.results.wording import state_of
-from autotune.space.features import version_of
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.allowed import check_request
 from autotune.tuning.changes import changes_of_source, changes_since
-from autotune.tuning.environment import describe_environment, is_same_machine, measured_environment
+from autotune.tuning.environment import is_same_machine
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.request import SearchRequest, differences, request_from_document
-
-# Memory that may be reserved is the same for a search where it differs by no more than this share. A choice.
-_SAME_MEMORY = 0.02
+from autotune.tuning.request import SearchRequest, request_from_document
 
 
 @dataclass(frozen=True)
@@ -137,49 +130,6 @@ def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
             f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",
             "repeat what it was searched with, or search anew under another --study",
         )
-
-
-def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Say what keeps a recorded study from answering a request that names none; ``None`` where it may go on with it.
-
-    That is decided before a process with torch has told its versions: ``open_study`` compares them as well.
-    """
-    if request.fresh:
-        return "--fresh measures again"
-    if request.workload.source is not None:
-        return "your own code may have changed"
-    if request.workload.data is not None:
-        return "the dataset may have changed"
-    document = json.loads(json.dumps({**request.workload.recorded_document(), **request.document()}))
-    recorded = {**store.workload_of(known), **known.request}
-    changed = differences(recorded, document)
-    if changed:
-        return changed[0]
-    environment = store.environment(known.environment_id)
-    software = Software("", {name: version_of(name) for name in environment.get("packages", {})}, ())
-    today = describe_environment(request.placement, request.workload, [], software, 0)
-    if not is_same_machine(environment, today):
-        return "it was searched on another machine"
-    of_process = {"python", "cuda", "cudnn", "cublas", "measurement_revision"}
-    here, there = measured_environment(today), measured_environment(environment)
-    changed = differences(*({k: v for k, v in facts.items() if k not in of_process} for facts in (there, here)))
-    if changed:
-        return changed[0]
-    ceiling = Ceiling.from_document(known.ceiling)
-    now = Ceiling(request.memory_limit_bytes, request.least_free_bytes, ceiling.context_bytes, request.headroom)
-    best = store.trial(known.best_trial_id) if known.best_trial_id else None
-    measured = best.outcome.measurement if best is not None and isinstance(best.outcome, Completed) else None
-    if (
-        request.device.kind == "cpu"
-        and best is not None
-        and measured is not None
-        and measured.fits(best.candidate.arm, now)
-    ):
-        # What other programs leave free of a host changes all the time.
-        return None
-    if abs(now.cap_bytes - ceiling.cap_bytes) > _SAME_MEMORY * ceiling.cap_bytes:
-        return f"{format_bytes(ceiling.cap_bytes)} could be reserved then, and {format_bytes(now.cap_bytes)} can now"
-    return None
 
 
 @dataclass(frozen=True)
