@@ -58,7 +58,7 @@ def verify(
         return
     from autotune.store.opening import open_store
     from autotune.verify.json_document import verification_document
-    from autotune.verify.text import verification_lines
+    from autotune.verify.throughput import verification_lines
 
     with open_store(storage, create=False) as store:
         target = _target(store, study_or_file, study)
@@ -96,7 +96,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     from autotune.results.json_document import report_document
     from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
-    from autotune.verify.text import verification_lines
+    from autotune.verify.throughput import verification_lines
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)

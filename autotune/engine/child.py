@@ -307,8 +307,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     from autotune.results.report import load_report
     from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
-    from autotune.verify.text import verification_lines
-    from autotune.verify.throughput import verify
+    from autotune.verify.throughput import verification_lines, verify
 
     with open_store(storage) as store:
         report = load_report(store, work.study)

@@ -13,12 +13,12 @@ from typing import Literal
 from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.units import MIB, format_bytes, format_count, format_rate
+from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
 from autotune.core.verification import StockResult
 from autotune.estimate.pooling import replays_graphs
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
-from autotune.results.wording import rate_unit
+from autotune.results.wording import counted_in, rate_unit
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.tuning.exclusive import Wait, take_devices
 from autotune.verify.comparison import (
@@ -339,3 +339,35 @@ def notes(verification: Verification) -> list[str]:
     if verification.obtained.skipped_steps:
         notes.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
     return notes
+
+
+def verification_lines(verification: Verification) -> list[str]:
+    """Return lines with promised and obtained figures side by side, and notes."""
+    target, obtained = verification.target, verification.obtained
+    word = counted_in(target.report.workload)
+    promised, promise, speed = target.promised, verification.promise, verification.speed
+    peak = verification.training_peak_bytes
+    # Both ends of a lopsided interval take more room.
+    width = max(18, *(len(describe_speed(each)) for each in (promise, speed) if each is not None))
+    lines = [f"{'':9} {'promised':>{width}} {'obtained':>{width}}"]
+    if speed is not None and peak is not None:
+        lines += [
+            f"{verification.rate_unit:9} {describe_speed(promise):>{width}} {describe_speed(speed):>{width}}  "
+            f"{speed.mean / promise.mean - 1:+.1%}",
+            f"{'in use' if verification.judges_allocated else 'peak':9} "
+            f"{format_bytes(verification.promised_peak_bytes):>{width}} {format_bytes(peak):>{width}}  "
+            f"{peak / verification.promised_peak_bytes - 1:+.1%}",
+        ]
+        peaks, seconds = obtained.peak_bytes, obtained.pause_seconds
+        kind = "allocated" if verification.judges_allocated else "reserved"
+        for what, name in (("evaluate", f"evaluation at batch {obtained.evaluation_batch_size}"), ("save", "save")):
+            if what in peaks:
+                took = format_seconds(seconds[what])
+                lines.append(f"  by the end of the {name}: {format_bytes(getattr(peaks[what], kind))}; it took {took}")
+        if obtained.joules_per_sample is not None:
+            joules = promised.joules_per_sample
+            before = f", {joules:.3g} J promised" if joules is not None else ""
+            lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
+        lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
+    lines += [f"  note: {note}" for note in notes(verification)]
+    return lines if verification.misses() else [*lines, verification.verdict_line()]

@@ -24,8 +24,7 @@ from autotune.verify.comparison import Interval, Verdict
 from autotune.verify.json_document import verification_document
 from autotune.verify.loss import reference_of
 from autotune.verify.target import Target
-from autotune.verify.text import verification_lines
-from autotune.verify.throughput import Verification, notes, steps_of
+from autotune.verify.throughput import Verification, notes, steps_of, verification_lines
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 

@@ -26,8 +26,7 @@ from autotune.results.html.charts import (
     series_class,
     swatch,
 )
-from autotune.results.html.markup import element
-from autotune.results.html.templates import environment
+from autotune.results.html.markup import element, environment
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
 from autotune.core.errors import ServiceError
-from autotune.results.html.templates import FOLDER
+from autotune.results.html.markup import FOLDER
 
 router = APIRouter(include_in_schema=False)
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from starlette.exceptions import HTTPException
 
 from autotune.core.errors import AutotuneError, ServiceError
-from autotune.results.html.templates import environment
+from autotune.results.html.markup import environment
 from autotune.service.access import access_of
 from autotune.service.problems import problem_document
 from autotune.store.queue import TokenRecord
