@@ -23,6 +23,7 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import JobMessage
 from autotune.core.messages import Answer, Progress, ServerLine
+from autotune.core.options import OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
@@ -53,7 +54,7 @@ _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n
 def main() -> None:
     """Write every generated page."""
     for name, write in PAGES.items():
-        (FOLDER / name).parent.mkdir(exist_ok=True)
+        (FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
         (FOLDER / name).write_text(write(), encoding="utf-8")
 
 
@@ -315,12 +316,67 @@ def _api() -> str:
     return json.dumps(app.openapi(), indent=1) + "\n"
 
 
+_ABOUT = (
+    "autotune finds the fastest settings to train a transformer on the GPU at hand, at a fixed effective batch size, "
+    "by running real training steps in isolated processes. The distribution is traintune."
+)
+# What an agent has to know that follows from no declaration.
+_RULES = (
+    "Begin with `autotune doctor --json`: it says what is wrong with the machine and the cure.",
+    "`predict --gpu NAME --json` needs no GPU and takes seconds; `search` trains, and takes minutes: give it "
+    "`--time-budget 5m`, and `--json`.",
+    "Own code is searched as it is: `autotune search --effective-batch N -- python train.py …`; its files stay as they "
+    "are. Then `autotune run STUDY` trains with the winner.",
+    "Results go to stdout, all else to stderr. An error is two lines: what was wrong, and what to do next.",
+    "Only one search measures on a GPU at a time; `--wait` waits.",
+)
+
+
+def _commands_in_lines() -> str:
+    return "".join(f"- `autotune {name}`: {_first_line(command)}\n" for name, command in _commands())
+
+
+def _codes_in_lines() -> str:
+    return "".join(f"- {code}: {meaning}\n" for code, meaning in exit_codes().items())
+
+
+def _usual_options() -> str:
+    """The options that the help of a search shows."""
+    found = (option for option in OPTIONS if "search" in option.commands and option.name in USUAL)
+    return "".join(f"- `{option.parameter}`: {' '.join(option.help.split())}\n" for option in found)
+
+
+def _llms() -> str:
+    """The index for language models, as llmstxt.org has it."""
+    pages = re.findall(r"^ +- (?:([^:\n]+): )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    links = "".join(f"- [{title or path.removesuffix('.md')}]({path})\n" for title, path in pages)
+    rules = "".join(f"- {rule}\n" for rule in _RULES)
+    return f"# autotune\n\n> {_ABOUT}\n\n{rules}\n## Commands\n\n{_commands_in_lines()}\n## Pages\n\n{links}"
+
+
+def _skill() -> str:
+    """The skill file of coding agents: when to use autotune, and how."""
+    rules = "".join(f"{number}. {rule}\n" for number, rule in enumerate(_RULES, 1))
+    return (
+        "---\nname: autotune\n"
+        "description: Find the fastest batch size, accumulation, checkpointing, precision and other settings to train a "
+        "transformer on a GPU, or predict what fits on one. Use when a training runs out of memory or is slow, or when "
+        "a GPU or batch size has to be chosen.\n---\n\n"
+        f"# autotune\n\n{_ABOUT}\n\nInstall: `pip install traintune`.\n\n{rules}\n"
+        f"## Commands\n\n{_commands_in_lines()}\n"
+        f"## Usual options of a search\n\n{_usual_options()}\n"
+        f"## Exit codes\n\n{_codes_in_lines()}"
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "openapi.json": _api,
     "cli.md": _command_line,
     "exit-codes.md": _exit_codes,
     "python.md": _python,
     "schemas.md": _schemas_page,
+    "../llms.txt": _llms,
+    "../../skills/autotune/SKILL.md": _skill,
     **{f"schemas/{name}.json": functools.partial(_schema, *kinds) for name, (_, kinds) in SCHEMAS.items()},
 }
 """What returns the text of each generated page, by the name of its file."""

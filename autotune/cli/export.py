@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autotune.results.recipes import AnyForm
 
 
-@click.command()
+@click.command(short_help="Export the best trial as settings.")
 @study_argument
 @click.option(
     "--format",

@@ -45,6 +45,7 @@ _COMMANDS = {
     "models": "autotune.cli.models",
     "db": "autotune.cli.db",
     "serve": "autotune.cli.serve",
+    "mcp": "autotune.cli.mcp",
     "queue": "autotune.cli.serve",
     "follow": "autotune.cli.serve",
     "cancel": "autotune.cli.serve",

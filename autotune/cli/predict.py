@@ -21,6 +21,7 @@ def predict(
     as_json: bool,
     all_batches: bool,
     anatomy: bool,
+    fail_if_not_fit: bool,
     gpu: tuple[str, ...] | None,
     gpu_spec: str | None,
     storage: str,
@@ -56,6 +57,9 @@ def predict(
     gpus = [gpu_view(document) for document in predicted["gpus"]]
     # What is not predicted may fit.
     fits = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)
+    unfit = [gpu.gpu for gpu in gpus if not any(arm.fitting for arm in gpu.arms)]
+    if fail_if_not_fit:
+        fits = not unfit
     if as_json:
         print_json(predicted)
         ctx.exit(0 if fits else NothingFitsError.exit_code)
@@ -63,5 +67,6 @@ def predict(
     click.echo("\n".join(accuracy_lines(gpus, options.get("optim") or ())), err=True)
     if not fits:
         raise NothingFitsError(
-            f"no batch of {options['model']} is predicted to fit", "give it more memory, or name a smaller model"
+            f"no batch of {options['model']} is predicted to fit on {', '.join(dict.fromkeys(unfit))}",
+            "give it more memory, or name a smaller model",
         )

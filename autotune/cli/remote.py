@@ -128,7 +128,7 @@ def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Docume
         if given.get(name):
             option = f"--{name.replace('_', '-')}"
             raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
-    shown = ("as_json", "server", "all_batches", "anatomy")
+    shown = ("as_json", "server", "all_batches", "anatomy", "fail_if_not_fit")
     asked = {name: json_value(value) for name, value in given.items() if name not in shown}
     predicted: Document = Client(server).request("POST", path, asked, timeout_seconds=_PREDICT_SECONDS)
     return predicted

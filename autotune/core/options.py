@@ -72,6 +72,7 @@ STORED = (
     "serve",
     "token",
     "doctor",
+    "mcp",
 )
 JSON = (
     "search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue", "follow",
@@ -453,6 +454,9 @@ class _Shown(TypedDict, total=False):
 
     all_batches: Annotated[bool, Option("Show every batch, not only the fastest that fits.", PREDICT, flag="--all")]
     anatomy: Annotated[bool, Option("Show what each peak and each step consists of.", PREDICT)]
+    fail_if_not_fit: Annotated[bool, Option(
+        "End with exit code 6 unless a batch is predicted to fit on every GPU that is named.", PREDICT,
+    )]
 
 
 class _Kept(TypedDict, total=False):

@@ -19,7 +19,9 @@ from autotune.service.problems import error_of
 from autotune.service.requests import canonical, check_names, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
-_NOT_OVER_HTTP = frozenset({"storage", "as_json", "server", "all_batches", "anatomy", "gpu_spec", "prices"})
+_NOT_OVER_HTTP = frozenset(
+    {"storage", "as_json", "server", "all_batches", "anatomy", "fail_if_not_fit", "gpu_spec", "prices"}
+)
 Command = Literal["predict", "advise"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 NAMES: dict[Command, tuple[str, ...]] = {

@@ -20,6 +20,7 @@ COMMANDS = [
         for name in ("run", "verify", "dashboard", "devices", "models", "db", "serve", "queue", "cancel", "token")
     ),
     ("doctor",),
+    ("mcp",),
     *(("db", name) for name in ("current", "upgrade")),
     *(("token", name) for name in ("add", "list", "remove")),
 ]
