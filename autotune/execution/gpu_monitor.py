@@ -45,38 +45,15 @@ class LocalProcesses(Executor, Protocol):
         """Return the processes of a trial under way."""
 
 
-class _Observed:
-    """An executor around another, whose trials are looked at before and after they run."""
-
-    _executor: Executor
-
-    @property
-    def slots(self) -> tuple[Placement, ...]:
-        """See ``Executor.slots``."""
-        return self._executor.slots
-
-    def submit(self, job: TrialJob) -> str:
-        """See ``Executor.submit``."""
-        self._begins(job)
-        return self._executor.submit(job)
-
-    def wait(self) -> tuple[str, Event | Outcome]:
-        """See ``Executor.wait``; the outcome says what disturbed the trial."""
-        trial_id, report = self._executor.wait()
-        return trial_id, report if isinstance(report, Event) else _starved(self._judge(trial_id, report))
-
-    def _begins(self, job: TrialJob) -> None:
-        raise NotImplementedError
-
-    def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
-        raise NotImplementedError
-
-
-class WatchedExecutor(_Observed):
+class WatchedExecutor:
     """An executor around another that looks at the GPUs of a trial before, during and after it.
 
     It reads NVML from this process alone. A trial is submitted once the memory that it may reserve is free, or when
-    waiting for that has lasted long enough.
+    waiting for that has lasted long enough. A trial that waited for cores is marked, and repeated.
+
+    With ``presence``, as for a CPU, which several searches may use: what was measured while another search used the
+    device is marked, too. Such a measurement is not repeated, since the other search may last longer than this one, but
+    no later search takes it over.
     """
 
     def __init__(
@@ -85,20 +62,30 @@ class WatchedExecutor(_Observed):
         context_bytes: int,
         note: Callable[[str], None],
         is_ending: Callable[[], bool] = lambda: False,
+        presence: Presence | None = None,
     ) -> None:
-        self._executor: LocalProcesses = executor
+        self._executor = executor
         self._context_bytes = context_bytes
         self._note = note
         self._is_ending = is_ending
+        self._presence = presence
         self._patience_seconds = _NEIGHBOUR_SECONDS
         self._clocks = _Clocks(note)
         self._watches: dict[str, list[_Watch]] = {}
+        self._marks: dict[str, Mark] = {}
 
-    def _begins(self, job: TrialJob) -> None:
-        """Wait for the trial's memory and watch it; ``DeviceError`` where one of its GPUs is lost."""
+    @property
+    def slots(self) -> tuple[Placement, ...]:
+        """See ``Executor.slots``."""
+        return self._executor.slots
+
+    def submit(self, job: TrialJob) -> str:
+        """Wait for the trial's memory, submit and watch it; ``DeviceError`` where one of its GPUs is lost."""
+        if self._presence is not None:
+            self._marks[job.trial_id] = self._presence.mark()
         needed_bytes = job.cap_bytes + self._context_bytes
         placement = job.placement or self.slots[0]
-        gpus = {device.uuid: device for device in placement.devices}
+        gpus = {device.uuid: device for device in placement.devices if device.kind == "cuda"}
         for gpu in gpus.values():
             # Before memory is waited for on another one, which may take a minute.
             _check_is_there(gpu, device_condition(gpu.uuid))
@@ -110,6 +97,12 @@ class WatchedExecutor(_Observed):
 
         watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in ready if before is not None]
         self._watches[trial_id] = watches
+        return self._executor.submit(job)
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        """See ``Executor.wait``; the outcome says what disturbed the trial."""
+        trial_id, report = self._executor.wait()
+        return trial_id, report if isinstance(report, Event) else _starved(self._judge(trial_id, report))
 
     def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
         watches = self._watches.pop(trial_id, [])
@@ -117,6 +110,10 @@ class WatchedExecutor(_Observed):
             watch.stop()
         for watch in watches:
             outcome = watch.judge(outcome, self._clocks)
+        mark = self._marks.pop(trial_id, None)
+        if isinstance(outcome, Completed) and self._presence and mark and had_company(mark, self._presence.mark()):
+            why = "another search used this CPU"
+            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
         return outcome
 
     def close(self) -> None:
@@ -124,6 +121,7 @@ class WatchedExecutor(_Observed):
         watches, self._watches = self._watches, {}
         for watch in (watch for found in watches.values() for watch in found):
             watch.stop()
+        self._marks.clear()
         self._executor.close()
 
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
@@ -145,35 +143,6 @@ class WatchedExecutor(_Observed):
                 has_said_so = True
                 deadline = time.monotonic() + self._patience_seconds
             time.sleep(_INTERVAL_SECONDS)
-
-
-class SharedExecutor(_Observed):
-    """An executor around another that marks what it measured while other searches used the same device.
-
-    For a CPU, which several searches may use. Such a measurement is not repeated, since the other search may last
-    longer than this one, but no later search takes it over.
-    A trial that waited for cores is repeated.
-    """
-
-    def __init__(self, executor: Executor, presence: Presence) -> None:
-        self._executor = executor
-        self._presence = presence
-        self._before: dict[str, Mark] = {}
-
-    def _begins(self, job: TrialJob) -> None:
-        self._before[job.trial_id] = self._presence.mark()
-
-    def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
-        before = self._before.pop(trial_id)
-        if isinstance(outcome, Completed) and had_company(before, self._presence.mark()):
-            why = "another search used this CPU"
-            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
-        return outcome
-
-    def close(self) -> None:
-        """See ``Executor.close``."""
-        self._before.clear()
-        self._executor.close()
 
 
 def _starved(outcome: Outcome) -> Outcome:

@@ -158,11 +158,10 @@ def on_this_machine(
             stack.enter_context(Presence(uuid))
 
         def make_executor(context_bytes: int, interruption: Interruption) -> Executor:
-            from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
+            from autotune.execution.gpu_monitor import WatchedExecutor
 
-            local = LocalExecutor(servers)
-            watched = WatchedExecutor(local, context_bytes, note, lambda: interruption.asked)
-            return watched if request.device.kind == "cuda" else SharedExecutor(local, presence)
+            shared = presence if request.device.kind == "cpu" else None
+            return WatchedExecutor(LocalExecutor(servers), context_bytes, note, lambda: interruption.asked, shared)
 
         yield Place(servers, make_executor)
 

@@ -17,7 +17,7 @@ from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.devices.presence import Presence, had_company
 from autotune.execution import Event, TrialJob
 from autotune.execution.executor import run_to_end
-from autotune.execution.gpu_monitor import SharedExecutor
+from autotune.execution.gpu_monitor import WatchedExecutor
 from autotune.store.records import TrialRecord
 from autotune.store.repeats import Repeats
 
@@ -147,10 +147,11 @@ class Trials:
 
 def run(outcome: Outcome, *, disturbing: bool) -> Outcome:
     with Presence("cpu") as presence:
-        return run_to_end(SharedExecutor(Trials(outcome, disturbing=disturbing), presence), job_of(CANDIDATE, 1000))
+        watched = WatchedExecutor(Trials(outcome, disturbing=disturbing), 0, print, presence=presence)
+        return run_to_end(watched, job_of(CANDIDATE, 1000))
 
 
-class TestSharedExecutor:
+class TestPresenceOfAnotherSearch:
     def test_a_trial_alone_is_as_it_was(self) -> None:
         assert run(COMPLETED, disturbing=False) == COMPLETED
 

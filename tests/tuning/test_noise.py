@@ -16,7 +16,7 @@ from autotune.devices.presence import Presence
 from autotune.estimate.history import History
 from autotune.estimate.noise import too_noisy
 from autotune.execution import TrialJob
-from autotune.execution.gpu_monitor import SharedExecutor
+from autotune.execution.gpu_monitor import WatchedExecutor
 from autotune.store.records import TrialRecord
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
@@ -86,7 +86,7 @@ class Answer:
 def search(path: Path, seed: int, busy: tuple[int, ...], turn_seconds: float) -> Answer:
     runner = BusyRunner(path, random.Random(f"{path.name} {seed} {busy}"), busy, turn_seconds)
     prepared = prepared_for(runner, "simulated", seed)
-    executor = SharedExecutor(runner, Presence("simulated"))
+    executor = WatchedExecutor(runner, 0, print, presence=Presence("simulated"))
     history = History(ceiling_of(runner), tolerance=prepared.request.tolerance)
     plan = Plan(prepared, history, make_policy("autotune", "throughput", prepared.space), runner.clock)
     number = 0
