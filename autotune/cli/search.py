@@ -28,6 +28,7 @@ def search(
     server: str | None,
     executor: str | None,
     priority: int,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Search for the fastest configuration by running real training steps.
@@ -41,6 +42,10 @@ def search(
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
       autotune search --effective-batch 64 -- python loop.py --batch '{batch}' --acc '{accumulation}'
     """
+    if dry_run and (server is not None or executor is not None):
+        raise InvalidRequestError(
+            "--dry-run looks at this machine, and --server and --executor search on another", "leave one of them out"
+        )
     if server is not None:
         if executor is not None:
             raise InvalidRequestError("--server and --executor are two places to search on", "give one of them")
@@ -68,11 +73,51 @@ def search(
     from autotune.tuning.options import open_search
 
     request = open_search(given)
+    if dry_run:
+        _print_dry_run(request, storage, as_json=as_json)
+        return
     if verifies:
         from autotune.verify.target import check_can_be_verified
 
         check_can_be_verified(request.workload.document())
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
+
+
+def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> None:
+    """Print what a search would do."""
+    from autotune.cli.output import print_json, print_lines, terminal_columns
+    from autotune.cli.view import waiting
+    from autotune.results.prediction_text import prediction_lines
+    from autotune.results.prediction_view import gpu_view
+    from autotune.tuning.dry_run import dry_run_document
+
+    with waiting(f"looking at {request.workload.model}"):
+        document = dry_run_document(request, storage)
+    if as_json:
+        print_json(document)
+        return
+    batches = ", ".join(f"{batch} × {accumulation}" for batch, accumulation in document["batches"])
+    trials, seconds = document["trials"], document["time_budget_seconds"]
+    budget = [*([f"{trials} trials"] if trials else []), *([f"{seconds:g} s"] if seconds else [])]
+    print_lines(
+        [
+            f"study           {document['study']}, or that name with a number where it is taken",
+            f"device          {document['device']}",
+            f"batches         {batches or 'any that fits'}",
+            "configurations  to begin with; settings of the fastest follow from what it measures",
+            *(f"                {arm}" for arm in document["configurations"]),
+            f"at most         {' or '.join(budget) or 'until nothing is left that may be faster'}",
+            *(f"writes          {path}" for path in document["writes"]),
+        ]
+    )
+    if document["predicted"] is None:
+        print_lines(["predicted       nothing, on a CPU: trials find out what fits"])
+    else:
+        print_lines(
+            prediction_lines(
+                [gpu_view(document["predicted"])], all_batches=False, anatomy=False, columns=terminal_columns()
+            )
+        )
 
 
 def search_and_print(

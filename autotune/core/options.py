@@ -488,6 +488,10 @@ class _CommandLine(TypedDict, total=False):
                  "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
     )]
     priority: Annotated[int, Option("Priority in the queue of the service, 0 to 10.", kind=SEED, default_text="0")]
+    dry_run: Annotated[bool, Option(
+        "Say what would be tried, what is predicted of it, and what would be written where; nothing is trained or "
+        "written.", SEARCH,
+    )]
     as_json: Annotated[bool, Option("Print one JSON document instead of text.", JSON, flag="--json")]
 # fmt: on
 

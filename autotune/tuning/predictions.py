@@ -188,7 +188,7 @@ def predicted_document(
     with AnswersBeside(storage) as answers:
         predicted = predictions(targets, [options] * len(targets), answers)
     documents = [
-        _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
+        gpu_document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
     ]
     speed = f"{SPEED_ACCURACY}; {FEW_BITS_SPEED}" if options.get("quantize") else SPEED_ACCURACY
     answer: PredictionDocument = PredictionDocument(True, ACCURACY, speed, documents, documents[0].arms)
@@ -222,7 +222,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
     return chips
 
 
-def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
+def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
     """Return the predictions for one chip."""
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
