@@ -20,9 +20,11 @@ def test_it_says_what_would_be_tried_and_writes_nothing(run: Run, folder: Path) 
     assert list(folder.iterdir()) == []
 
 
-def test_what_it_cannot_look_at_is_refused(run: Run) -> None:
+def test_what_it_cannot_look_at_is_refused(run: Run, folder: Path) -> None:
+    (folder / "train.py").write_text("raise SystemExit('was run')\n")
     own = run("search", "--effective-batch", "8", "--dry-run", "--", "python", "train.py")
-    assert own.code != 0
+    assert own.code == 2
+    assert "--dry-run is for a model by name" in own.stderr
     elsewhere = run(*TINY_SEARCH, "--dry-run", "--server", "http://localhost:1")
     assert elsewhere.code == 2
     assert "--dry-run looks at this machine" in elsewhere.stderr
