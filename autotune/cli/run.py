@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -10,13 +11,20 @@ import click
 
 from autotune.cli.completion import study_argument
 from autotune.cli.options import table_options
+from autotune.core.errors import InvalidRequestError
+from autotune.core.real_training import VARIABLE, RealTraining
 
 
 @click.command(short_help="Train with the winner of a study.")
 @study_argument
 @click.option("--anyway", is_flag=True, help="Also with what led where it is too noisy to tell the fastest.")
+@click.option(
+    "--recover",
+    is_flag=True,
+    help="Where a Trainer runs out of memory, go on from its last checkpoint with half the batch, three times.",
+)
 @table_options("run")
-def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None:
+def run(study: str, script: tuple[str, ...], anyway: bool, recover: bool, storage: str) -> None:
     """Train for real with the winner of a study, in your own code, of which nothing is edited.
 
     What is set is printed. Without a command, the one that was searched is started in the folder of then. This process
@@ -36,6 +44,11 @@ def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None
         report = load_report(store, study)
     if not anyway:
         report.check_is_told()
+    if recover and report.source is not None and report.source.framework != "trainer":
+        raise InvalidRequestError(
+            f"--recover starts trainings with transformers.Trainer again, and {report.source.name} trains otherwise",
+            "leave it out",
+        )
     start = make_start(report, script, str(runs_file(storage, study)))
     for line in start.notes:
         click.echo(line, err=True)
@@ -47,4 +60,13 @@ def run(study: str, script: tuple[str, ...], anyway: bool, storage: str) -> None
     os.chdir(start.cwd)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execvpe(start.words[0], start.words, {**without_secrets(os.environ), **start.variables, **start.handed})
+    variables = {**without_secrets(os.environ), **start.variables}
+    if recover:
+        from autotune.core.schema import decode
+        from autotune.execution.recovery import run_recovering
+
+        training = decode(json.loads(start.handed[VARIABLE]), RealTraining)
+        raise SystemExit(
+            run_recovering(start.words, variables, training, lambda text: click.echo(f"autotune: {text}", err=True))
+        )
+    os.execvpe(start.words[0], start.words, {**variables, **start.handed})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.candidate import Candidate
@@ -43,6 +43,18 @@ class WatchedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovery:
+    """How a training that runs out of memory is started again."""
+
+    file: str
+    """Gets a word where memory ran out."""
+    since: float
+    """When the first attempt began, in seconds of the epoch: older checkpoints are of other trainings."""
+    attempt: int = 0
+    """From 1 on, the training goes on from its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class RealTraining:
     """What to train, and with which settings."""
 
@@ -61,3 +73,16 @@ class RealTraining:
     """The core that it is pinned to, but for the processes that load its data."""
     promise: Promise | None = None
     """What a run is watched for; ``None`` where it is not watched."""
+    recovery: Recovery | None = None
+    """``None`` where running out of memory ends it."""
+
+    def with_smaller_batch(self) -> RealTraining | None:
+        """Return it with the next smaller batch, at most half, of the same effective batch; ``None`` without one."""
+        batch, accumulation = self.candidate.per_device_train_batch_size, self.candidate.gradient_accumulation_steps
+        samples = batch * accumulation
+        smaller = next((size for size in range(batch // 2, 0, -1) if samples % size == 0), None)
+        if smaller is None:
+            return None
+        pair = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": samples // smaller}
+        candidate = Candidate(self.candidate.arm, smaller, samples // smaller)
+        return replace(self, candidate=candidate, arguments={**self.arguments, **pair})

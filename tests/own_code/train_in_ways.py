@@ -30,6 +30,15 @@ class Late(TrainerCallback):
         args.gradient_accumulation_steps = 3
 
 
+class Hungry(TrainerCallback):
+    """Runs out of memory at a step, with batches of eight."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask for more than there is."""
+        if WAY == "hungry" and state.global_step == 7 and args.per_device_train_batch_size == 8:
+            torch.empty(2**50)
+
+
 def main() -> None:
     """Train, and go on in the way that was asked for."""
     torch.manual_seed(0)
@@ -42,14 +51,19 @@ def main() -> None:
         report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
         torch_compile_backend="eager", per_device_train_batch_size=4,
     )  # fmt: skip
+    if WAY in ("hungry", "sated", "never-saves"):
+        arguments.max_steps, arguments.save_steps, arguments.output_dir = 12, 4, WAY
+        arguments.save_strategy = "no" if WAY == "never-saves" else "steps"
     if WAY == "late":
         arguments.per_device_train_batch_size = 4
         arguments.bf16 = False
     made: dict[str, Any] = {"args": arguments, "train_dataset": data, "data_collator": pad}
-    trainer = Trainer(model, callbacks=[Late()] if WAY == "callback" else None, **made)
+    trainer = Trainer(model, callbacks=[Late()] if WAY == "callback" else [Hungry()], **made)
     if WAY == "checkpointing":
         model.gradient_checkpointing_enable()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=sys.argv[2] if len(sys.argv) > 2 else None)
+    if WAY in ("hungry", "sated"):
+        torch.save([each.detach() for each in model.parameters()], f"{WAY}.pt")
     args = trainer.args
     compiled, precision = hasattr(trainer.model_wrapped, "_orig_mod"), trainer.accelerator.mixed_precision
     print(f"{args.train_batch_size} × {args.gradient_accumulation_steps}, {precision}, {compiled}")

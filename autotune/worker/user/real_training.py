@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from autotune.worker.user.code import load_function, run_as_main
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
-from autotune.worker.wrapping import after, on_import
+from autotune.worker.wrapping import after, around, on_import
 
 
 def main() -> None:
@@ -126,6 +127,35 @@ class TrainerRun(Run):
         self._fields = _RealFields(tuned=tuned, say=_say, run=self)
         on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
         on_import("transformers.trainer", lambda module: self._fields.watch_trainer(module.Trainer))
+        if training.recovery is not None:
+            on_import("transformers.trainer", lambda module: around(module.Trainer, "train", self._train_recovering))
+
+    def _train_recovering(self, train: Any, trainer: Any, *words: Any, **options: Any) -> Any:
+        """Train, from the last checkpoint of this run where there is one; end the process where memory runs out."""
+        from autotune.worker.failures import is_out_of_memory
+
+        recovery = self.training.recovery
+        assert recovery is not None
+        if trainer.args.save_strategy == "no":
+            self.stop(
+                f"{self.name} writes no checkpoints, from which --recover would go on",
+                "have it save (--save_strategy steps), or leave --recover out",
+            )
+        if recovery.attempt and not words and options.get("resume_from_checkpoint") is None:
+            found = Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")
+            written = [path for path in found if path.stat().st_mtime >= recovery.since]
+            if written:
+                last = max(written, key=lambda path: int(path.parent.name.rpartition("-")[2]))
+                options["resume_from_checkpoint"] = str(last.parent)
+                _say(f"goes on from {last.parent}")
+        try:
+            return train(trainer, *words, **options)
+        except Exception as error:
+            if not is_out_of_memory(error, 1.0):
+                raise
+            traceback.print_exc()
+            Path(recovery.file).write_text("out of memory", encoding="ascii")
+            leave(1)
 
     def begin(self, trainer: Any) -> None:
         """Apply the winner's levers to a ``Trainer`` that begins to train for the first time, and have it looked at."""

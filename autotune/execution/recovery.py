@@ -1,0 +1,58 @@
+"""Run a real training, and start it again with a smaller batch each time that it runs out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from autotune.core.real_training import VARIABLE, RealTraining, Recovery
+from autotune.core.schema import encode
+
+MOST_RESTARTS = 3
+
+
+def run_recovering(
+    words: Sequence[str], variables: Mapping[str, str], training: RealTraining, say: Callable[[str], None]
+) -> int:
+    """Run a training to its end; return its exit code. Ctrl-C and SIGTERM reach it, and it is not started again."""
+    with tempfile.TemporaryDirectory(prefix="autotune-recover-") as folder:
+        since = time.time()
+        for attempt in range(MOST_RESTARTS + 1):
+            file = os.path.join(folder, str(attempt))
+            training = replace(training, recovery=Recovery(file, since, attempt))
+            code = _run(words, {**variables, VARIABLE: json.dumps(encode(training))})
+            smaller = training.with_smaller_batch()
+            if not os.path.exists(file) or attempt == MOST_RESTARTS:
+                return code
+            if smaller is None:
+                say("out of memory, and there is no smaller batch")
+                return code
+            training = smaller
+            candidate = training.candidate
+            pair = f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
+            say(
+                f"out of memory: started again from its last checkpoint with {pair}, restart {attempt + 1} of at most 3"
+            )
+    raise AssertionError("the last attempt returns")
+
+
+def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    # A terminal sends Ctrl-C to both.
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            words, env=dict(variables), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        )
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ignored)
+    return code if code >= 0 else 128 - code
