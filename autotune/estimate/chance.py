@@ -134,7 +134,7 @@ class Chances:
         """``compiled_recomputes``: whether layers that are compiled with their checkpoints hold on to nothing."""
         self._history, self._compiled_recomputes = history, compiled_recomputes
         self._line = math.log(history.ceiling.line_bytes)
-        self._by_class: dict[tuple[Arm, bool, int], float] = {}
+        self._fits: dict[tuple[Arm, bool, int], float] = {}
         self._ratios = [
             (memory_class(t.candidate.arm), math.log(t.measurement.judged_bytes(t.candidate.arm) / p))
             for t in history.tried
@@ -164,11 +164,15 @@ class Chances:
 
     def fits(self, candidate: Candidate) -> float:
         """Return how likely its peak stays under the line."""
-        if self._history.ruled_out_by(candidate) is not None:
-            return 0.0
-        if (predicted := self._predicted_bytes(candidate)) is not None:
-            return self._by_prediction(candidate, math.log(predicted))
-        return self._by_peaks(candidate)
+        key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
+        if key not in self._fits:
+            if self._history.ruled_out_by(candidate) is not None:
+                self._fits[key] = 0.0
+            elif (predicted := self._predicted_bytes(candidate)) is not None:
+                self._fits[key] = self._by_prediction(candidate, math.log(predicted))
+            else:
+                self._fits[key] = self._by_peaks(candidate)
+        return self._fits[key]
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
         memory = self._history.memory
@@ -206,10 +210,7 @@ class Chances:
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return how likely it fits by measured peaks."""
-        key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
-        if key not in self._by_class:
-            self._by_class[key] = _Peaks.of(self._history, candidate).fits(key[2], self._line)
-        return self._by_class[key]
+        return _Peaks.of(self._history, candidate).fits(candidate.per_device_train_batch_size, self._line)
 
     # Failures
 

@@ -178,7 +178,7 @@ def features(candidate: Candidate, layers: int | None = None) -> Features:
 
 _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "experts_implementation", "sync_each_batch")
 _FURTHER_EFFECT = Effect(0.0, 0.1)
-_PAIR = 0.1
+_PAIR = 0.05
 """Deviation of what two levers give together from what they give alone."""
 
 
@@ -220,6 +220,9 @@ class SpeedModel:
             work = self._passing * prior.passing + (1 - self._passing) * prior.computing
             gpu_effects[row.name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
             host_effects[row.name] = _lever(prior.host)
+            if row.memory == "reserved":
+                # How the allocator reserves memory makes nothing faster.
+                gpu_effects[row.name] = host_effects[row.name] = Effect(0.005, 0.002)
         for one, other in combinations(sorted(_LEVER_NAMES), 2):
             gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
         for part, whole in ((row.name, row.part_of) for row in _LEVERS if row.part_of):
@@ -320,9 +323,10 @@ class SpeedModel:
 
     def _predicted(self, candidate: Candidate) -> StepTime | None:
         """Return the predicted step of the candidate without levers; ``None`` where there is none."""
+        if self._history.steps is None:
+            return None
         plain = without(plain_loader(candidate.arm), (*_LEVER_NAMES, "cpu_affinity"))
-        steps = self._history.steps
-        return steps.predicted(replace(candidate, arm=plain)) if steps is not None else None
+        return self._history.steps.predicted(replace(candidate, arm=plain))
 
     # What it says
 
@@ -335,8 +339,9 @@ class SpeedModel:
         host = host + np.array([self._host_mean(each) for each in at])
         return gpu, gpu_error, host, host_error
 
-    def expected_gain(self, among: Sequence[Candidate], best: float) -> Floats:
-        """Return the expected improvement of each over a speed in samples a second, in logs; a loss counts as 0."""
+    def expected(self, among: Sequence[Candidate], best: float) -> tuple[Floats, Floats]:
+        """Return the expected improvement of each over a speed in samples a second, in logs, where a loss counts as 0;
+        and the expected logarithm of its seconds a sample, roughly: the larger of the two means."""
         gpu, gpu_error, host, host_error = self.times(among)
         limit = -math.log(best)
         below = limit - 3 * np.linspace(0, 1, 80) ** 2
@@ -344,12 +349,7 @@ class SpeedModel:
         both *= _normal((below[None, :] - host[:, None]) / host_error[:, None])
         widths = -np.diff(below)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
-        return gains
-
-    def expected(self, among: Sequence[Candidate]) -> Floats:
-        """Return the expected logarithm of the seconds a sample, roughly: the larger of the two means."""
-        gpu, _, host, _ = self.times(among)
-        return np.maximum(gpu, host)
+        return gains, np.maximum(gpu, host)
 
 
 def _below(z: float) -> float:

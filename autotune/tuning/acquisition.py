@@ -17,7 +17,13 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.speed_model import Floats, SpeedModel
 from autotune.estimate.throughput import speed_of
-from autotune.space.levers import BY_NAME, LEVERS, compiles, levers_of
+from autotune.space.levers import (
+    BY_NAME,
+    LEVERS,
+    compiles,
+    levers_of,
+    never_slower,
+)
 from autotune.space.space import Space
 
 _LEAST_GAIN = 0.0015
@@ -29,6 +35,8 @@ _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
 """A trial without its steps, and how many it has: small models on an H200."""
 _LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
+_LIKELY = 0.5
+"""A batch that is less likely to fit than this is approached from below. A choice."""
 _PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
 
 
@@ -40,6 +48,7 @@ class Acquisition:
     def __init__(self, space: Space, layers: int | None = None) -> None:
         """``layers`` is how many layers of the model can recompute their activations."""
         self._space, self._layers = space, layers
+        self._faster: dict[Arm, frozenset[Arm]] = {}
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. Smaller multiples are searched where nothing above fits."""
@@ -76,9 +85,13 @@ class Acquisition:
         if multiple == space.batches.levels()[0] or not judge.fits_at(multiple):
             over = (t for t in history.tried if t.measurement and history.is_over(t))
             among += [each for t in over if (each := judge.in_expandable_segments(t)) is not None]
-        among = [candidate for candidate in among if judge.is_open(candidate)]
+        among = [each for each in among if judge.is_open(each) and not self._is_beaten(history, each)]
         if not among:
             return None
+        is_first = all(t.candidate == space.baseline(t.candidate.arm.attn_implementation) for t in history.tried)
+        if is_first and (measured := [each for each in among if each in history.elsewhere]):
+            # What other machines of the kind measured decides what is tried first, and nothing else.
+            return max(measured, key=lambda each: history.elsewhere[each])
         values = self._values(history, among, best)
         at = int(np.argmax(values))
         return among[at] if values[at] > 0 else None
@@ -89,24 +102,35 @@ class Acquisition:
         chance = np.array([chances.chance(candidate) for candidate in among])
         # What more likely fits than not is tried before what surely does and is slower.
         likely = np.minimum(1.0, 2 * chance)
-        expected = np.minimum(model.expected(among), 20.0)
+        wanted = speed_of(best) if best is not None else 1.0
+        if best is not None and history.pending:
+            # A trial under way counts as what is expected of it.
+            likeliest = [each for each in history.pending if chances.chance(each) > _LIKELY]
+            if likeliest:
+                wanted = max(wanted, float(np.exp(-model.expected(likeliest, wanted)[1].min())))
+        gains, expected = model.expected(among, wanted)
+        expected = np.minimum(expected, 20.0)
         steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
         extra = np.array([self._extra_seconds(history, candidate.arm) for candidate in among])
         seconds = _TRIAL_SECONDS + steps + extra
         if best is None:
             return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
-        gains = model.expected_gain(among, speed_of(best))
         return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * extra) * gains * likely / seconds)
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return the candidates of a multiple; of a free batch also some between powers of two."""
+        """Return the candidates of a multiple; of a free batch also some between powers of two.
+
+        That is where the larger power was tried, or is unlikely to fit.
+        """
         batches = set(space.batches.at_level(multiple))
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
-        found = []
+        found, chances, judge = [], Chances(history), Judge(space, history)
         for arm in space.arms:
             among = batches
             if is_free and space.batches.only is None:
-                among = batches | {b * part // 4 // multiple * multiple for b in batches for part in (5, 6, 7)}
+                doubled = [space.candidate(arm, 2 * batch) for batch in sorted(batches)]
+                below = [c for c in doubled if not judge.is_open(c) or chances.fits(c) < _LIKELY]
+                among = batches | {c.per_device_train_batch_size * 3 // 4 // multiple * multiple for c in below}
                 fitting = max((t.candidate.per_device_train_batch_size for t in history.feasible(arm)), default=0)
                 over = history.smallest_over(arm, accumulates=False)
                 if over is not None and fitting:
@@ -114,13 +138,33 @@ class Acquisition:
             found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
         return found
 
+    def _is_beaten(self, history: History, candidate: Candidate) -> bool:
+        """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
+
+        Such as the same arm without checkpointing, or in the faster of two precisions. A trial that retried allocations
+        shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less
+        memory is spared.
+        """
+        if candidate.arm not in self._faster:
+            self._faster[candidate.arm] = never_slower(candidate.arm, allows=lambda other: other in self._space.arms)
+        faster, batch = self._faster[candidate.arm], candidate.per_device_train_batch_size
+        if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
+            return True
+        return any(
+            t.candidate.arm in faster
+            and t.candidate.per_device_train_batch_size >= batch
+            and not (t.measurement and t.measurement.allocation_retries)
+            for t in history.believed()
+        )
+
     def _pinned(self, history: History, best: Tried) -> Candidate | None:
         """Return the best candidate pinned to one core, if it is host-bound."""
         arm = best.candidate.arm
         if "cpu_affinity" not in self._space.late or arm.cpu_affinity or arm.offloads_optimizer:
             # An optimizer on the CPU needs all cores.
             return None
-        if not history.is_host_bound(best.candidate):
+        if (arm.torch_compile and arm.cuda_graphs) or not history.is_host_bound(best.candidate):
+            # Compiled again, it was 0.97 to 1.03 times as fast (bert-base, distilbert, Qwen2.5-0.5B; H200).
             return None
         return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from recorded import fault, measurement
+from recorded import fault, measurement, out_of_memory
 from searching import ceiling_of
 from worlds import Summary, draw, play
 
@@ -14,6 +14,8 @@ from autotune.core.units import GIB
 from autotune.estimate.chance import Chances
 from autotune.estimate.history import History, Tried
 from autotune.estimate.speed_model import SpeedModel
+from autotune.space.space import Batches, Space
+from autotune.tuning.acquisition import Acquisition
 
 PLAIN = Arm("bf16")
 GRAPHED = replace(PLAIN, cuda_graphs=True)
@@ -30,7 +32,7 @@ def history_of(busy_share: float) -> History:
 
 def test_a_larger_batch_promises_what_the_gpu_does_not_compute_yet() -> None:
     waits, computes = (
-        float(SpeedModel(history_of(share)).expected_gain([Candidate(PLAIN, 32)], 160.0)[0]) for share in (0.5, 0.95)
+        float(SpeedModel(history_of(share)).expected([Candidate(PLAIN, 32)], 160.0)[0][0]) for share in (0.5, 0.95)
     )
     assert waits == pytest.approx(math.log(2), abs=0.1)
     assert computes < 0.1
@@ -40,7 +42,7 @@ def test_two_levers_that_pay_only_together_promise_it_together() -> None:
     """Graphs leave what the GPU computes, compiling what the host launches: each alone stops at the other."""
     both = replace(COMPILED, cuda_graphs=True)
     among = [Candidate(arm, 16) for arm in (GRAPHED, COMPILED, both)]
-    graphed, compiled, together = SpeedModel(history_of(0.88)).expected_gain(among, 160.0)
+    graphed, compiled, together = SpeedModel(history_of(0.88)).expected(among, 160.0)[0]
     assert together > 1.3 * max(graphed, compiled)
 
 
@@ -51,6 +53,41 @@ def test_a_lever_that_failed_alone_is_not_tried_again_and_one_of_two_may_be() ->
     history.add(Tried("c", Candidate(GRAPHED, 16), fault("no capture")))
     assert Chances(history).runs(Candidate(GRAPHED, 16)) == 0
     assert Chances(history).runs(Candidate(PLAIN, 16)) > 0.9
+
+
+def test_what_is_never_faster_and_beside_a_trial_that_promises_as_much_is_not_tried() -> None:
+    """fp32 where tf32 was measured; and while bf16 is under way, what is not expected to beat it."""
+    space = Space((Arm("tf32"), Arm("fp32")), Batches(16))
+    history, measured = History(ceiling_of(24 * GIB)), Candidate(Arm("tf32"), 16)
+    history.add(Tried("a", measured, Completed(measurement(measured, 1.0, GIB, GIB))))
+    proposed = Acquisition(space).next(history)
+    assert proposed is None or proposed.arm.precision == "tf32"
+    space = Space((Arm("bf16"), Arm("fp16"), Arm("tf32")), Batches(16))
+    first = Acquisition(space).next(history)
+    assert first == Candidate(Arm("bf16"), 16)
+    history.begin(first)
+    beside = Acquisition(space).next(history)
+    assert beside is None or beside.arm.precision == "bf16"
+
+
+def test_other_machines_of_the_kind_decide_what_is_first() -> None:
+    space, history = Space((Arm("bf16"), Arm("tf32")), Batches(64)), History(ceiling_of(24 * GIB))
+    history.elsewhere[Candidate(Arm("tf32"), 16, 4)] = 100.0
+    assert Acquisition(space).next(history) == Candidate(Arm("tf32"), 16, 4)
+
+
+def test_a_free_batch_grows_by_doubling_and_halves_the_last_step() -> None:
+    space, history = Space((Arm("bf16"),), Batches(None)), History(ceiling_of(24 * GIB))
+    acquisition = Acquisition(space)
+    while (candidate := acquisition.next(history)) is not None and len(history.tried) < 20:
+        batch = candidate.per_device_train_batch_size
+        found = measurement(candidate, 0.01 + 0.001 * batch, batch * GIB // 8, batch * GIB // 8)
+        outcome = Completed(found) if batch <= 180 else out_of_memory(24 * GIB)
+        history.add(Tried(str(batch), candidate, outcome))
+    tried = [t.candidate.per_device_train_batch_size for t in history.tried]
+    assert len(tried) <= 8
+    assert max(t.candidate.per_device_train_batch_size for t in history.believed()) >= 128
+    assert all(batch & (batch - 1) == 0 for batch in tried[:2])
 
 
 def test_choices_by_it_are_near_the_best_of_random_worlds_in_fewer_trials() -> None:
