@@ -34,7 +34,7 @@ def test_names_are_unique() -> None:
 
 class TestFunction:
     def test_has_the_options_of_the_search(self) -> None:
-        of_the_command_alone = {"code", "server", "priority", "as_json"}
+        of_the_command_alone = {"code", "server", "priority", "dry_run", "as_json"}
         assert set(SIGNATURE) - {"progress"} == {o.name for o in options_of("search")} - of_the_command_alone
 
     def test_shows_their_defaults(self) -> None:
