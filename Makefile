@@ -66,6 +66,7 @@ lint: install-dev
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/weight.py
 
 # One more than the cores that the tests are meant for, since some wait for a time limit. Each has a process of its own
 # from which others are forked (tests/warm.py): 1 GiB together.
