@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,8 +10,8 @@ from click.core import ParameterSource
 
 from autotune.cli.completion import COMPLETERS
 from autotune.core.errors import InvalidRequestError
-from autotune.core.option_kinds import FLAG, SCRIPT, Kind
-from autotune.core.options import OPTIONS, USUAL, Option, options_of
+from autotune.core.option_kinds import FLAG, GIVEN_LEVERS, SCRIPT, Kind
+from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, options_of, values_of, with_levers
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -52,8 +52,10 @@ def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if option.kind is SCRIPT:
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
-    names, kind = (option.parameter, option.name), option.kind
+    names, kind = (option.own_flag, option.name), option.kind
     help_text = option.help_in.get(command, option.help)
+    if option.kind is GIVEN_LEVERS:
+        return click.option(*names, multiple=True, help=help_text, metavar=option.metavar)
     if option.kind is FLAG:
         return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=help_text)
     is_text = kind.parse is str and kind.json is str
@@ -61,6 +63,7 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
         *names,
         type=click.Choice(kind.choices) if kind.name == "choice" else str if is_text else _Parsed(kind),
         help=help_text,
+        hidden=option.is_lever,
         metavar=option.metavar,
         default=option.default_text,
         show_default=option.default_text is not None,
@@ -95,6 +98,21 @@ class SectionedCommand(click.Command):
             )
         )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command line; what ``--lever`` says counts as given under the lever's own name."""
+        left = super().parse_args(ctx, args)
+        words: Sequence[str] = ctx.params.get("lever", ())
+        for word in words:
+            name, has_value, value = word.partition("=")
+            found = with_levers(options_given(ctx), {name: value if has_value else "on"}, self.name or "")
+            for lever, chosen in found.items():
+                ctx.params[lever] = chosen
+                ctx.set_parameter_source(lever, ParameterSource.COMMANDLINE)
+        if words:
+            ctx.params["lever"] = ()
+            ctx.set_parameter_source("lever", ParameterSource.DEFAULT)
+        return left
+
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
         """Parameter names by heading, in the order of the table."""
@@ -108,15 +126,25 @@ class SectionedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
         for heading, names in self.sections.items():
-            records = [left.pop(name) for name in names]
+            records = [left.pop(name) or _lever_record(name) for name in names]
             if not ctx.meta.get(_ALL):
-                records = [record for name, record in zip(names, records, strict=True) if name in USUAL]
+                records = [
+                    (record[0], USUAL[name] if self.name == "search" else record[1])
+                    for name, record in zip(names, records, strict=True)
+                    if name in USUAL
+                ]
             if heading == list(self.sections)[-1]:
                 records += left.values()
             if not any(records):
                 continue
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record], col_max=28)
+
+
+def _lever_record(name: str) -> tuple[str, str]:
+    """Return a lever as it stands in help: its values and what they mean."""
+    option = BY_NAME[name]
+    return f"{name}={values_of(option).replace(', ', '|').replace('a number', 'N')}", option.help
 
 
 def service_of(ctx: click.Context) -> str | None:

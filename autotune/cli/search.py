@@ -35,12 +35,8 @@ def search(
 
     \b
       autotune search --model bert-large-uncased --effective-batch 64
-      autotune search --model gpt2 --effective-batch 64 --memory-limit 24GiB
-      autotune search --model bert-large-uncased --objective max-batch
-      autotune search --trainer train.py:build --effective-batch 64
-      autotune search --loop train.py:train --effective-batch 64
-      autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
-      autotune search --effective-batch 64 -- python loop.py --batch '{batch}' --acc '{accumulation}'
+      autotune search --trainer train.py:build --lever torch_compile=layers
+      autotune search --effective-batch 64 -- python run_glue.py --do_train
     """
     if dry_run and (server is not None or executor is not None):
         raise InvalidRequestError(

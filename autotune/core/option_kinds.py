@@ -230,3 +230,13 @@ SHARE = _quantity("share", parse_share, float)
 NUMBER = _quantity("number", parse_number, float, 1)
 HEADROOM = _quantity("share|size", parse_headroom, Headroom)
 WORDS = words()
+
+
+def _accept_given_levers(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+LEVERS = choice("auto", "off")
+"""A dict of levers is taken apart before; see ``autotune.core.options.check_arguments``."""
+GIVEN_LEVERS = Kind("words", _accept_given_levers)
+"""``NAME[=VALUE]``, each."""

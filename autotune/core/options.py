@@ -15,15 +15,18 @@ from typing import Annotated, Any, Final, Literal, TypedDict, get_args, get_orig
 
 from autotune.core.candidate import PRECISIONS, STRATEGIES
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom
+from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.option_kinds import (
     BYTES,
     COUNT,
     COUNTS,
     DATASET,
     FLAG,
+    GIVEN_LEVERS,
     GPUS,
     HEADROOM,
     LAYERS,
+    LEVERS,
     LOOP,
     MODEL,
     NUMBER,
@@ -44,6 +47,7 @@ from autotune.core.option_kinds import (
 from autotune.core.workload import TASKS, DTypeName, PeftName, QuantizeName, Task
 
 LeverChoice = Literal["auto", "on", "off"]
+CompileChoice = Literal["auto", "on", "layers", "off"]
 SwitchChoice = Literal["on", "off"]
 CheckpointingChoice = Literal["auto", "on", "off"]
 Objective = Literal["throughput", "max-batch"]
@@ -79,15 +83,41 @@ JSON = (
     "doctor",
 )  # fmt: skip
 
-USUAL = frozenset((
-    "model", "trainer", "loop", "effective_batch", "seq_len", "dataset", "tokenizer", "device", "gpus", "memory_limit",
-    "precision", "gradient_checkpointing", "peft", "quantize", "objective", "effort", "trials", "time_budget", "gpu",
-    "verify", "study", "fresh", "storage", "as_json",
-))  # fmt: skip
-"""Names of the options that ``--help`` shows; ``--help-all`` shows all."""
+USUAL: Mapping[str, str] = {
+    "model": "A name (autotune models), a folder or a hub name.",
+    "trainer": "Your own Trainer: build(overrides) returns it.",
+    "loop": "Your own loop: train(config) trains.",
+    "effective_batch": "Samples of an optimizer step [default: any].",
+    "seq_len": "Tokens of a sample [default: at most 512].",
+    "dataset": "Your samples [default: synthetic ones].",
+    "tokenizer": "Tokenizer or processor [default: the model's].",
+    "device": "cuda:0, cpu, … [default: the first GPU].",
+    "gpus": "Several GPUs together: 2, all or 0,1.",
+    "memory_limit": "Use only so much memory, e.g. 24GiB.",
+    "precision": "E.g. bf16,tf32 [default: all there are].",
+    "gradient_checkpointing": "auto: try with and without.",
+    "attn": "Attention, e.g. sdpa,eager.",
+    "optim": "Optimizers, as TrainingArguments.optim.",
+    "peft": "Train LoRA adapters.",
+    "quantize": "Quantize the frozen weights.",
+    "lever": "What may make it faster; --help-all lists them.",
+    "levers": "off: only those named by --lever.",
+    "objective": "The fastest, or the largest batch.",
+    "effort": "quick: stop at the first answer.",
+    "trials": "Run at most N trials.",
+    "time_budget": "Start no trial that ends later, e.g. 5m.",
+    "gpu": "GPUs by name, e.g. rtx-3090,a100-80gb.",
+    "verify": "Check the result with a stock Trainer.",
+    "fresh": "Reuse nothing of earlier searches.",
+    "study": "Name of the study; an existing one goes on.",
+    "storage": "Database [default: studies/autotune.db].",
+    "as_json": "Print one JSON document.",
+}
+"""The options that ``--help`` of a search shows, in one line each; ``--help-all`` shows all, and says more."""
 
 TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
+TRIED_LEVERS = "Levers (--lever NAME=VALUE)"
 
 
 _FROM_TYPE = Kind("that of its values' type", str)
@@ -118,18 +148,29 @@ class Option:
     envvar: str | None = None
     own_code_decides: bool = False
     """Whether the user's own training code decides it, so that the option is refused beside such code."""
+    is_lever: bool = False
+    """Whether it is given as ``--lever NAME=VALUE``. The flag of its own, ``--name``, is understood but not shown."""
 
     @property
     def parameter(self) -> str:
-        """How it is written on the command line."""
+        """How it is written on the command line, without a value."""
+        return f"--lever {self.name}" if self.is_lever else self.own_flag
+
+    @property
+    def own_flag(self) -> str:
+        """The flag of this option alone."""
         return self.flag or "--" + self.name.replace("_", "-")
+
+    def said(self, value: Any) -> str:
+        """Return how a value is written on the command line: ``--precision bf16`` or ``--lever float8=on``."""
+        return f"{self.parameter}{'=' if self.is_lever else ' '}{value}"
 
     @cached_property
     def default(self) -> Any:
         """The value where nothing is given."""
         if self.kind is FLAG:
-            return self.parameter.startswith("--no-")
-        if self.kind is SCRIPT:
+            return self.own_flag.startswith("--no-")
+        if self.kind in (SCRIPT, GIVEN_LEVERS):
             return ()
         return None if self.default_text is None else self.kind.read(self.default_text)
 
@@ -336,16 +377,30 @@ class _Tried(TypedDict, total=False):
         "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", ALL,
         help_in=dict.fromkeys(PREDICTED, "Values of TrainingArguments.optim [default: adamw_torch_fused]."),
     )]
+    batch_multiple: Annotated[int | None, Option(
+        "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].", ALL,
+    )]
+    levers: Annotated[Literal["auto", "off"] | Mapping[str, Any], Option(
+        "What else may make training faster. auto: each as it stands under Levers; off: only those that --lever turns "
+        "on. In Python also a dict of levers and their values.", kind=LEVERS, default_text="auto",
+        metavar="auto|off",
+    )]
+
+
+class _Levers(TypedDict, total=False):
+    """What may make training faster, each given as ``--lever NAME=VALUE``."""
+
     expandable_segments: Annotated[LeverChoice | None, Option(
         "Expandable segments of CUDA's allocator. auto: try them where memory limits the best; on: always; off: never "
         "[default: auto on one GPU where levers are searched, else off; on where PYTORCH_ALLOC_CONF says so].",
     )]
-    torch_compile: Annotated[LeverChoice, Option(
+    torch_compile: Annotated[CompileChoice, Option(
         "auto: try it on the best candidates once there is a first answer, where the gain is expected to be worth its "
-        "time; on: on every candidate; off: never.", default_text="auto",
+        "time; on: the whole model on every candidate; layers: each layer alone, on every candidate; off: never.",
+        default_text="auto",
     )]
     cuda_graphs: Annotated[LeverChoice, Option(
-        "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as --torch-compile.",
+        "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as torch_compile.",
         default_text="auto",
     )]
     partial_checkpointing: Annotated[int | str, Option(
@@ -357,28 +412,28 @@ class _Tried(TypedDict, total=False):
         "contexts that need it.", BOTH, default_text="off",
     )]
     length_multiple: Annotated[int | str, Option(
-        "Pad batches of texts to multiples of so many tokens, so that they have few shapes. auto: as --torch-compile; "
+        "Pad batches of texts to multiples of so many tokens, so that they have few shapes. auto: as torch_compile; "
         "a number: always; off: never.", kind=LAYERS, default_text="auto",
     )]
     unpadded: Annotated[LeverChoice, Option(
-        "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", default_text="auto",
+        "Pass no attention mask where no sample is padded. auto, on, off: as torch_compile.", default_text="auto",
     )]
     padding_free: Annotated[LeverChoice, Option(
         "Put the samples of a batch of a causal language model in one row, so that none is padded; each attends to "
-        "itself alone. auto, on, off: as --torch-compile.", default_text="auto",
+        "itself alone. auto, on, off: as torch_compile.", default_text="auto",
     )]
     uncached_casts: Annotated[LeverChoice, Option(
         "With checkpointing under autocast, keep no 16-bit copies of the weights until the end of the forward pass. "
-        "auto, on, off: as --torch-compile.", default_text="auto",
+        "auto, on, off: as torch_compile.", default_text="auto",
     )]
     fused_loss: Annotated[LeverChoice, Option(
-        "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
+        "Compute the loss of a causal language model without its whole logits. auto, on, off: as torch_compile.",
         BOTH, default_text="auto", help_in={"predict": "Compute the loss of a causal language model without its whole "
         "logits. auto: where nothing fits without; on: always; off: never."},
     )]
     sparse_prediction: Annotated[LeverChoice, Option(
         "Compute the logits of a masked language model for the masked tokens alone, of which searches have "
-        "15 %. auto, on, off: as --torch-compile.",
+        "15 %. auto, on, off: as torch_compile.",
         default_text="auto",
     )]
     cudnn_attention: Annotated[LeverChoice, Option(
@@ -395,9 +450,6 @@ class _Tried(TypedDict, total=False):
     cpu_affinity: Annotated[LeverChoice, Option(
         "Pin all threads to one CPU core. auto: try it on the best candidate if it is host-bound; on: always; off: "
         "never.", default_text="auto",
-    )]
-    batch_multiple: Annotated[int | None, Option(
-        "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].", ALL,
     )]
 
 
@@ -487,6 +539,10 @@ class _CommandLine(TypedDict, total=False):
                  "show": "URL of a service that has the study.", "report": "URL of a service that has the study.",
                  "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
     )]
+    lever: Annotated[Sequence[str], Option(
+        "Turn a lever on or off, or give its value: --lever torch_compile=layers --lever cuda_graphs=off. The name alone "
+        "turns it on. May be repeated.", BOTH, kind=GIVEN_LEVERS, section=TRIED, metavar="NAME[=VALUE]",
+    )]
     priority: Annotated[int, Option("Priority in the queue of the service, 0 to 10.", kind=SEED, default_text="0")]
     dry_run: Annotated[bool, Option(
         "Say what would be tried, what is predicted of it, and what would be written where; nothing is trained or "
@@ -496,7 +552,7 @@ class _CommandLine(TypedDict, total=False):
 # fmt: on
 
 
-class SearchOptions(_OwnCode, _Workload, _Data, _Device, _Tried, _How, _Kept, total=False):
+class SearchOptions(_OwnCode, _Workload, _Data, _Device, _Tried, _Levers, _How, _Kept, total=False):
     """The options of ``autotune.search`` that are given by name."""
 
 
@@ -509,6 +565,7 @@ _GROUPS: tuple[tuple[type, str, bool], ...] = (
     (_OtherGpus, DEVICE, False),
     (_Device, DEVICE, False),
     (_Tried, TRIED, False),
+    (_Levers, TRIED_LEVERS, False),
     (_How, HOW, False),
     (_Verified, HOW, False),
     (_Shown, WHERE, False),
@@ -540,6 +597,7 @@ def _declared() -> Iterator[Option]:
                 kind=_kind_of(values) if option.kind is _FROM_TYPE else option.kind,
                 section=option.section or heading,
                 own_code_decides=option.own_code_decides or own_code_decides,
+                is_lever=group is _Levers,
             )
 
 
@@ -574,12 +632,54 @@ def json_value(value: Any) -> Any:
 def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
     """Return Python arguments as the command line has them: text parsed, paths as text, lists as tuples.
 
-    ``None`` stays where it is the default of an option that is not ``required``. Raises ``InvalidRequestError`` for
-    what is no value of its option.
+    A dict of ``levers`` becomes an argument for each. ``None`` stays where it is the default of an option that is not
+    ``required``. Raises ``InvalidRequestError`` for what is no value of its option.
     """
+    if isinstance(levers := given.get("levers"), Mapping):
+        given = {name: value for name, value in given.items() if name != "levers"}
+        given = {**given, **with_levers(given, levers)}
     return {
         name: None
         if value is None and BY_NAME[name].default is None and name not in required
         else BY_NAME[name].kind.check(name, value)
         for name, value in given.items()
     }
+
+
+def names_of_levers(command: str = "search") -> tuple[str, ...]:
+    """Return the names of the levers that a command has."""
+    return tuple(option.name for option in options_of(command) if option.is_lever)
+
+
+def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
+    """Return the values of ``levers`` by name, checked; ``True`` and ``False`` are on and off.
+
+    Raises ``InvalidRequestError`` for an unknown lever, for a value that it does not have, and for one that ``given``
+    says otherwise.
+    """
+    known, found = names_of_levers(command), {}
+    for written, value in levers.items():
+        name = str(written).replace("-", "_")
+        if name not in known:
+            meant = did_you_mean(name, known, most=1, least_ratio=0.5)
+            raise InvalidRequestError(
+                f"there is no lever {str(written)[:40]!r}", meant or f"there are {', '.join(known)}"
+            )
+        option, word = BY_NAME[name], {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        try:
+            found[name] = option.kind.read(word) if isinstance(word, str) else option.kind.accept(word)
+        except (ValueError, InvalidRequestError) as error:
+            raise InvalidRequestError(
+                f"{option.said(str(word)[:40])}: {name} has no such value", f"give one of {values_of(option)}"
+            ) from error
+        if given.get(name) not in (None, found[name]):
+            raise InvalidRequestError(
+                f"{option.said(found[name])} and {option.own_flag} {given[name]} say different things",
+                "give one of the two",
+            )
+    return found
+
+
+def values_of(option: Option) -> str:
+    """Return the values of a lever in words: ``auto, on, off``."""
+    return ", ".join(option.kind.choices or ("auto", "off", "a number"))

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from autotune.core.candidate import Document
-from autotune.core.option_kinds import Kind
+from autotune.core.option_kinds import LEVERS, Kind
 from autotune.core.options import BY_NAME
 from autotune.core.schema import json_schemas
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
@@ -209,4 +209,6 @@ def _values(kind: Kind) -> Document:
         "n,…": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]},
     }
     numbers = {"anyOf": [{"type": "number"}, {"type": "string"}]}
+    if kind is LEVERS:
+        return {"anyOf": [word, {"type": "object"}]}
     return known.get(kind.name) or (numbers if kind.json in (int, float) or "size" in kind.name else word)

@@ -20,7 +20,7 @@ from autotune.service.requests import canonical, check_names, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
 _NOT_OVER_HTTP = frozenset(
-    {"storage", "as_json", "server", "all_batches", "anatomy", "fail_if_not_fit", "gpu_spec", "prices"}
+    {"storage", "as_json", "server", "all_batches", "anatomy", "fail_if_not_fit", "gpu_spec", "prices", "lever"}
 )
 Command = Literal["predict", "advise"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

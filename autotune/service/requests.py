@@ -28,7 +28,7 @@ from autotune.tuning.run import free_names
 
 # Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
 _NOT_OVER_HTTP = frozenset(
-    {"storage", "wait", "as_json", "server", "priority", "parallel", "executor", "dry_run", *BRINGS_CODE}
+    {"storage", "wait", "as_json", "server", "priority", "parallel", "executor", "dry_run", "lever", *BRINGS_CODE}
 )
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
 # Besides the options of a search.

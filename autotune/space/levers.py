@@ -194,7 +194,7 @@ def _no_graphs(training: Training) -> str | None:
     if not training.has_trainer:
         return "only the steps of a Trainer are captured"
     if training.shapes_vary:
-        return "batches differ in length, and a graph has one shape; with --length-multiple they have few"
+        return "batches differ in length, and a graph has one shape; with --lever length_multiple they have few"
     return "several ranks are not captured" if training.ranks > 1 else None
 
 

@@ -56,19 +56,19 @@ def _check_levers(request: SearchRequest) -> None:
         require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
     is_cpu = request.device.kind == "cpu"
     if request.expandable_segments == "on" and is_cpu:
-        raise DeviceError("cpu has no allocator with expandable segments", "leave --expandable-segments at auto or off")
+        raise DeviceError("cpu has no allocator with expandable segments", "leave that lever at auto or off")
     if request.cpu_affinity == "on" and (problem := request.why_not_pinned()) is not None:
-        raise DeviceError(f"--cpu-affinity on: {problem}", "leave --cpu-affinity at auto or off")
+        raise DeviceError(f"{BY_NAME['cpu_affinity'].said('on')}: {problem}", "leave it at auto or off")
     if request.liger != "off":
         if is_cpu:
-            raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
-        require("liger-kernel", "--liger")
+            raise DeviceError("cpu cannot run Liger's kernels", "leave it off, or choose a GPU")
+        require("liger-kernel", BY_NAME["liger"].said(request.liger))
     if request.float8 == "on":
         if is_cpu or (request.device.capability or (0, 0)) < _FLOAT8_SINCE:
-            raise DeviceError(f"{request.device.name} has no FP8 units", "leave --float8 out")
-        require("torchao", "--float8")
-    if request.torch_compile == "on" and request.is_at_hand:
-        require_compiler(request.device.kind, "--torch-compile on")
+            raise DeviceError(f"{request.device.name} has no FP8 units", "leave float8 off")
+        require("torchao", BY_NAME["float8"].said("on"))
+    if request.torch_compile in ("on", "layers") and request.is_at_hand:
+        require_compiler(request.device.kind, BY_NAME["torch_compile"].said(request.torch_compile))
     _check_experts(request)
     _check_settings(request, _MANY_LAYERS)
     if FLASH_ATTENTION in (request.attn_implementations or ()):
@@ -124,19 +124,19 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
         if why is not None:
-            option = f"--{row.option.replace('_', '-')}"
-            raise InvalidRequestError(f"{option} {getattr(request, row.option)}: {why}", f"leave {option} out")
+            said = BY_NAME[row.option].said(getattr(request, row.option))
+            raise InvalidRequestError(f"{said}: {why}", "leave it out")
     asked = settings.get("checkpointed_layers", 0)
     if layers is not None and asked > layers:
         raise InvalidRequestError(
-            f"--partial-checkpointing {asked}: the model has {layers} layers", "leave it at auto or off"
+            f"{BY_NAME['partial_checkpointing'].said(asked)}: the model has {layers} layers", "leave it at auto or off"
         )
     if "offload_activations" in settings and request.is_at_hand:
         version = version_of("transformers") or ""
         if tuple(map(int, version.split(".")[:2])) < _OFFLOADS_SINCE:
             raise InvalidRequestError(
-                f"--offload-activations on: transformers {version} cannot, which 5.17 and later do",
-                "upgrade transformers, or leave --offload-activations out",
+                f"{BY_NAME['offload_activations'].said('on')}: transformers {version} cannot, which 5.17 and later do",
+                "upgrade transformers, or leave it out",
             )
 
 
@@ -150,13 +150,13 @@ def _check_together(request: SearchRequest, settings: Mapping[str, Any]) -> None
             continue
         mine, other = (_option_of(each) for each in (row, beside[0]))
         if row.name == "padding_free" and packs:
-            raise InvalidRequestError(f"--packing does not go with {other} on", f"leave {other} out")
-        raise InvalidRequestError(f"{mine} on does not go with {other} on", f"leave {mine} or {other} out")
+            raise InvalidRequestError(f"--packing does not go with {other}", "leave one of them out")
+        raise InvalidRequestError(f"{mine} does not go with {other}", "leave one of them out")
 
 
 def _option_of(row: Lever) -> str:
     """Return the option of the command line that turns a setting on."""
-    return BY_NAME[row.option or {"use_liger_kernel": "liger"}.get(row.name, row.name)].parameter
+    return BY_NAME[row.option or {"use_liger_kernel": "liger"}.get(row.name, row.name)].said("on")
 
 
 def _check_ranks_of_own_code(request: SearchRequest) -> None:
@@ -208,9 +208,9 @@ def _check_context_parallel(request: SearchRequest) -> None:
         raise InvalidRequestError(f"{said}: ranks share samples with sdpa, not {attentions[0]}", "leave --attn out")
     data, stretches = workload.data, 2 * count
     for option, is_asked in (
-        ("--liger", request.liger != "off"),
+        (BY_NAME["liger"].parameter, request.liger != "off"),
         ("--packing", data is not None and data.packing),
-        ("--padding-free", request.padding_free == "on"),
+        (BY_NAME["padding_free"].parameter, request.padding_free == "on"),
     ):
         if is_asked:
             raise InvalidRequestError(f"{said} does not go with {option}", f"leave {option} out")
@@ -278,10 +278,10 @@ def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
             "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",
             "leave it out, or choose a GPU",
         )
-    if request.torch_compile == "on":
+    if request.torch_compile in ("on", "layers"):
         raise InvalidRequestError(
             f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
-            "leave --torch-compile out, or use --strategy ddp",
+            f"leave {BY_NAME['torch_compile'].parameter} out, or use --strategy ddp",
         )
     # Last, so that nothing has to be installed for what cannot be.
     if request.is_at_hand:

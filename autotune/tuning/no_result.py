@@ -51,8 +51,8 @@ def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
         ("free memory on the device or take a larger one", request.memory_limit_bytes is None),
         ("shorten --seq-len", workload.is_text),
         ("allow --gradient-checkpointing auto", request.gradient_checkpointing == "off"),
-        *((f"add --{name.replace('_', '-')} on", True) for name in request.untried_resorts()),
-        ("add --offload-activations on", request.may_offload),
+        *((f"add --lever {name}=on", True) for name in request.untried_resorts()),
+        ("add --lever offload_activations=on", request.may_offload),
         ("leave --batch-multiple out", (request.batch_multiple or 1) > 1),
     ]
     return ", or ".join(way for way, is_open in ways if is_open)

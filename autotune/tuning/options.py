@@ -10,7 +10,7 @@ from typing import Any
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.device import Device, Precision
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import BY_NAME, DATA, OPTIONS, names, options_of
+from autotune.core.options import BY_NAME, DATA, OPTIONS, names, names_of_levers, options_of
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, LORA_DEFAULTS, DTypeName, Task, Workload
 from autotune.devices.listing import find_device, find_gpus
@@ -49,10 +49,17 @@ def build_request(
     ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
     that the options name, one for each rank.
     """
+    if options.get("levers") == "off":
+        off = {name: "off" for name in names_of_levers() if name not in given and options[name] in ("auto", None)}
+        # What the environment says of the allocator is how training runs without autotune.
+        if segments_expand(os.environ) is not None:
+            del off["expandable_segments"]
+        options = {**options, **off}
     named = devices or (named_devices(options) if options.get("gpus") is not None else ())
     if options.get("packing") and "padding_free" in given and options["padding_free"] == "off":
         raise InvalidRequestError(
-            "--padding-free off does not go with --packing, whose rows are never padded", "leave --padding-free out"
+            f"{BY_NAME['padding_free'].said('off')} does not go with --packing, whose rows are never padded",
+            "leave it out",
         )
     own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
@@ -295,7 +302,7 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     padding = ["pad_to_max_length", "pad_to_multiple_of"]
     joining = {"--packing": [*padding, "group_by_length"]} if options["packing"] else {}
     if options.get("padding_free") == "on":
-        joining["--padding-free on"] = padding
+        joining[BY_NAME["padding_free"].said("on")] = padding
     for said, excluded in joining.items():
         for option in excluded:
             if options[option]:

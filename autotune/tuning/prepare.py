@@ -124,10 +124,9 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         )
     for row in LEVERS:
         if row.is_idle and row.name in request.settings() and not any(levers_of(arm, [row.name]) for arm in arms):
-            option = f"--{row.name.replace('_', '-')}"
             raise InvalidRequestError(
-                f"{option} on: nothing that is searched has it: it is for checkpointing in bf16 or fp16",
-                f"allow one of these precisions with checkpointing, or leave {option} out",
+                f"--lever {row.name}=on: nothing that is searched has it: it is for checkpointing in bf16 or fp16",
+                "allow one of these precisions with checkpointing, or leave it out",
             )
     arms = arms_with_strategies(arms, request, model)
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"

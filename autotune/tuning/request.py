@@ -22,6 +22,7 @@ from autotune.core.options import BY_NAME as OPTION_BY_NAME
 from autotune.core.options import (
     OPTUNA_SAMPLERS,
     CheckpointingChoice,
+    CompileChoice,
     LeverChoice,
     Objective,
     Option,
@@ -94,7 +95,7 @@ class SearchRequest:
     optims: tuple[str, ...] = _of("optim", default=(DEFAULT_OPTIM,))
     expandable_segments: LeverChoice = _of("expandable_segments", sparse=True, default="off")
     """``auto`` tries it where memory keeps the best arm from a larger batch."""
-    torch_compile: LeverChoice = _of("torch_compile", sparse=True)
+    torch_compile: CompileChoice = _of("torch_compile", sparse=True)
     cuda_graphs: LeverChoice = _of("cuda_graphs", sparse=True)
     partial_checkpointing: str = _of("partial_checkpointing", sparse=True)
     """``auto``, ``off`` or a number of layers."""
@@ -263,9 +264,12 @@ class SearchRequest:
             # What is on by default is a lever where it is off.
             if row.option and getattr(self, row.option) == ("off" if row.values[:1] == (True,) else "on")
         }
+        if self.torch_compile == "layers":
+            chosen |= {"torch_compile": True, "regional_compilation": True}
         if self.objective == "max-batch":
             # Compiling does not change the largest batch that fits.
             chosen.pop("torch_compile", None)
+            chosen.pop("regional_compilation", None)
         if self.workload.data is not None and self.workload.data.packing:
             chosen["padding_free"] = True
         for name, value in (

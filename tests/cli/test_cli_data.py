@@ -182,7 +182,7 @@ def test_a_model_that_mixes_the_samples_of_a_row_ends_the_search_at_its_first_tr
     write_tokenizer(folder / "tokenizer")
     ran = run(
         "search", "--model", "mamba", "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--seq-len", "32",
-        "--padding-free", "on", "--effective-batch", "8", "--device", "cpu", "--no-baseline", "--storage", "s.db",
+        "--lever", "padding_free=on", "--effective-batch", "8", "--device", "cpu", "--no-baseline", "--storage", "s.db",
         "--memory-limit", "1GiB",
     )  # fmt: skip
     assert ran.code != 0

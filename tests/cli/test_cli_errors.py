@@ -64,9 +64,9 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--padding-free on --pad-to-max-length", ("--pad-to-max-length", "--padding-free on", "give one of the two")),
-        ("--padding-free on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--padding-free on")),
-        ("--packing --padding-free off", ("--padding-free off", "--packing", "leave --padding-free out")),
+        ("--lever padding_free=on --pad-to-max-length", ("--pad-to-max-length", "--lever padding_free=on", "give one of the two")),
+        ("--lever padding_free=on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--lever padding_free=on")),
+        ("--packing --lever padding_free=off", ("--lever padding_free=off", "--packing", "leave it out")),
     ],
 )
 def test_settings_that_have_nothing_to_pad(words: str, named: tuple[str, ...], run: Run, folder: Path) -> None:

@@ -59,8 +59,8 @@ def test_what_cannot_be_trained_on_is_refused_before_any_trial(place: Path) -> N
         ((*named, "--seq-len", "30"), ("samples have more than --seq-len 30 tokens", "give --seq-len ")),
         ((*named, "--tokenizer", "nowhere"), ("there is no processor in nowhere", "--tokenizer")),
         (
-            (*named, "--padding-free", "on"),
-            ("--padding-free on: samples of image-text-to-text are not put in one row",),
+            (*named, "--lever", "padding_free=on"),
+            ("--lever padding_free=on: samples of image-text-to-text are not put in one row",),
         ),
         ((*named, "--images", "2"), ("--images 2 is for synthetic samples", "leave --images out")),
     ):

@@ -184,11 +184,11 @@ def test_what_only_a_search_tried_is_predicted(tmp_path: Path) -> None:
     asked = ("predict", *trained, "--gpu", "rtx-4090", "--precision", "bf16", "--gradient-checkpointing", "on")
     plain, saving = (
         json.loads(run_process(*asked, *more, "--json", folder=tmp_path).stdout)["arms"]
-        for more in ((), ("--offload-activations", "on", "--fused-loss", "on"))
+        for more in ((), ("--lever", "offload_activations=on", "--lever", "fused_loss=on"))
     )
     assert [(arm["offload_activations"], arm["fused_loss"]) for arm in saving] == [(True, True)]
     assert saving[0]["batches"][0]["peak_allocated_bytes"] < plain[0]["batches"][0]["peak_allocated_bytes"]
-    told = run_process(*asked, "--offload-activations", "on", folder=tmp_path)
+    told = run_process(*asked, "--lever", "offload_activations=on", folder=tmp_path)
     assert "Offloaded: the time of the copies to the host and back is not counted" in told.stdout
 
 

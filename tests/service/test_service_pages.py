@@ -369,7 +369,7 @@ def test_what_was_asked_is_written_as_a_command_takes_it(visitor: TestClient, st
     request = {**LARGE, "time_budget": 30 * 86400.0, "torch_compile": "on", "fresh": True}
     job, _ = store.queue.submit("asked", request, Needs("cuda", memory_bytes=80 * GIB, count=2))
     page = visitor.get(f"/searches/{job.id}").text
-    for option in ("--time-budget 2592000s", "--torch-compile on", "--gpus 2", "--fresh"):
+    for option in ("--time-budget 2592000s", "--lever torch_compile=on", "--gpus 2", "--fresh"):
         assert f"<code>{option}</code>" in page
         assert option in re.findall(r'<code id="again">(.*)</code>', page)[0]
     # What a request alone can ask for.

@@ -48,7 +48,7 @@ class TestRequest:
     def test_a_cpu_needs_all_its_cores(self) -> None:
         on_cpu = dataclasses.replace(request(), device=find_device("cpu"), memory_limit_bytes=None)
         assert on_cpu.pins == "off"
-        with pytest.raises(DeviceError, match="--cpu-affinity on: a training on the CPU needs all its cores"):
+        with pytest.raises(DeviceError, match="--lever cpu_affinity=on: a training on the CPU needs all its cores"):
             check_request(dataclasses.replace(on_cpu, cpu_affinity="on"))
 
     def test_several_processes_need_a_core_each(self) -> None:

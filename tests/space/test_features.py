@@ -332,10 +332,10 @@ def test_compiling_is_refused_where_there_is_no_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InvalidRequestError, match=r"--torch-compile on needs a compiler: there is no g"):
-        require_compiler(kind, "--torch-compile on")
+    with pytest.raises(InvalidRequestError, match=r"--lever torch_compile=on needs a compiler: there is no g"):
+        require_compiler(kind, "--lever torch_compile=on")
     monkeypatch.setenv(variable, str(compiler))
-    require_compiler(kind, "--torch-compile on")
+    require_compiler(kind, "--lever torch_compile=on")
     monkeypatch.setenv(variable, "/missing/c++")
     with pytest.raises(InvalidRequestError, match=f"{variable} is /missing/c\\+\\+, which is not there"):
-        require_compiler(kind, "--torch-compile on")
+        require_compiler(kind, "--lever torch_compile=on")

@@ -122,7 +122,7 @@ class TestRefused:
                 "--context-parallel 2: --optim adafactor cannot update sharded weights",
                 "leave --context-parallel out, or use --optim adamw_torch_fused",
             ),
-            ({"liger": "auto"}, "does not go with --liger", "leave --liger out"),
+            ({"liger": "auto"}, "does not go with --lever liger", "leave --lever liger out"),
             ({"workload": with_data(packing=True)}, "does not go with --packing", "leave --packing out"),
             ({"workload": BERT}, "this is sequence-classification", "leave --context-parallel out"),
             ({"strategies": ("ddp", "fsdp")}, "with FSDP, not ddp", "use --strategy fsdp-keep,fsdp"),
@@ -136,8 +136,8 @@ class TestRefused:
             ({"workload": with_data(pad_to_multiple_of=6)}, "those of --dataset differ", "--pad-to-max-length"),
             (
                 {"padding_free": "on", "workload": dataclasses.replace(LLAMA, padding=0.5)},
-                "does not go with --padding-free",
-                "leave --padding-free out",
+                "does not go with --lever padding_free",
+                "leave --lever padding_free out",
             ),
             (
                 {"workload": dataclasses.replace(LLAMA, quantize="4bit", peft="lora", lora_rank=4)},

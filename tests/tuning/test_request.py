@@ -29,10 +29,10 @@ class TestChecked:
     @pytest.mark.parametrize(
         ("lever", "words"),
         [
-            ("fused_loss", "--fused-loss on: sequence-classification has no loss over a vocabulary"),
-            ("sparse_prediction", "--sparse-prediction on: sequence-classification masks no tokens"),
-            ("unpadded", "--unpadded on: samples are padded"),
-            ("padding_free", "--padding-free on: samples of sequence-classification are not put in one row"),
+            ("fused_loss", "--lever fused_loss=on: sequence-classification has no loss over a vocabulary"),
+            ("sparse_prediction", "--lever sparse_prediction=on: sequence-classification masks no tokens"),
+            ("unpadded", "--lever unpadded=on: samples are padded"),
+            ("padding_free", "--lever padding_free=on: samples of sequence-classification are not put in one row"),
         ],
     )
     def test_a_lever_that_the_training_cannot_have(self, lever: str, words: str) -> None:
@@ -47,7 +47,7 @@ class TestChecked:
         with pytest.raises(DeviceError, match="NVIDIA H200 has no FP8 units"):
             check_request(older)
         monkeypatch.setattr("autotune.space.features.version_of", lambda name: None)
-        with pytest.raises(InvalidRequestError, match="--float8 needs torchao, which is not installed"):
+        with pytest.raises(InvalidRequestError, match="--lever float8 needs torchao, which is not installed"):
             check_request(asked)
 
     def test_experts_of_a_model_that_has_some(self) -> None:
@@ -60,7 +60,7 @@ class TestChecked:
 
     def test_a_lever_that_the_data_rules_out_once_it_was_read(self) -> None:
         data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
-        with pytest.raises(InvalidRequestError, match="--unpadded on: samples are padded"):
+        with pytest.raises(InvalidRequestError, match="--lever unpadded=on: samples are padded"):
             prepare(request(workload=dataclasses.replace(BERT_LARGE, data=data), unpadded="on"), facts())
 
     def test_levers_that_exclude_each_other(self) -> None:
@@ -70,14 +70,14 @@ class TestChecked:
     def test_activations_that_may_be_offloaded(self) -> None:
         arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms
         assert {(arm.gradient_checkpointing, arm.offload_activations) for arm in arms} == {(False, False), (True, True)}
-        with pytest.raises(InvalidRequestError, match="--offload-activations on: nothing is recomputed with --grad"):
+        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on: nothing is recomputed with --grad"):
             check_request(request(offload_activations="on", gradient_checkpointing="off"))
-        with pytest.raises(InvalidRequestError, match="--offload-activations on does not go with --torch-compile on"):
+        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on does not go with --lever torch_compile=on"):
             check_request(request(offload_activations="on", torch_compile="on"))
         cpu, other = dataclasses.replace(H200, kind="cpu"), dataclasses.replace(H200, index=1, uuid="other")
         with pytest.raises(InvalidRequestError, match="on: activations on cpu are in the host's memory already"):
             check_request(dataclasses.replace(request(offload_activations="on"), device=cpu))
-        with pytest.raises(InvalidRequestError, match="--offload-activations on: it is searched on one GPU"):
+        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on: it is searched on one GPU"):
             check_request(request(offload_activations="on", others=(other,), world_size=2))
 
     def test_more_layers_than_the_model_can_recompute(self) -> None:
@@ -89,7 +89,7 @@ class TestChecked:
             None,
             12,
         }
-        with pytest.raises(InvalidRequestError, match="--partial-checkpointing 12: the model has 6 layers"):
+        with pytest.raises(InvalidRequestError, match="--lever partial_checkpointing=12: the model has 6 layers"):
             prepare(partial, facts(checkpointing_layers=6))
 
 

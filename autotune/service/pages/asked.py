@@ -67,6 +67,8 @@ def command_of(fields: Mapping[str, str], url: str) -> str:
 def arguments(name: str, text: str) -> list[str]:
     """Return a field of the form as words of a command: an option's name, and its value where it takes one."""
     option = BY_NAME[name]
+    if option.is_lever:
+        return ["--lever", f"{name}={text}"]
     return [option.parameter] if option.kind is FLAG else [option.parameter, text]
 
 
