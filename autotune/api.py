@@ -177,7 +177,8 @@ def search(
 
     Options have the names and meanings of the command's. Sizes are bytes or text (``"24GiB"``), durations seconds or
     text (``"5m"``), lists are sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
-    ``--no-baseline``. ``levers={"torch_compile": "layers", "cuda_graphs": "off"}`` is ``--lever`` for each. ``trainer`` and ``loop`` may be functions that are defined in a file, which trials import: if the
+    ``--no-baseline``. ``levers={"torch_compile": "layers"}`` is ``--lever``
+    for each. ``trainer`` and ``loop`` may be functions that are defined in a file, which trials import: if the
     same file calls ``search``, put the call under ``if __name__ == "__main__":``. ``script`` is a list of words, not
     one text. ``verify=True`` runs a stock ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as
     fast as promised; the study stays. ``progress`` is whether to print a line for each trial on stderr, or an observer

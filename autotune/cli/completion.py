@@ -1,4 +1,4 @@
-"""Complete the values of options and arguments in a shell: models, GPUs, devices, studies.
+"""Complete the values of options and arguments in a shell: models, GPUs, devices, studies, levers.
 
 click makes the rest: ``eval "$(_AUTOTUNE_COMPLETE=bash_source autotune)"``.
 """
@@ -48,6 +48,12 @@ def _studies(ctx: click.Context) -> Iterable[tuple[str, str]]:
         return [(each.study.name, each.workload["model"]) for each in store.studies()]
 
 
+def _levers(ctx: click.Context) -> Iterable[tuple[str, str]]:
+    from autotune.core.options import BY_NAME, names_of_levers
+
+    return ((name, BY_NAME[name].help) for name in names_of_levers(ctx.command.name or ""))
+
+
 def _completer(found: Callable[[click.Context], Iterable[tuple[str, str]]]) -> Completer:
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         try:
@@ -64,6 +70,7 @@ COMPLETERS: Mapping[str, Completer] = {
     "gpu": _completer(_gpus),
     "device": _completer(_devices),
     "study": _completer(_studies),
+    "lever": _completer(_levers),
 }
 """By the names of the options whose values they complete."""
 

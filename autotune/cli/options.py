@@ -55,7 +55,8 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
     names, kind = (option.own_flag, option.name), option.kind
     help_text = option.help_in.get(command, option.help)
     if option.kind is GIVEN_LEVERS:
-        return click.option(*names, multiple=True, help=help_text, metavar=option.metavar)
+        complete = COMPLETERS[option.name]
+        return click.option(*names, multiple=True, help=help_text, metavar=option.metavar, shell_complete=complete)
     if option.kind is FLAG:
         return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=help_text)
     is_text = kind.parse is str and kind.json is str
@@ -134,7 +135,7 @@ class SectionedCommand(click.Command):
                     if name in USUAL
                 ]
             if heading == list(self.sections)[-1]:
-                records += left.values()
+                records += filter(None, left.values())
             if not any(records):
                 continue
             with formatter.section(heading):

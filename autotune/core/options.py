@@ -108,6 +108,7 @@ USUAL: Mapping[str, str] = {
     "time_budget": "Start no trial that ends later, e.g. 5m.",
     "gpu": "GPUs by name, e.g. rtx-3090,a100-80gb.",
     "verify": "Check the result with a stock Trainer.",
+    "dry_run": "Show what would be tried; write nothing.",
     "fresh": "Reuse nothing of earlier searches.",
     "study": "Name of the study; an existing one goes on.",
     "storage": "Database [default: studies/autotune.db].",
@@ -540,8 +541,8 @@ class _CommandLine(TypedDict, total=False):
                  "export": "URL of a service that has the study.", "resume": "URL of a service that has the study."},
     )]
     lever: Annotated[Sequence[str], Option(
-        "Turn a lever on or off, or give its value: --lever torch_compile=layers --lever cuda_graphs=off. The name alone "
-        "turns it on. May be repeated.", BOTH, kind=GIVEN_LEVERS, section=TRIED, metavar="NAME[=VALUE]",
+        "Turn a lever on or off, or give its value: --lever torch_compile=layers --lever cuda_graphs=off. The name "
+        "alone turns it on. May be repeated.", BOTH, kind=GIVEN_LEVERS, section=TRIED, metavar="NAME[=VALUE]",
     )]
     priority: Annotated[int, Option("Priority in the queue of the service, 0 to 10.", kind=SEED, default_text="0")]
     dry_run: Annotated[bool, Option(

@@ -40,3 +40,8 @@ def test_the_script_of_each_shell_is_one_that_it_reads(shell: str, tmp_path: Pat
     if shutil.which(shell) is not None:
         flag = "--no-execute" if shell == "fish" else "-n"
         subprocess.run([shell, flag, "-c", script], env={"PATH": os.environ["PATH"]}, check=True)
+
+
+def test_levers_are_completed_with_what_each_command_has(tmp_path: Path) -> None:
+    assert completed(tmp_path, "autotune", "search", "--lever", "cuda") == ["cuda_graphs"]
+    assert completed(tmp_path, "autotune", "predict", "--lever", "f") == ["fused_loss"]

@@ -64,7 +64,10 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--lever padding_free=on --pad-to-max-length", ("--pad-to-max-length", "--lever padding_free=on", "give one of the two")),
+        (
+            "--lever padding_free=on --pad-to-max-length",
+            ("--pad-to-max-length", "--lever padding_free=on", "give one of the two"),
+        ),
         ("--lever padding_free=on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--lever padding_free=on")),
         ("--packing --lever padding_free=off", ("--lever padding_free=off", "--packing", "leave it out")),
     ],
@@ -75,7 +78,6 @@ def test_settings_that_have_nothing_to_pad(words: str, named: tuple[str, ...], r
     data = ("--dataset", str(texts), "--tokenizer", str(folder))
     ran = run("search", "--model", "llama-3.2-1b", "--effective-batch", "8", *data, *words.split())
     check_error(ran, 2, *named)
-    assert "padding_free" not in ran.stderr
 
 
 @pytest.mark.parametrize(("words", "code", "named"), REQUESTS, ids=[words for words, _, _ in REQUESTS])

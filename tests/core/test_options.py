@@ -1,19 +1,24 @@
 """Test the table of options against the function, the request and the command line."""
 
 import inspect
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import click
 import pytest
-from searching import BERT_LARGE, H200
+from searching import BERT_LARGE, H200, facts
 
 from autotune import api
 from autotune.cli.main import cli
+from autotune.cli.options import options_given
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
 from autotune.core.options import BY_NAME, OPTIONS, Option, check_arguments, options_of
 from autotune.core.workload import Task
+from autotune.tuning.options import request_of
+from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest, recorded_options, request_from_document
 
 SIGNATURE = inspect.signature(api.search).parameters
@@ -34,8 +39,9 @@ def test_names_are_unique() -> None:
 
 class TestFunction:
     def test_has_the_options_of_the_search(self) -> None:
-        of_the_command_alone = {"code", "server", "priority", "dry_run", "as_json"}
-        assert set(SIGNATURE) - {"progress"} == {o.name for o in options_of("search")} - of_the_command_alone
+        of_the_command_alone = {"code", "lever", "server", "priority", "dry_run", "as_json"}
+        named = {o.name for o in options_of("search") if not o.is_lever}
+        assert set(SIGNATURE) - {"progress"} == named - of_the_command_alone
 
     def test_shows_their_defaults(self) -> None:
         for name in set(SIGNATURE) - {"progress"}:
@@ -92,7 +98,7 @@ class TestCommandLine:
             found = [param for param in command.params if param.name == option.name and _is_of(option, param)]
             assert len(found) == (name in option.commands), (name, option.name)
             for param in found:
-                assert option.kind is SCRIPT or option.parameter in param.opts
+                assert option.kind is SCRIPT or option.own_flag in param.opts
 
     @pytest.mark.parametrize("option", options_of("search"), ids=lambda o: o.name)
     def test_what_is_not_given_is_the_default(self, option: Option) -> None:
@@ -124,3 +130,52 @@ def _is_of(option: Option, param: click.Parameter) -> bool:
 
 def test_a_task_that_a_person_names_is_any_but_their_own_code() -> None:
     assert set(get_args(Task)) == {*BY_NAME["task"].kind.choices, "own"}
+
+
+class TestLevers:
+    def test_one_option_says_what_the_flag_of_a_lever_says(self) -> None:
+        words = ["--lever", "torch_compile=layers", "--lever", "fused-loss", "--lever", "length_multiple=64"]
+        for given in (words, ["--torch-compile", "layers", "--fused-loss", "on", "--length-multiple", "64"]):
+            asked = options_given(_context("search", ["--model", "bert-tiny", *given]))
+            assert asked == {
+                "model": "bert-tiny",
+                "torch_compile": "layers",
+                "fused_loss": "on",
+                "length_multiple": "64",
+            }
+        in_python = check_arguments({"levers": {"torch_compile": "layers", "fused_loss": True, "length_multiple": 64}})
+        assert in_python == {"torch_compile": "layers", "fused_loss": "on", "length_multiple": "64"}
+
+    @pytest.mark.parametrize(
+        ("words", "message", "hint"),
+        [
+            (["cuda_graps=off"], "there is no lever 'cuda_graps'", "did you mean cuda_graphs"),
+            (["float8=maybe"], "--lever float8=maybe: float8 has no such value", "give one of on, off"),
+            (["length_multiple"], "--lever length_multiple=on: length_multiple has", "give one of auto, off, a number"),
+            (["float8", "float8=off"], "say different things", "give one of the two"),
+        ],
+    )
+    def test_what_is_wrong_says_what_is_right(self, words: list[str], message: str, hint: str) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            _context("search", [word for each in words for word in ("--lever", each)])
+        assert message in caught.value.message
+        assert hint in str(caught.value.hint)
+
+    def test_levers_of_a_prediction_are_those_that_change_it(self) -> None:
+        assert _context("predict", ["--lever", "fused_loss"]).params["fused_loss"] == "on"
+        with pytest.raises(InvalidRequestError, match="there is no lever 'cuda_graphs'"):
+            _context("predict", ["--lever", "cuda_graphs"])
+
+    def test_levers_off_leaves_those_that_are_named(self) -> None:
+        asked = {"model": "bert-base-uncased", "effective_batch": 8, "levers": "off", "cuda_graphs": "auto"}
+        request = request_of(asked, [H200])
+        assert request.late_settings(None) == {"cuda_graphs"}
+        assert request_of({**asked, "levers": "auto"}, [H200]).late_settings(None) > {"cuda_graphs", "torch_compile"}
+
+    def test_layers_are_compiled_alone_in_every_arm(self) -> None:
+        asked = SearchRequest(BERT_LARGE, H200, effective_batch=64, torch_compile="layers")
+        assert {(arm.torch_compile, arm.regional_compilation) for arm in prepare(asked, facts()).space.arms} == {
+            (True, True)
+        }
+        document = json.loads(json.dumps(asked.document()))
+        assert request_from_document(document, BERT_LARGE, H200, "s") == replace(asked, study="s")

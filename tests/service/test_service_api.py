@@ -382,6 +382,7 @@ def test_an_agent_of_an_earlier_version_is_told_in_a_line(writer: TestClient) ->
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:
     of_search = {option.name for option in OPTIONS if "search" in option.commands}
     left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "parallel", "executor"}
+    left_out |= {"dry_run", "lever"}
     assert of_search - set(OPTION_NAMES) == left_out
 
 

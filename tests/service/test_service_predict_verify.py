@@ -65,6 +65,7 @@ def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatc
     assert predicted_for_a_service("predict", {**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
     of_command = {option.name for option in options_of("predict")}
     passed = of_command - {"gpu", "gpu_spec", "storage", "server", "as_json", "all_batches", "anatomy"}
+    passed -= {"fail_if_not_fit", "lever"}
     assert asked == [(("rtx-3090",), None, "a.db", {name: BY_NAME[name].default for name in passed})]
 
 

@@ -47,7 +47,7 @@ class TestChecked:
         with pytest.raises(DeviceError, match="NVIDIA H200 has no FP8 units"):
             check_request(older)
         monkeypatch.setattr("autotune.space.features.version_of", lambda name: None)
-        with pytest.raises(InvalidRequestError, match="--lever float8 needs torchao, which is not installed"):
+        with pytest.raises(InvalidRequestError, match="--lever float8=on needs torchao, which is not installed"):
             check_request(asked)
 
     def test_experts_of_a_model_that_has_some(self) -> None:
@@ -70,9 +70,9 @@ class TestChecked:
     def test_activations_that_may_be_offloaded(self) -> None:
         arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms
         assert {(arm.gradient_checkpointing, arm.offload_activations) for arm in arms} == {(False, False), (True, True)}
-        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on: nothing is recomputed with --grad"):
+        with pytest.raises(InvalidRequestError, match="offload_activations=on: nothing is recomputed with --grad"):
             check_request(request(offload_activations="on", gradient_checkpointing="off"))
-        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on does not go with --lever torch_compile=on"):
+        with pytest.raises(InvalidRequestError, match="activations=on does not go with --lever torch_compile=on"):
             check_request(request(offload_activations="on", torch_compile="on"))
         cpu, other = dataclasses.replace(H200, kind="cpu"), dataclasses.replace(H200, index=1, uuid="other")
         with pytest.raises(InvalidRequestError, match="on: activations on cpu are in the host's memory already"):

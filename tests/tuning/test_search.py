@@ -188,7 +188,8 @@ class TestNothing:
             search(store, runner)
         assert "nothing fits under 22.7 GiB" in caught.value.message
         assert caught.value.hint == (
-            "raise --memory-limit, or shorten --seq-len, or add --lever uncached_casts=on, or add --lever offload_activations=on"
+            "raise --memory-limit, or shorten --seq-len, or add --lever uncached_casts=on, "
+            "or add --lever offload_activations=on"
         )
         study = store.study("bert")
         assert (study.state, study.best_trial_id) == ("finished", None)
