@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,7 +21,8 @@ def run_recovering(
 ) -> int:
     """Run a training to its end; return its exit code. Ctrl-C and SIGTERM reach it, and it is not started again."""
     with tempfile.TemporaryDirectory(prefix="autotune-recover-") as folder:
-        since = time.time()
+        # A moment on the clock of files: checkpoints of earlier runs are older.
+        since = os.stat(folder).st_mtime
         for attempt in range(MOST_RESTARTS + 1):
             file = os.path.join(folder, str(attempt))
             training = replace(training, recovery=Recovery(file, since, attempt))
