@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,6 +49,14 @@ def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorate
 
 
+class _LeverFlag(click.Option):
+    """The flag of a lever alone, which help shows as a value of ``--lever``."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        option = BY_NAME[str(self.name)]
+        return f"{option.name}={values_of(option).replace(', ', '|').replace('a number', 'N')}", str(self.help)
+
+
 def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if option.kind is SCRIPT:
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
@@ -64,6 +72,7 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
         *names,
         type=click.Choice(kind.choices) if kind.name == "choice" else str if is_text else _Parsed(kind),
         help=help_text,
+        cls=_LeverFlag if option.is_lever else click.Option,
         hidden=option.is_lever,
         metavar=option.metavar,
         default=option.default_text,
@@ -102,50 +111,36 @@ class SectionedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of the command line; what ``--lever`` says counts as given under the lever's own name."""
         left = super().parse_args(ctx, args)
-        words: Sequence[str] = ctx.params.get("lever", ())
-        for word in words:
+        for word in ctx.params.get("lever", ()):
             name, has_value, value = word.partition("=")
             found = with_levers(options_given(ctx), {name: value if has_value else "on"}, self.name or "")
-            for lever, chosen in found.items():
-                ctx.params[lever] = chosen
+            ctx.params |= found
+            for lever in found:
                 ctx.set_parameter_source(lever, ParameterSource.COMMANDLINE)
-        if words:
-            ctx.params["lever"] = ()
-            ctx.set_parameter_source("lever", ParameterSource.DEFAULT)
         return left
 
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
         """Parameter names by heading, in the order of the table."""
-        shown = [option for option in OPTIONS if any(param.name == option.name for param in self._shown())]
+        mine = {param.name for param in self.params if isinstance(param, click.Option)}
+        shown = [option for option in OPTIONS if option.name in mine]
         headings = dict.fromkeys(option.section for option in shown)
         return {heading: tuple(o.name for o in shown if o.section == heading) for heading in headings}
-
-    def _shown(self) -> list[click.Option]:
-        return [param for param in self.params if isinstance(param, click.Option)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
         for heading, names in self.sections.items():
-            records = [left.pop(name) or _lever_record(name) for name in names]
+            records = [left.pop(name) for name in names]
             if not ctx.meta.get(_ALL):
-                records = [
-                    (record[0], USUAL[name] if self.name == "search" else record[1])
-                    for name, record in zip(names, records, strict=True)
-                    if name in USUAL
-                ]
+                told = ((name, record) for name, record in zip(names, records, strict=True) if record)
+                is_brief = self.name == "search"
+                records = [(one, USUAL[name] if is_brief else text) for name, (one, text) in told if name in USUAL]
             if heading == list(self.sections)[-1]:
-                records += filter(None, left.values())
+                records += left.values()
             if not any(records):
                 continue
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record], col_max=28)
-
-
-def _lever_record(name: str) -> tuple[str, str]:
-    """Return a lever as it stands in help: its values and what they mean."""
-    option = BY_NAME[name]
-    return f"{name}={values_of(option).replace(', ', '|').replace('a number', 'N')}", option.help
 
 
 def service_of(ctx: click.Context) -> str | None:
@@ -155,8 +150,8 @@ def service_of(ctx: click.Context) -> str | None:
 
 
 def options_given(ctx: click.Context) -> dict[str, Any]:
-    """Return the options that were typed on the command line, by name."""
+    """Return the options that were typed on the command line, by name; levers under their own."""
     return {
         name: value for name, value in ctx.params.items()
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if name != "lever" and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }  # fmt: skip
