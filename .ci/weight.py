@@ -25,16 +25,13 @@ def main() -> None:
             part = "/".join(place[:2]) if folder == "autotune" and len(place) > 2 else folder
             parts[part] = parts.get(part, 0) + file.read_bytes().count(b"\n")
     over = [
-        f"{part} has {n} lines; its budget is {budgets.get(part, 0)}"
-        for part, n in parts.items()
-        if n > budgets.get(part, 0)
+        f"{part} has {lines} lines; its budget is {budget}"
+        for part, lines in parts.items()
+        if lines > (budget := budgets.get(part, 0))
     ]
     if over:
-        sys.exit(
-            "\n".join(
-                [*over, 'The budgets are the table "Weight" of CONTRIBUTING.md: remove lines, or raise one there.']
-            )
-        )
+        hint = 'The budgets are the table "Weight" of CONTRIBUTING.md: remove lines, or raise one there.'
+        sys.exit("\n".join([*over, hint]))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def run_recovering(
             candidate = training.candidate
             pair = f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
             say(
-                f"out of memory: started again from its last checkpoint with {pair}, restart {attempt + 1} of at most 3"
+                f"out of memory: started again from its last checkpoint with {pair}, "
+                f"restart {attempt + 1} of at most {MOST_RESTARTS}"
             )
     raise AssertionError("the last attempt returns")
 

@@ -29,6 +29,13 @@ Recipe = Literal["trl", "axolotl", "llama-factory", "model-card"]
 RECIPES: tuple[Recipe, ...] = ("trl", "axolotl", "llama-factory", "model-card")
 """Forms for other trainers' configuration files, and for a model card."""
 _NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
+_LORA_NAMES = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+}
+"""Of TRL's ``ModelConfig``, which axolotl has, too."""
 _ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
@@ -45,14 +52,12 @@ def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
         case "torchrun" | "accelerate":
             return render_launch(made, form), beside_lines(made, form)
         case "trl" | "axolotl" | "llama-factory" | "model-card":
-            return render_recipe(report, form), []
+            return _render_recipe(report, made, form), []
         case _:
             return render(made, form), beside_lines(made, form)
 
 
-def render_recipe(report: Report, form: Recipe) -> str:
-    """Return the text of a form; raises ``InvalidRequestError`` where it cannot say the measured training."""
-    export = make_export(report)
+def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     if form == "model-card":
         return _model_card(report, export)
     _check_can_say(export, form)
@@ -99,13 +104,7 @@ def _trl(export: Export, _: Any) -> dict[str, Any]:
     settings = {name: value for name, value in export.arguments.items() if value is not None}
     settings |= {"model_name_or_path": hub_name(export), **export.model_arguments}
     if export.lora:
-        names = {
-            "r": "lora_r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "target_modules": "lora_target_modules",
-        }
-        settings |= {"use_peft": True, **_adapters(export, names)}
+        settings |= {"use_peft": True, **_adapters(export, _LORA_NAMES)}
     if export.bits:
         settings |= {name: value for name, value in export.bits.items() if name in ("load_in_4bit", "load_in_8bit")}
         if export.bits.get("bnb_4bit_use_double_quant"):
@@ -149,13 +148,10 @@ def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
             "liger_fused_linear_cross_entropy": True,
         }
     if export.lora:
-        names = {
-            "r": "lora_r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "target_modules": "lora_target_modules",
+        settings |= {
+            "adapter": "qlora" if export.bits.get("load_in_4bit") else "lora",
+            **_adapters(export, _LORA_NAMES),
         }
-        settings |= {"adapter": "qlora" if export.bits.get("load_in_4bit") else "lora", **_adapters(export, names)}
     settings |= {name: True for name in ("load_in_4bit", "load_in_8bit") if export.bits.get(name)}
     return settings
 
@@ -210,9 +206,9 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
 
 def _model_card(report: Report, export: Export) -> str:
     """Return a section in Markdown: the settings, what was measured, and where."""
-    best = report.best
-    measured = None if best is None else measurement(best)
-    assert best is not None
+    # What has an export has a winner, which was measured.
+    assert report.best is not None
+    measured = measurement(report.best)
     assert measured is not None
     candidate = export.candidate
     rows = [

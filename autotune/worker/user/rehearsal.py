@@ -246,7 +246,7 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
         if sets is None:
             return None
         sets = sets if isinstance(sets, Mapping) else {"eval": sets}
-        _name, largest = max(sets.items(), key=lambda item: length(item[1]) or 0)
+        largest = max(sets.values(), key=lambda each: length(each) or 0)
         args, line, host_line = self._trainer.args, self._work.line_bytes, self._work.host_bytes
         samples = length(largest)
         asked, steps = args.per_device_eval_batch_size, args.eval_accumulation_steps

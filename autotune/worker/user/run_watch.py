@@ -7,7 +7,6 @@ by which time it has waited for its loss.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
@@ -159,4 +158,4 @@ class RunWatch(TrainerCallback):  # type: ignore[misc]
 
 def watch(trainer: Any, promise: Promise, say: Callable[[str], None]) -> None:
     """Watch a ``Trainer`` that is about to train; its other callbacks see what is added to the logs."""
-    trainer.callback_handler.callbacks.insert(0, RunWatch(dataclasses.replace(promise), say))
+    trainer.callback_handler.callbacks.insert(0, RunWatch(promise, say))
