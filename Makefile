@@ -57,8 +57,9 @@ search: install
 	@if $(BIN)/autotune devices --json 2>/dev/null | grep -q '"kind": "cuda"'; then \
 	  set -x; $(BIN)/autotune search --model bert-large-uncased --effective-batch 64; \
 	else \
-	  echo "No GPU here, so the small model stands in: bert-tiny at 128 tokens, on the CPU."; \
-	  set -x; $(BIN)/autotune search --model bert-tiny --effective-batch 64 --seq-len 128; \
+	  echo "No GPU here, so the small model stands in: bert-tiny at 128 tokens, on the CPU. A shared CPU is noisy,"; \
+	  echo "so that the fastest so far is the answer however wide its interval is (AUTOTUNE_ACCEPT_NOISE=1)."; \
+	  set -x; AUTOTUNE_ACCEPT_NOISE=1 $(BIN)/autotune search --model bert-tiny --effective-batch 64 --seq-len 128; \
 	fi
 
 lint: install-dev
