@@ -28,9 +28,10 @@ def _check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
 
     A name of the catalog or the hub is none, unless there is something of that name here.
     """
-    expanded = os.path.expanduser(value)
+    expanded = value
     looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value
     try:
+        expanded = os.path.expanduser(value)
         is_here = os.path.lexists(expanded)
     except ValueError:
         is_here = True

@@ -49,6 +49,9 @@ def build_request(
     ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
     that the options name, one for each rank.
     """
+    texts = (text for value in options.values() for text in (value if isinstance(value, list | tuple) else (value,)))
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise InvalidRequestError("an option holds a NUL character", "leave it out: no file and no model is named so")
     if options.get("levers") == "off":
         off = {name: "off" for name in names_of_levers() if name not in given and options[name] in ("auto", None)}
         # What the environment says of the allocator is how training runs without autotune.

@@ -39,12 +39,12 @@ def at_random(count: int, test: Callable[..., None], **strategies: Any) -> None:
 
 
 ODD = ["", " ", "-", "--", "0", "-1", "1e9", "nan", "∞", "٣", "8", "24GiB", "5%", "90s", "auto", "bf16,", "x" * 300,
-       "a\nb", "'", '"', "../..", "/", "~", "\x00", "\udcff", "file:x", "sqlite://", ":memory:"]  # fmt: skip
+       "a\nb", "'", '"', "../..", "/", "~", "\x00", "~\x00", "\udcff", "file:x", "sqlite://", ":memory:"]  # fmt: skip
 VALUES = ["bert-tiny", "cpu", "64", "1", "fp32", "json", "cli", "max-batch", "tpe", "1GiB", "study", "no.db"]
 # Without --help a search, a dashboard or a service that understood its options would begin.
 STARTING = {"search", "resume", "dashboard", "serve", "db"}
-# Predictions take seconds.
-NEVER_RUN = {"predict", "advise"}
+# Predictions and a look at the machine take seconds; the server reads this process's standard input.
+NEVER_RUN = {"predict", "advise", "doctor", "mcp"}
 
 
 def all_options() -> dict[str, list[str]]:
