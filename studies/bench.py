@@ -62,7 +62,7 @@ from autotune.estimate.history import History
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.optuna_study import over_line_gib
 from autotune.tuning.prepare import Prepared

@@ -25,7 +25,7 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode
 from autotune.devices.listing import find_device
 from autotune.execution import TrialServer
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 
 
 class _Listener:

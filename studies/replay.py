@@ -361,13 +361,13 @@ class RecordedPredictions:
         self._ready_seconds = ready_seconds if answers else 0.0
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
-        """See ``autotune.estimate.memory_jobs.Submitter``."""
+        """See ``autotune.tuning.forecast.Submitter``."""
         result = self._answers.get(_key(encode(work)))
         self._there_at = self._runner.seconds + self._ready_seconds
         self._submitted[job_id] = Answer(exit_code=1) if result is None else Answer(result)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """See ``autotune.estimate.memory_jobs.Submitter``. Nothing ends before somebody waits for it."""
+        """See ``autotune.tuning.forecast.Submitter``. Nothing ends before somebody waits for it."""
         if wait_seconds <= 0:
             return {}
         self._runner.seconds = max(self._runner.seconds, self._there_at)

@@ -15,7 +15,7 @@ from searching import new_store
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort
 from autotune.store.repository import Store
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.01

@@ -29,7 +29,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     from autotune.results.report import load_report
     from autotune.results.text import report_lines
     from autotune.store.opening import open_store
-    from autotune.tuning.stored_predictions import stored_prediction, stored_step
+    from autotune.tuning.stored_predictions import stored_prediction
 
     if (service := service_of(ctx)) is not None:
         from autotune.cli.remote import print_report
@@ -46,9 +46,8 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
             print_lines(report_lines(loaded))
             return
         best = loaded.best
-        prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None
-        step = stored_step(loaded, best.candidate, store.answers) if best is not None else None
-    _write(page, html_page(loaded, prediction, step))
+        found = stored_prediction(loaded, best.candidate, store.answers) if best is not None else (None, None)
+    _write(page, html_page(loaded, *found))
 
 
 def _write(page: Path, text: str) -> None:

@@ -49,7 +49,7 @@ class NodeFacts:
 
 def facts_here() -> NodeFacts:
     """Return the facts about this machine, as its process sees it."""
-    return NodeFacts(this_host(), __version__, platform.python_version(), code_digest("**/*.py"), list_devices())
+    return NodeFacts(this_host(), __version__, platform.python_version(), code_digest(), list_devices())
 
 
 class SearchActor:

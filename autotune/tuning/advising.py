@@ -17,7 +17,7 @@ from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
 from autotune.results.prediction_text import experts_line
 from autotune.space.space import Batches
-from autotune.tuning.answer_cache import AnswersBeside
+from autotune.tuning.answer_cache import AnswerCache
 from autotune.tuning.measured import measured_pools
 from autotune.tuning.offers import Job, best_offer, model_of, models_of
 from autotune.tuning.options import build_workload, with_effective_batch
@@ -50,7 +50,7 @@ def advised(
     chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
-    with AnswersBeside(storage) as answers:
+    with AnswerCache(storage) as answers:
         for saves_memory in (False, True):
             prepared, models = models_of(chips, options, answers, gpu_counts, saves_memory=saves_memory)
             workload = prepared.request.workload

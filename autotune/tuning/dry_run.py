@@ -11,7 +11,7 @@ from autotune.core.schema import encode
 from autotune.devices.host import host_memory
 from autotune.store.location import resolve_location, shown_location
 from autotune.tuning.dataset import read_data
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.predictions import batches_of, gpu_document
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest

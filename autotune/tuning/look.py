@@ -18,7 +18,7 @@ from autotune.tuning.answer_cache import look_key
 
 if TYPE_CHECKING:
     from autotune.execution.trial_server import TrialServer
-    from autotune.store.stored_answers import Answers
+    from autotune.store.answers import Answers
     from autotune.tuning.prepare import Prepared
 
 Ask = Callable[[LookWork], LookAnswer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.core.candidate import Arm
-from autotune.estimate.memory_jobs import Forecast
+from autotune.tuning.forecast import Forecast
 from autotune.tuning.plan import Plan
 
 

@@ -24,7 +24,6 @@ from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, cap_of
-from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds, batch_of
@@ -33,6 +32,7 @@ from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.forecast import Forecast
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look import Looker
 from autotune.tuning.look_ahead import LookAhead

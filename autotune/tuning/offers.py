@@ -17,6 +17,7 @@ from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.space.levers import why_unpredictable
 from autotune.space.precision_names import HALF
+from autotune.tuning.answer_cache import AnswerCache
 from autotune.tuning.options import build_workload, in_usual_dtype
 from autotune.tuning.predictions import batches_of, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
@@ -36,7 +37,12 @@ class Job:
 
 
 def models_of(
-    chips: list[Chip], options: dict[str, Any], answers: Any, counts: tuple[int, ...], *, saves_memory: bool = False
+    chips: list[Chip],
+    options: dict[str, Any],
+    answers: AnswerCache,
+    counts: tuple[int, ...],
+    *,
+    saves_memory: bool = False,
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
     """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
 

@@ -21,7 +21,6 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip, find_chip, read_chips
 from autotune.devices.listing import find_device
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
-from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.estimate.step_time import StepTimeModel
 from autotune.execution import TrialServer
 from autotune.results.predicted import (
@@ -39,8 +38,8 @@ from autotune.space.dataloader import usable_cores
 from autotune.space.levers import is_predictable, why_unpredictable
 from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
-from autotune.tuning.answer_cache import AnswersBeside, KeptPredictions, inspection_key
-from autotune.tuning.forecasting import most_predictions
+from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
+from autotune.tuning.forecast import Forecast, Target, most_predictions
 from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest, request_fields
@@ -57,7 +56,7 @@ def known_chips(spec: str | None) -> dict[str, Chip]:
 def predictions(
     targets: Sequence[tuple[Chip, int]],
     options: Sequence[dict[str, Any]],
-    answers: AnswersBeside,
+    answers: AnswerCache,
     ranks: Sequence[int] = (1,),
     *,
     saves_memory: bool = False,
@@ -185,7 +184,7 @@ def predicted_document(
 ) -> tuple[dict[str, Any], AutotuneError | None]:
     """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
     targets = _chips(gpu, options["memory_limit"], gpu_spec)
-    with AnswersBeside(storage) as answers:
+    with AnswerCache(storage) as answers:
         predicted = predictions(targets, [options] * len(targets), answers)
     documents = [
         gpu_document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)

@@ -229,7 +229,7 @@ def _prepare_and_search(
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
-    from autotune.tuning.forecasting import arms_to_trace
+    from autotune.tuning.forecast import arms_to_trace
     from autotune.tuning.own_code import told_of_engine
 
     source = request.workload.source
@@ -262,8 +262,8 @@ def _search(
     folder: Path,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
-    from autotune.tuning.answer_cache import KeptPredictions
-    from autotune.tuning.forecasting import forecast_of
+    from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
+    from autotune.tuning.forecast import forecast_of
     from autotune.tuning.look import looker_of
     from autotune.tuning.loop import Search
     from autotune.tuning.rehearse import rehearser_of
@@ -271,7 +271,7 @@ def _search(
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            kept = KeptPredictions(store.answers, prepared.request.workload)
+            kept = KeptPredictions(AnswerCache(store.answers), prepared.request.workload)
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             looker = looker_of(prepared, place.servers[0], store.answers, _OWN_CODE_SECONDS)

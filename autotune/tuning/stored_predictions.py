@@ -1,4 +1,4 @@
-"""Look up stored predictions of a recorded study, without starting a process."""
+"""Look up what was predicted of a recorded study, without starting a process."""
 
 from __future__ import annotations
 
@@ -8,69 +8,48 @@ from autotune.core.candidate import Candidate
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import Inspection
-from autotune.core.messages import Answer
-from autotune.core.prediction import MemoryPrediction, PredictionWork
+from autotune.core.prediction import MemoryPrediction
 from autotune.core.workload import Workload
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
-from autotune.tuning.answer_cache import KeptPredictions, StoredAnswers, inspection_key
-from autotune.tuning.forecasting import forecast_of
+from autotune.store.answers import Answers
+from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import request_from_document
 
 
-class _Nobody:
-    """Runs no jobs, so predictions that are not stored stay unknown."""
+def stored_prediction(
+    report: Report, candidate: Candidate, answers: Answers
+) -> tuple[MemoryPrediction | None, StepTime | None]:
+    """Return what the study's search predicted of a candidate: its memory, and its step from the traced operations.
 
-    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
-        """Start nothing."""
-
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """Return nothing: no prediction was started."""
-        return {}
-
-
-def stored_prediction(report: Report, candidate: Candidate, answers: StoredAnswers) -> MemoryPrediction | None:
-    """Return the prediction of a candidate's memory that the study's search used.
-
-    ``None`` where none is stored: on a CPU, for the user's own code, and where other versions of torch, transformers or
-    autotune made the predictions than are installed.
+    Nothing that was measured corrects the step. ``None`` where nothing is stored: on a CPU, for the user's own code,
+    and where other versions of torch, transformers or autotune made the predictions than are installed; the step also
+    for a GPU whose rates are not known.
     """
-    model = _stored_model(report, answers)
-    return model.prediction(candidate) if model is not None else None
-
-
-def stored_step(report: Report, candidate: Candidate, answers: StoredAnswers) -> StepTime | None:
-    """Return the step of a candidate as it was predicted from the operations that the study's search traced.
-
-    Nothing that was measured corrects it. ``None`` where no operations are stored, and for a GPU whose rates are not
-    known.
-    """
-    model = _stored_model(report, answers)
-    operations = model.operations(candidate.arm) if model is not None else None
-    chip = chip_of_device(str(report.environment.get("device_name")))
-    if operations is None or chip is None or chip.rates is None:
-        return None
-    return StepTimeModel(chip).predict(operations, candidate)
-
-
-def _stored_model(report: Report, answers: StoredAnswers) -> MemoryModel | None:
     try:
         workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
         key = inspection_key(request.device, workload)
         facts = answers.find(key, Inspection) if key is not None else None
         if facts is None:
-            return None
+            return None, None
         # The study's own ceiling: the free memory may have changed when it was resumed.
         prepared = replace(prepare(request, facts), ceiling=report.ceiling)
-        forecast = forecast_of(prepared, _Nobody(), KeptPredictions(answers, workload))
+        forecast = forecast_of(prepared, None, KeptPredictions(AnswerCache(answers), workload))
     except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
         # Records of another version, or a damaged answer. The rest of a report does not need it.
-        return None
-    return forecast.model if forecast is not None else None
+        return None, None
+    if forecast is None:
+        return None, None
+    operations = forecast.model.operations(candidate.arm)
+    chip = chip_of_device(str(report.environment.get("device_name")))
+    step = None
+    if operations is not None and chip is not None and chip.rates is not None:
+        step = StepTimeModel(chip).predict(operations, candidate)
+    return forecast.model.prediction(candidate), step
 
 
 def _device_of(report: Report) -> Device:

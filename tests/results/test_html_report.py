@@ -34,10 +34,10 @@ from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.store.repository import Store
-from autotune.tuning.answer_cache import KeptPredictions, inspection_key
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.stored_predictions import stored_prediction, stored_step
+from autotune.tuning.stored_predictions import stored_prediction
 
 VOID = {"meta", "link", "br"}
 
@@ -343,11 +343,10 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
         assert key is not None
         if is_stored:
             store.answers.keep(key, facts)
-            forecast = forecast_of(given, _Predicting(), KeptPredictions(store.answers, BERT_LARGE))
+            forecast = forecast_of(given, _Predicting(), KeptPredictions(AnswerCache(store.answers), BERT_LARGE))
             forecast.complete()
         made = searched(store, RecordedRunner(EFFECTIVE_64), given)
-        found = stored_prediction(made, made.best.candidate, store.answers)
-        step = stored_step(made, made.best.candidate, store.answers)
+        found, step = stored_prediction(made, made.best.candidate, store.answers)
     page = checked(made, found, step)
     if not is_stored:
         assert found is None
@@ -402,7 +401,7 @@ def test_a_record_from_which_no_question_can_be_made_has_no_prediction(damaged: 
         made = dataclasses.replace(made, study=dataclasses.replace(made.study, request={"trials": "many"}))
     else:
         made = dataclasses.replace(made, **damaged)
-    assert stored_prediction(made, Candidate(BF16, 32, 2), _Nothing()) is None
+    assert stored_prediction(made, Candidate(BF16, 32, 2), _Nothing()) == (None, None)
 
 
 class _Nothing:

@@ -12,7 +12,7 @@ from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
-from autotune.store.answer_file import AnswerFile, open_answers
+from autotune.store.answers import AnswerFile, open_answers
 from autotune.store.location import plain_path, resolve_location
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
@@ -120,7 +120,7 @@ def test_looking_up_in_a_file_imports_no_library_of_databases(store: Store) -> N
     store.answers.keep("0123", PREDICTED)
     program = (
         "import sys; from autotune.core.prediction import PredictionAnswer; "
-        "from autotune.store.answer_file import open_answers; "
+        "from autotune.store.answers import open_answers; "
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "
         "*{'optuna', 'alembic', 'sqlalchemy'} & sys.modules.keys())"
     )

@@ -1,6 +1,5 @@
 """Test the keys of stored answers, and a cache that cannot be used."""
 
-import ast
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from searching import BERT_LARGE, H200, ceiling_of, new_store
 
-import autotune
 from autotune.core.candidate import Arm
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.prediction import PredictionAnswer, PredictionWork
@@ -22,14 +20,12 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import Question
 from autotune.store.opening import open_store
 from autotune.tuning.answer_cache import (
-    PREDICTING_MODULES,
-    AnswersBeside,
+    AnswerCache,
     KeptPredictions,
     inspection_key,
     prediction_key,
 )
 
-PACKAGE = Path(autotune.__file__).parent
 QUESTION = Question(Arm("bf16"), ((8, 2), (64, 1)), 8)
 IDENTITY = QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB))
 PREDICTED = PredictionAnswer((), 64)
@@ -95,61 +91,40 @@ def test_the_users_own_code_is_not_remembered() -> None:
     assert inspection_key(H200, BERT_LARGE) != inspection_key(replace(H200, driver="1"), BERT_LARGE)
 
 
-def imported(file: Path) -> set[Path]:
-    """The files of this package that one imports."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune."):
-            stem = PACKAGE.parent / node.module.replace(".", "/")
-            found.add(stem.with_suffix(".py") if stem.with_suffix(".py").is_file() else stem / "__init__.py")
-    return found
-
-
-def test_the_key_covers_all_code_that_predicts() -> None:
-    """The worker whole, and what its modules use of the package when they predict."""
-    worker: set[Path] = set()
-    used: set[Path] = {PACKAGE / "worker" / "fake" / "predict.py"}
-    while inside := {path for path in used if "worker" in path.parts} - worker:
-        worker |= inside
-        used |= {path for file in inside for path in imported(file)}
-    outside = {path.relative_to(PACKAGE).as_posix() for path in used - worker}
-    # A workload knows its data, and how long that gets.
-    assert outside | {"core/dataset_spec.py"} == set(PREDICTING_MODULES)
-
-
 def test_predictions_are_kept_in_a_file(tmp_path: Path) -> None:
     with new_store(tmp_path) as store:
-        kept = KeptPredictions(store.answers, BERT_LARGE)
+        kept = KeptPredictions(AnswerCache(store.answers), BERT_LARGE)
         assert kept.find(IDENTITY) is None
         kept.keep(IDENTITY, PREDICTED)
     with open_store(str(tmp_path / "autotune.db")) as store:
-        assert KeptPredictions(store.answers, BERT_LARGE).find(IDENTITY) == PREDICTED
-        assert KeptPredictions(store.answers, replace(BERT_LARGE, seq_len=64)).find(IDENTITY) is None
+        assert KeptPredictions(AnswerCache(store.answers), BERT_LARGE).find(IDENTITY) == PREDICTED
+        assert KeptPredictions(AnswerCache(store.answers), replace(BERT_LARGE, seq_len=64)).find(IDENTITY) is None
 
 
 def test_a_locked_database_is_given_up_and_is_no_error(tmp_path: Path) -> None:
     new_store(tmp_path).close()
     path = tmp_path / "autotune.db"
     with open_store(str(path), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(path)) as other:
-        kept = KeptPredictions(store.answers, BERT_LARGE)
+        kept = KeptPredictions(AnswerCache(store.answers), BERT_LARGE)
         other.execute("BEGIN IMMEDIATE")
         kept.keep(IDENTITY, PREDICTED)
+        assert kept.cache.problem is not None
         other.rollback()
         kept.keep(IDENTITY, PREDICTED)
         assert kept.find(IDENTITY) is None
-        assert KeptPredictions(store.answers, BERT_LARGE).find(IDENTITY) is None
+        assert KeptPredictions(AnswerCache(store.answers), BERT_LARGE).find(IDENTITY) is None
 
 
 def test_a_database_is_made_with_the_first_answer_only(tmp_path: Path) -> None:
     path = tmp_path / "studies" / "autotune.db"
-    with AnswersBeside(str(path)) as answers:
+    with AnswerCache(str(path)) as answers:
         assert answers.find("0123", PredictionAnswer) is None
     assert list(tmp_path.iterdir()) == []
-    with AnswersBeside(str(path)) as answers:
+    with AnswerCache(str(path)) as answers:
         answers.keep("0123", PREDICTED)
         assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.problem is None
-    with AnswersBeside(str(path)) as answers:
+    with AnswerCache(str(path)) as answers:
         assert answers.find("0123", PredictionAnswer) == PREDICTED
     with open_store(str(path)) as store:
         assert store.studies() == []
@@ -180,7 +155,7 @@ def _another_programs(folder: Path) -> Path:
 def test_what_is_no_database_of_ours_is_left_alone_and_no_error(make: Callable[[Path], Any], tmp_path: Path) -> None:
     path = make(tmp_path)
     before = path.read_bytes() if path.is_file() else None
-    with AnswersBeside(str(path)) as answers:
+    with AnswerCache(str(path)) as answers:
         answers.keep("0123", PREDICTED)
         answers.keep("4567", PREDICTED)
         assert answers.find("0123", PredictionAnswer) is None

@@ -23,7 +23,7 @@ from autotune.core.workload import Workload
 from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE, with_lever
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
-from autotune.tuning.forecasting import most_predictions
+from autotune.tuning.forecast import most_predictions
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.own_code import told_of_engine
 from autotune.tuning.prepare import Prepared, prepare

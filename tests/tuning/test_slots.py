@@ -17,7 +17,7 @@ from autotune.core.outcome import Completed, Failed
 from autotune.estimate.history import History
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Company, Plan
 from autotune.tuning.policy import make_policy

@@ -25,7 +25,7 @@ from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
 from autotune.tuning.allowed import check_request
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.optuna_space import candidate_of, distributions, params_of
 from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.prepare import Prepared, prepare

@@ -17,7 +17,7 @@ from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
-from autotune.tuning.forecasting import arms_to_trace
+from autotune.tuning.forecast import arms_to_trace
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 CHIP = CHIPS["h200"].decisive()

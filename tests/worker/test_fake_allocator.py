@@ -13,7 +13,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
-from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
+from autotune.worker.fake.scaling import column_sum_scratch_bytes
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
 
 MIB = 1024**2
@@ -84,13 +84,6 @@ def test_a_bias_gradient_borrows_what_was_seen_on_an_h200() -> None:
 def test_an_emptied_cache_keeps_what_is_in_use() -> None:
     allocator = replay([(1, 30 * MIB), (2, 40 * MIB), (1, DEATH), (0, EMPTY_CACHE)])
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (40 * MIB, 40 * MIB)
-
-
-def test_the_gradient_of_an_embedding_is_summed_beside_it() -> None:
-    assert embedding_scratch_bytes(3072, 30522, 768) == 0
-    # By the sizes in embedding_backward_cuda_kernel: 16 × 512 indices that may all differ.
-    assert embedding_scratch_bytes(8192, 30522, 768) == 4 * 768 * (819 + 8192)
-    assert embedding_scratch_bytes(8192, 512, 768) == 4 * 768 * (819 + 512)
 
 
 _LAST = ("whisper-tiny-random", "speech-seq2seq", "bf16", True)

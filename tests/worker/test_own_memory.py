@@ -18,7 +18,7 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import prepare
 from autotune.worker.user.code import UserCodeError

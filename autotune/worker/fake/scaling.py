@@ -50,9 +50,6 @@ class Size:
     constant: int = 0
     columns: int | None = None
     """If set, this is the scratch memory of a sum over rows, with so many columns; the numbers above count rows."""
-    table: int | None = None
-    """If set, this is the scratch memory of an embedding's gradient, for a table of so many rows; the numbers above
-    count indices."""
     logits: int | None = None
     """If set, this is made for one piece of the logits at a time, of which a sample has so many numbers."""
 
@@ -63,8 +60,6 @@ class Size:
             return -(-size // pieces_of(self.logits * batch, 1))
         if self.columns is None:
             return size
-        if self.table is not None:
-            return embedding_scratch_bytes(size, self.table, self.columns)
         return column_sum_scratch_bytes(size, self.columns, chip)
 
 
@@ -172,30 +167,10 @@ def _events(traced: Events) -> list[_Event]:
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
     value, columns = trace.column_sums.get(number, (size, None))
-    table: int | None = None
-    if number in trace.embeddings:
-        value, table, columns = trace.embeddings[number]
     if value % batch:
-        return Size(0, value, columns, table)
+        return Size(0, value, columns)
     logits = trace.pieces.get(number)
-    return Size(value // batch, 0, columns, table, logits // batch if logits is not None else None)
-
-
-# aten/src/ATen/native/cuda/Embedding.cu: with at most this many indices, the gradient needs no scratch memory.
-_FEW_INDICES = 3072
-# NROWS_PER_THREAD in aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
-_ROWS_A_THREAD = 10
-
-
-def embedding_scratch_bytes(indices: int, rows: int, columns: int) -> int:
-    """Return the scratch memory of an embedding's gradient: a float32 row for each index, and one more for every ten.
-
-    embedding_backward_cuda_kernel allocates for the case that all indices differ, up to the number of rows of the
-    table.
-    """
-    if indices <= _FEW_INDICES:
-        return 0
-    return 4 * columns * (indices // _ROWS_A_THREAD + min(indices, rows))
+    return Size(value // batch, 0, columns, logits // batch if logits is not None else None)
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:
@@ -237,7 +212,6 @@ def packed(trace: Trace, batch: int, operations: Operations) -> str:
         "kinds": kinds,
         "labels": [[number, kinds.index(label)] for number, label in trace.labels.items()],
         "column_sums": [[number, *sizes] for number, sizes in trace.column_sums.items()],
-        "embeddings": [[number, *sizes] for number, sizes in trace.embeddings.items()],
         "pieces": list(trace.pieces.items()),
         "parts": trace.parts,
         "operations": encode(operations),
@@ -253,7 +227,6 @@ def unpacked(text: str) -> tuple[ScalableStep, Operations]:
         events=[(number, size) for number, size in document["events"]],
         labels={number: kinds[kind] for number, kind in document["labels"]},
         column_sums={number: (rows, columns) for number, rows, columns in document["column_sums"]},
-        embeddings={number: (indices, rows, columns) for number, indices, rows, columns in document["embeddings"]},
         pieces=dict(document["pieces"]),
         parts=document["parts"],
     )

@@ -33,9 +33,7 @@ _NONZERO = torch.ops.aten.nonzero.default
 _ALL = torch.ops.aten.all.default
 _ADD = torch.ops.aten.add.Tensor
 _DROPOUT = torch.ops.aten.native_dropout.default
-_EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
 _ADDMM = torch.ops.aten.addmm.default
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 _SUM = torch.ops.aten.sum.dim_IntList
@@ -56,8 +54,6 @@ class Trace:
     ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
-    embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Allocations that are scratch memory of an embedding's gradient, with its indices, rows and columns."""
     pieces: dict[int, int] = field(default_factory=dict)
     """Allocations that a fused loss makes for each piece of its logits, with the numbers of all logits."""
     streams: dict[int, int] = field(default_factory=dict)
@@ -128,14 +124,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in reversed(leaves) if func is _DROPOUT else leaves:
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
-        if func is _EMBEDDING_BACKWARD:
-            number = self.hold("workspaces", 0)
-            self.let_go(number)
-            self.trace.embeddings[number] = (args[1].numel(), args[2], args[0].shape[-1])
         if id(func) in _WITH_WORKSPACES:
             self._keep_workspaces(with_bias=func is _ADDMM)
-        if func is _FLASH_BACKWARD:
-            self._borrow(_flash_backward_bytes(args[1]))
         if func is _SOFTMAX_BACKWARD:
             # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
             self._borrow(args[0].numel() * args[0].element_size())
@@ -198,7 +188,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold_again(self, number: int, size_bytes: int) -> int:
         copy = self.hold(self.trace.labels[number], size_bytes)
-        kinds: tuple[dict[int, Any], ...] = (self.trace.column_sums, self.trace.embeddings, self.trace.pieces)
+        kinds: tuple[dict[int, Any], ...] = (self.trace.column_sums, self.trace.pieces)
         for sizes in kinds:
             if number in sizes:
                 sizes[copy] = sizes[number]
@@ -325,16 +315,6 @@ def _accumulates_in_place(args: Any) -> bool:
     if is_view(first):
         return False
     return isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype == second.dtype
-
-
-def _flash_backward_bytes(query: torch.Tensor) -> int:
-    """Return the bytes in which flash attention's backward pass sums the queries' gradient: float32, rows in 128s.
-
-    mha_bwd in csrc/flash_attn/flash_api.cpp; 390 MiB for 256 × 12 heads × 512 × 64 on an H200.
-    """
-    batch, heads, length, size = query.shape
-    rows = -(-length // 128) * 128
-    return 4 * batch * heads * rows * (-(-size // 32) * 32 + 1)
 
 
 def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> None:

@@ -47,7 +47,7 @@ from autotune.worker.user.trainer_fields import BATCH, generates, plain
 from autotune.worker.user.trainer_memory import Memory, leave_large_weights_unset, traced, with_memory
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
-# predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
+# predictions (autotune.tuning.forecast): each size that does not fit costs a trial of some seconds.
 _LEAST_WAIT_SECONDS = 20.0
 
 _PROBING_FAILED = "probing failed"

@@ -17,12 +17,11 @@ from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
-from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
 from autotune.space.levers import changed
 from autotune.store.repository import Store
-from autotune.tuning.answer_cache import KeptPredictions
-from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
+from autotune.tuning.forecast import Forecast, Target, forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import Prepared, prepare
 
@@ -199,11 +198,11 @@ def test_what_gpus_share_is_asked_once_and_filed_for_each() -> None:
 
 def test_what_was_predicted_is_not_asked_again(store: Store) -> None:
     ready = prepared()
-    kept = KeptPredictions(store.answers, ready.request.workload)
+    kept = KeptPredictions(AnswerCache(store.answers), ready.request.workload)
     first = forecast_of(ready, Answers(), kept)
     first.complete()
     nobody = Answers()
-    second = forecast_of(ready, nobody, KeptPredictions(store.answers, ready.request.workload))
+    second = forecast_of(ready, nobody, KeptPredictions(AnswerCache(store.answers), ready.request.workload))
     assert second.is_complete
     for arm in ready.space.arms:
         candidate = Candidate(arm, 16, 4)
@@ -216,7 +215,7 @@ def test_what_was_predicted_is_not_asked_again(store: Store) -> None:
 
 def test_a_failed_prediction_is_not_kept(store: Store) -> None:
     ready = prepared()
-    kept = KeptPredictions(store.answers, ready.request.workload)
+    kept = KeptPredictions(AnswerCache(store.answers), ready.request.workload)
     first = forecast_of(ready, Answers(failing=1), kept)
     first.complete()
     assert len(first.unanswered) == 1
@@ -232,7 +231,7 @@ def test_a_search_whose_predictions_were_made_asks_for_none_and_goes_the_same_wa
     for name, answers in (("first", Answers()), ("second", Answers())):
         with new_store(tmp_path, f"{name}.db") as own:
             # Nothing is reused but what was predicted.
-            forecast = forecast_of(ready, answers, KeptPredictions(store.answers, ready.request.workload))
+            forecast = forecast_of(ready, answers, KeptPredictions(AnswerCache(store.answers), ready.request.workload))
             runner = RecordedRunner(EFFECTIVE_64)
             Search(ready, runner, own, RecordingObserver(), tmp_path, clock=runner.clock, forecast=forecast).run()
         tried.append((runner.candidates, bool(answers.submitted)))
@@ -302,7 +301,7 @@ def test_what_comes_when_patience_is_spent_still_counts() -> None:
 def test_what_comes_when_patience_is_spent_is_kept(store: Store) -> None:
     ready, answers = prepared(), Answers()
     target = Target(CHIPS["h200"], ready.ceiling, questions([Arm("bf16")], [(32, 2)], None))
-    kept = KeptPredictions(store.answers, ready.request.workload)
+    kept = KeptPredictions(AnswerCache(store.answers), ready.request.workload)
     forecast = Forecast(answers, [target], parallel=1, kept=kept, patience_seconds=0.0)
     forecast.complete()
     forecast.complete()

@@ -1,0 +1,356 @@
+"""Predict the memory of a search's candidates: jobs beside the trials answer what the store has no answer to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from autotune.core.candidate import OWN_OPTIM, Arm
+from autotune.core.ceiling import Ceiling
+from autotune.core.chip import Chip
+from autotune.core.messages import Answer
+from autotune.core.prediction import ArmsToTrace, PredictionAnswer, PredictionWork
+from autotune.core.schema import decode
+from autotune.core.units import GIB
+from autotune.devices.host import host_memory
+from autotune.estimate.memory import MemoryModel, Question, questions
+from autotune.space.levers import arm_that_computes, is_predictable, predicted_from, prediction_class
+from autotune.tuning.answer_cache import KeptPredictions
+from autotune.tuning.prepare import Prepared
+from autotune.tuning.request import SearchRequest
+
+# Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
+_TIMEOUT_SECONDS = 180.0
+# A prediction takes a core for a few seconds, and about 1 GiB of host memory.
+_MOST_PARALLEL = 8
+# Of several ranks there are 20 questions for a model with checkpointing, of 2 to 10 s of a core each (Llama-3.2-1B).
+_MOST_PARALLEL_OF_RANKS = 16
+_PREDICTION_BYTES = GIB
+# Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
+# predictions there, in total no longer than this.
+_PATIENCE_SECONDS = 20.0
+# The same for several ranks, whose strategies make more and slower predictions, and for models that are large for the
+# memory, of which most candidates do not fit. With 20 s a search of Llama-3.2-1B on two H200 tried candidates before
+# they were predicted: 12 of 17 ran out of memory, and it took 96 s.
+_LONG_PATIENCE_SECONDS = 60.0
+# Free batches double from 8; no GPU has memory for more doublings than this.
+_MOST_RUNGS = 12
+
+
+class Submitter(Protocol):
+    """Runs prediction jobs beside the trials."""
+
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+        """Start a job without waiting for it."""
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
+        """Return the answers of submitted jobs that ended since the last call, by job id."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that memory is predicted for, with the questions about it."""
+
+    chip: Chip
+    ceiling: Ceiling
+    questions: Sequence[Question]
+    layers: int | None = None
+    """How many layers of the model can recompute their activations."""
+    reserve: Sequence[Question] = ()
+    """Questions that are only asked where nothing else is predicted to fit, or a trial is about them."""
+    traced: Mapping[Arm, str] = field(default_factory=dict)
+    """Of the user's own code, the packed traces of its inspection by what decides what a step allocates."""
+
+
+@dataclass
+class _Inquiry:
+    """A question as it is sent to the trial server, with every memory model that waits for its answer."""
+
+    work: PredictionWork
+    identity: PredictionWork
+    in_reserve: bool
+    askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
+
+    def is_about(self, arm: Arm) -> bool:
+        """Return whether the answer says what an arm needs."""
+        needed = {prediction_class(each) for each in (*predicted_from(arm), arm_that_computes(arm))}
+        return any(prediction_class(question.arm) in needed for _, question in self.askers)
+
+    def file(self, answer: PredictionAnswer) -> None:
+        """Add the answer to each model that waits for it."""
+        for model, question in self.askers:
+            model.add(question, answer)
+
+
+class Forecast:
+    """Has memory predicted for one or more GPUs: sends each question once, and files the answer in each GPU's model.
+
+    Questions whose answers are cached are never sent. A search starts with a few questions and sends others when it
+    needs them; ``complete`` sends them all. No caller waits longer than ``patience_seconds`` in total. Answers that
+    come later still count. Without a ``submitter``, cached answers are all that is known.
+    """
+
+    def __init__(
+        self,
+        submitter: Submitter | None,
+        targets: Sequence[Target],
+        *,
+        parallel: int,
+        kept: KeptPredictions | None = None,
+        patience_seconds: float = math.inf,
+        asks_ahead: bool = False,
+    ) -> None:
+        self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
+        self._submitter = submitter
+        self._kept = kept
+        self._waiting: list[_Inquiry] = []
+        for inquiry in _inquiries(targets, self.models):
+            known = kept.find(inquiry.identity) if kept is not None else None
+            if known is None:
+                self._waiting.append(inquiry)
+            else:
+                inquiry.file(known)
+        self._asked: dict[str, _Inquiry] = {}
+        self._parallel = max(1, parallel)
+        self._patience_seconds = patience_seconds
+        self._asks_ahead = asks_ahead
+        """Whether a caller that waits for one arm has the next questions answered meanwhile."""
+        self._number = 0
+        self._to_keep: list[tuple[PredictionWork, PredictionAnswer]] = []
+        self.unanswered: list[Question] = []
+        """Questions whose process failed. Nothing is predicted there, and the search goes on without."""
+
+    @property
+    def model(self) -> MemoryModel:
+        """The memory model of the first GPU."""
+        return self.models[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every question was answered or given up, also of those in reserve."""
+        return not self._waiting and not self._asked
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every question was answered or given up, but for those in reserve."""
+        return not self._asked and all(inquiry.in_reserve for inquiry in self._waiting)
+
+    def begin(self, arm: Arm | None) -> None:
+        """Send the questions about an arm, and others as far as they may run at once, without waiting for the answers.
+
+        Does nothing where the arm's answers are there already. ``None`` stands for any arm.
+        """
+        if arm is not None:
+            if self.is_settled(arm):
+                return
+            self._ask_about(arm)
+        self._fill()
+
+    def settle(self, upcoming: Callable[[], Arm | None]) -> None:
+        """Wait until the answers about the ``upcoming`` arm are there and no other question is being answered.
+
+        An answer may change which arm is the upcoming one, so that is asked again after each. Where nothing is
+        predicted to fit, all other questions are asked, and then those in reserve.
+        """
+        self._settle(upcoming)
+        while self._patience_seconds > 0 and self._waiting and not self.model.expects_a_fit():
+            if all(inquiry.in_reserve for inquiry in self._waiting):
+                self.call_on_reserve()
+            else:
+                self.complete()
+            self._settle(upcoming)
+
+    def _settle(self, upcoming: Callable[[], Arm | None]) -> None:
+        while (arm := upcoming()) is not None and not self.is_settled(arm):
+            if self._ask_about(arm) and self._asks_ahead:
+                self._fill()
+            if self._patience_seconds <= 0:
+                return
+            self._wait()
+            self._keep()
+
+    def complete(self) -> None:
+        """Send all questions but those in reserve, and wait for the answers."""
+        self._take(0.0)
+        self._fill()
+        self._keep()
+        while self._asked and self._patience_seconds > 0:
+            self._wait()
+            # Storing takes time, a second where there is no database yet. The next questions are sent before.
+            self._fill()
+            self._keep()
+
+    def call_on_reserve(self) -> None:
+        """Send the questions in reserve, and wait for the answers."""
+        for inquiry in self._waiting:
+            inquiry.in_reserve = False
+        self.complete()
+
+    def is_settled(self, arm: Arm) -> bool:
+        """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
+        self._take(0.0)
+        self._keep()
+        return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
+
+    def _wait(self) -> None:
+        """For one answer, a second at most."""
+        began = time.monotonic()
+        self._take(min(1.0, self._patience_seconds))
+        self._patience_seconds -= time.monotonic() - began
+
+    def _ask_about(self, arm: Arm) -> bool:
+        """Send the questions about an arm; return whether there were any."""
+        about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
+        for inquiry in sorted(about, key=lambda inquiry: inquiry.in_reserve):
+            self._ask(inquiry)
+        return bool(about)
+
+    def _fill(self) -> None:
+        """Ask in order, as many questions as may be asked at once."""
+        for inquiry in [inquiry for inquiry in self._waiting if not inquiry.in_reserve]:
+            if len(self._asked) >= self._parallel:
+                return
+            self._ask(inquiry)
+
+    def _ask(self, inquiry: _Inquiry) -> None:
+        assert self._submitter is not None
+        self._waiting.remove(inquiry)
+        self._number += 1
+        job_id = f"predict-{self._number}"
+        self._asked[job_id] = inquiry
+        self._submitter.submit(job_id, inquiry.work, _TIMEOUT_SECONDS)
+
+    def _take(self, wait_seconds: float) -> None:
+        """File what has been answered; waits at most so long for one answer."""
+        if not self._asked:
+            return
+        assert self._submitter is not None
+        for job_id, answer in self._submitter.ended(wait_seconds).items():
+            inquiry = self._asked.pop(job_id, None)
+            if inquiry is None:
+                continue
+            predicted = _predicted(answer)
+            if predicted is None:
+                for model, question in inquiry.askers:
+                    model.miss(question, _why_unanswered(answer))
+                    self.unanswered.append(question)
+                continue
+            inquiry.file(predicted)
+            self._to_keep.append((inquiry.identity, predicted))
+
+    def _keep(self) -> None:
+        """Store what was filed since the last time."""
+        answered, self._to_keep = self._to_keep, []
+        if self._kept is not None:
+            for identity, answer in answered:
+                self._kept.keep(identity, answer)
+
+
+def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> Iterable[_Inquiry]:
+    """Return every question once, in order: GPUs that differ in nothing that matters share theirs."""
+    inquiries: dict[PredictionWork, _Inquiry] = {}
+    for in_reserve in (False, True):
+        for target, model in zip(targets, models, strict=True):
+            for question in target.reserve if in_reserve else target.questions:
+                work = question.work(target.chip, target.ceiling)
+                if target.traced:
+                    work = dataclasses.replace(work, step=target.traced[_allocating(question.arm)])
+                identity = question.identity(target.chip, target.ceiling)
+                inquiry = inquiries.setdefault(identity, _Inquiry(work, identity, in_reserve))
+                inquiry.askers.append((model, question))
+    return inquiries.values()
+
+
+def _allocating(arm: Arm) -> Arm:
+    """Return the arm that represents those whose steps allocate the same, in however many processes."""
+    return prediction_class(dataclasses.replace(arm, strategy=None, ranks=1, ddp_find_unused_parameters=None))
+
+
+def _predicted(answer: Answer) -> PredictionAnswer | None:
+    """Return what a job predicted; ``None`` where its process failed or wrote something else."""
+    try:
+        return None if answer.result is None else decode(answer.result, PredictionAnswer)
+    except ValueError:
+        return None
+
+
+def _why_unanswered(answer: Answer) -> str:
+    """Return why a job predicted nothing, in words."""
+    if answer.timed_out or answer.overdue:
+        return f"tracing a step took longer than {_TIMEOUT_SECONDS:.0f} s"
+    words = answer.last_words[:200].rstrip(".")
+    return f"tracing a step failed: {words}" if words else "tracing a step failed"
+
+
+def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
+    """Return the arms of the user's own code whose memory is to be traced."""
+    choices = {"on": (True,), "off": (False,)}.get(request.gradient_checkpointing, (False, True))
+    return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
+
+
+def most_predictions(cores: int, free_bytes: int | None = None, ranks: int = 1) -> int:
+    """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
+    free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
+    most = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
+    return max(1, min(most, cores, most if free_bytes is None else free_bytes // _PREDICTION_BYTES))
+
+
+def forecast_of(
+    prepared: Prepared,
+    submitter: Submitter | None,
+    kept: KeptPredictions | None = None,
+    *,
+    cores: int | None = None,
+    free_host_bytes: int | None = None,
+    patience_seconds: float | None = None,
+) -> Forecast | None:
+    """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
+
+    At most half of the ``cores`` predict at once, by default those of the trials' machine, and no more than fit into
+    the free memory of its host, by default this one's. ``None`` on a CPU, for which nothing is predicted. Of the user's
+    own code the arms are predicted whose steps its inspection has traced.
+    """
+    is_own, ranks = prepared.request.workload.source is not None, prepared.request.ranks
+    if prepared.chip is None or (is_own and ranks > 1):
+        # What the user's own code allocates was traced on one rank.
+        return None
+    traced = {_allocating(trace.arm): trace.step for trace in prepared.model.memory} if is_own else {}
+    batches, objective = prepared.space.batches, prepared.request.objective
+    rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
+    is_free = batches.effective_batch is None
+    pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
+
+    def predictable(arms: Iterable[Arm]) -> list[Arm]:
+        return [
+            arm for arm in arms
+            if is_predictable(arm, prepared.request.workload) and (not is_own or _allocating(arm) in traced)
+        ]  # fmt: skip
+
+    # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
+    arms = sorted(
+        predictable(prepared.space.arms),
+        key=lambda arm: (
+            objective == "max-batch" and not arm.gradient_checkpointing,
+            ranks > 1 and arm.precision not in ("bf16", "fp16"),
+        ),
+    )
+    multiple = batches.levels()[0] if is_free else None
+    inquiries = questions(arms, pairs, multiple)
+    reserve = questions(predictable(prepared.space.saving_arms) if arms else [], pairs, multiple)
+    layers = prepared.model.checkpointing_layers
+    if patience_seconds is None:
+        patience_seconds = _LONG_PATIENCE_SECONDS if ranks > 1 or prepared.is_large else _PATIENCE_SECONDS
+    return Forecast(
+        submitter,
+        [Target(prepared.chip, prepared.ceiling, inquiries, layers, reserve, traced)],
+        # A trial on a GPU needs one or two cores to feed it.
+        parallel=most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks),
+        # What the user's own code would be next time is not known without running it.
+        kept=None if is_own else kept,
+        patience_seconds=patience_seconds,
+        asks_ahead=ranks > 1,
+    )
