@@ -77,7 +77,7 @@ _MOST_FRAGMENTED = 0.27
 # which sometimes decides whether a block of the largest size is reused.
 _RESERVED_SPREAD = (-0.005, 0.014)
 _RESERVED_SPREAD_CHECKPOINTED = (-0.055, 0.022)
-# The same upper end for DeepSpeed, an estimate: three recorded peaks, one of each stage, were 4.7 to 5.0 % above the
+# The same upper end for DeepSpeed, an estimate: three recorded peaks, one of each stage, were 1.7 to 3.8 % above the
 # predicted ones (BERT-large on two H200, studies/peak_memory.py). What it allocates is not traced but repeated by size.
 _ZERO_EXCESS = 0.07
 # The same for several ranks under DDP and FSDP: of 62 recorded peaks (four models, two H200, studies/peak_memory.py)

@@ -25,7 +25,7 @@ _RANKS_NOTES = (
     "bytes are those of each GPU",
     "of 62 peaks of four models on two H200 (DDP, FSDP2) the allocated bytes were predicted within 0.2 % but for one, "
     "10 % too low",
-    "reserved bytes under ZeRO were 5 % more than predicted",
+    "reserved bytes under ZeRO were 2 to 4 % more than predicted",
     "what NCCL keeps for itself is not counted",
     "62 of 63 steps of four models with DDP and FSDP2 were in their interval, half of them predicted within 29 %, on "
     "hosts of different speed",

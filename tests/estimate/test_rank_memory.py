@@ -17,7 +17,6 @@ from autotune.estimate.memory import MemoryModel, Question
 from autotune.space.levers import prediction_class
 from autotune.space.training_arguments import REDUCE_BUCKET_ELEMENTS
 from autotune.worker.fake.allocator import replay
-from autotune.worker.fake.scaling import telling_batch
 from autotune.worker.fake.tracer import DEATH
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -29,11 +28,6 @@ def test_a_freed_block_is_used_again_in_its_own_stream_alone() -> None:
     assert replay(events, stream_of=lambda number: number - 1).reserved_bytes == 60 * MIB
     # Where the cap calls for it, blocks of every stream are given back.
     assert replay(events, 40 * MIB, lambda number: number - 1).reserved_bytes == 30 * MIB
-
-
-def test_a_telling_batch_divides_no_sum_of_parameters() -> None:
-    assert telling_batch([7]) == 61
-    assert telling_batch([7], [61 * 8]) == 67
 
 
 _SAMPLE = {"sharded": [("fsdp", True, False), ("fsdp-keep", False, True)], "zero": ["zero2", "zero3"]}
@@ -53,7 +47,7 @@ from autotune.models.resolve import resolve_model
 from autotune.worker.fake.allocator import replay
 from autotune.core.prediction import PredictionWork
 from autotune.worker.fake.predict import anatomy, predict
-from autotune.worker.fake.ranks import bucket_bytes, why_not_sharded
+from autotune.worker.fake.ranks import why_not_sharded
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH
@@ -129,7 +123,6 @@ for strategy in kinds["zero"]:
 print(json.dumps({
     "zero": zero,
     "elements": sum(p.numel() for p in model.parameters()),
-    "buckets": list(bucket_bytes(model)),
     "parameters": sum(p.nbytes for p in model.parameters()),
     "grown": grown,
     "copy": copy,
@@ -152,12 +145,8 @@ def traced(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_ddp_keeps_a_second_copy_of_the_gradients_in_buckets(traced: dict[str, Any]) -> None:
-    buckets = traced["buckets"]
-    assert sum(buckets) == traced["parameters"]
-    # The first is small, so that the exchange begins early.
-    assert buckets[0] < 25 * MIB
     # The rest of a segment belongs to a block where it is too small to be one.
-    assert all(0 <= grown - traced["parameters"] < len(buckets) * MIB for grown in traced["grown"])
+    assert all(0 <= grown - traced["parameters"] < MIB for grown in traced["grown"])
 
 
 def test_what_fits_under_ddp_has_room_for_the_gradients_once_more(traced: dict[str, Any]) -> None:
@@ -239,7 +228,7 @@ def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
     rows = [json.loads(line) for line in told.splitlines()]
     assert len(rows) >= 41
     # Under FSDP these trials had the whole weights before they shared them, which left other free blocks.
-    bounds = {"zero": 0.06, "fsdp": 0.05}
+    bounds = {"zero": 0.06, "fsdp": 0.05, "ddp": 0.035}
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row
         assert abs(row["reserved_error"]) < bounds.get(row["strategy"][:4], 0.015), row

@@ -275,7 +275,6 @@ class TestBatchShapes:
         assert shapes.is_padded
         assert shapes.at(7)["input_ids"].shape == (7, 9)
         assert shapes.at(7)["note"] == "text"
-        assert sorted(shapes.dimensions()) == [1, 1, 9, 9]
 
     def test_batches_without_padding_are_as_long_as_all_samples(self) -> None:
         shapes = BatchShapes(lambda samples: (torch.cat(samples)[None], len(samples)), [torch.ones(4)] * 3)

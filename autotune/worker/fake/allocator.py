@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
+from autotune.worker.fake.tracer import DEATH
 
 MIB = 1024**2
 BLOCK_BYTES = 512
@@ -87,7 +87,7 @@ class CachingAllocator:
         else:
             segment = _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if self._cap is not None and self.reserved_bytes + segment > self._cap:
-            self.empty_cache()
+            self._empty_cache()
             if self.reserved_bytes + segment > self._cap:
                 raise OutOfCapError(f"{segment} bytes more than {self.reserved_bytes} of {self._cap}")
         self.reserved_bytes += segment
@@ -97,7 +97,7 @@ class CachingAllocator:
         self._next_address += segment + BLOCK_BYTES
         return block
 
-    def empty_cache(self) -> None:
+    def _empty_cache(self) -> None:
         """Free every segment that is wholly unused."""
         for pool, free in self._free.items():
             kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
@@ -143,9 +143,6 @@ def replay(
     for number, size in events:
         if size > 0:
             allocate(number, size, 0 if stream_of is None else stream_of(number))
-        elif size == DEATH:
-            if holds(number):
-                release(number)
-        elif size == EMPTY_CACHE:
-            allocator.empty_cache()
+        elif size == DEATH and holds(number):
+            release(number)
     return allocator

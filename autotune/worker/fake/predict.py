@@ -18,7 +18,7 @@ from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep, unpacked
 from autotune.worker.fake.step import FakeTraining
-from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
+from autotune.worker.fake.tracer import DEATH, Events
 
 # Largest batch of a free search (autotune.space.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
@@ -125,7 +125,7 @@ def _peak(events: Events) -> tuple[int, int]:
     for index, (number, size) in enumerate(events, start=1):
         if size == DEATH:
             alive -= size_of.pop(number)
-        elif size != EMPTY_CACHE:
+        else:
             size_of[number] = size
             alive += size
             if alive > peak:
@@ -140,7 +140,7 @@ def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
     for number, size in events[: _peak(events)[1]]:
         if size == DEATH:
             at_peak.pop(number)
-        elif size != EMPTY_CACHE:
+        else:
             at_peak[number] = size
     for number, size in at_peak.items():
         parts[label(number)] = parts.get(label(number), 0) + size

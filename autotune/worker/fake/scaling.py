@@ -1,7 +1,6 @@
 """Derive the allocations of two optimizer steps, at any batch and accumulation, from the trace of one step.
 
-The step is traced at a prime batch, called the telling batch, which divides no dimension of the model. A traced size is
-then a multiple of it exactly when the size grows with the batch.
+The step is traced at a large prime batch. A traced size is a multiple of it exactly when the size grows with the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autotune.core.chip import Chip
@@ -17,29 +16,11 @@ from autotune.core.prediction import Operations
 from autotune.core.schema import decode, encode
 from autotune.training.loss import pieces_of
 from autotune.worker.fake.allocator import BLOCK_BYTES
-from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events, Trace
+from autotune.worker.fake.tracer import DEATH, Events, Trace
 
-# Primes that rarely divide the dimensions of models, and are small enough for 32-bit sizes.
-_PRIMES = (61, 67, 71, 79, 83, 89, 97, 101, 103, 107)
-
-
-class NoTellingBatchError(ValueError):
-    """Every possible telling batch divides one of the model's own dimensions."""
-
-
-def telling_batch(numbers: Iterable[int], sums: Collection[int] = ()) -> int:
-    """Return a batch that divides none of the model's numbers, nor a number next to one (a sequence length less one).
-
-    ``sums`` are sizes that are no products of these numbers; it divides none of them either.
-
-    A size in a step at this batch is then a multiple of it exactly when it grows with the batch. Raises
-    ``NoTellingBatchError`` where there is no such batch.
-    """
-    neighbours = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
-    for prime in _PRIMES:
-        if not any(number % prime == 0 for number in (*neighbours, *sums) if number > 0):
-            return prime
-    raise NoTellingBatchError(f"each of {_PRIMES} divides some dimension")
+TRACED_BATCH = 10_007
+"""The batch of traces: a prime. Dimensions of models are products of small primes, so that it divides none of them, and
+one of 10,007 sums of parameters by accident. Attention over 1,000,000 tokens still has a size below 2**63."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class ScalableStep:
     """The allocations of an optimizer step at any per-device batch and accumulation."""
 
     def __init__(self, trace: Trace, batch: int, alone: ScalableStep | None = None) -> None:
-        """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch.
+        """Take the trace of a step of two micro-steps at a batch; each size becomes affine in the batch.
 
         ``alone`` is a step of one micro-step, where that is not the same without the second: under FSDP the only
         micro-step reduces its gradients, and the first of two does not.
@@ -82,7 +63,6 @@ class ScalableStep:
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
         self._begins = trace.parts["first inputs"]
-        self._model_is_built = trace.parts.get("sharing", self._begins)
         loads = trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]]
         ended = {number for number, size in loads if size == DEATH}
         self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
@@ -104,9 +84,7 @@ class ScalableStep:
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
             self._events[accumulation] = self._two_steps(accumulation)
-        events = [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
-        # A trial empties the cache once its model is built, before it measures.
-        return [*events[: self._model_is_built], (0, EMPTY_CACHE), *events[self._model_is_built :]]
+        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
 
     def label(self, number: int) -> str:
         """Return what kind of allocation this is, in either step."""
@@ -204,7 +182,7 @@ def _last_power_of_two(number: int) -> int:
 
 
 def packed(trace: Trace, batch: int, operations: Operations) -> str:
-    """Return the trace of a step at a telling batch, and its operations, as text."""
+    """Return the trace of a step at a batch, and its operations, as text."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,8 @@ from autotune.space.precision_names import HALF
 from autotune.training import loss, sparse
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
-from autotune.worker.fake.ranks import ZeroRank, bucket_bytes, compute_dtype, shard_model, sums_of_parameters
-from autotune.worker.fake.scaling import ScalableStep, telling_batch
+from autotune.worker.fake.ranks import ZeroRank, compute_dtype, shard_model
+from autotune.worker.fake.scaling import TRACED_BATCH, ScalableStep
 from autotune.worker.fake.semantics import install_cuda_semantics
 from autotune.worker.fake.tracer import StorageTracer, Trace, materialise
 from autotune.worker.private.accelerate import with_float32_outputs
@@ -156,18 +156,16 @@ class Training(Protocol):
 
 
 def trace_training(
-    training: Training, batch_size: int, chip: Chip, *, padded: bool, buckets: Iterable[int] = ()
+    training: Training, batch_size: int, chip: Chip, *, padded: bool, buckets_bytes: int = 0
 ) -> tuple[Trace, Operations]:
     """Return the allocations of one optimizer step of two micro-steps, and what its operations compute and move.
 
-    ``buckets`` are the sizes of DDP's gradient buckets, where several ranks train together.
+    ``buckets_bytes`` is what DDP's gradient buckets take, where several ranks train together.
     """
     operations = OperationTally(batch_size)
     with tracing(training.model, chip, operations, padded=padded) as tracer:
-        for number, size_bytes in enumerate(buckets):
-            if number == 0:
-                tracer.enter("sharing", "communication")
-            tracer.hold("communication", size_bytes)
+        if buckets_bytes:
+            tracer.hold("communication", buckets_bytes)
         optimizer = training.begin(batch_size)
         _optimizer_step(training, optimizer, tracer, operations, batch_size)
         trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
@@ -271,22 +269,11 @@ class FakeTraining:
 
     def step(self) -> ScalableStep:
         """Return the allocations of a step at any batch, derived from a trace at one batch."""
-        model = self._model()
-        sample = _batch(self._workload, model, 1).values()
-        shapes = (tensor.shape for tensor in (*model.parameters(), *model.buffers(), *sample))
-        dimensions = (dimension for shape in shapes for dimension in shape)
-        sums = frozenset(sums_of_parameters(model, self._arm)) if self._arm.ranks > 1 else frozenset[int]()
-        batch = telling_batch([*dimensions, *numbers_of(self._workload.config)], sums)
         if not self._arm.is_sharded and self._arm.zero_stage is None:
-            return ScalableStep(self._trace(model, batch), batch)
+            return ScalableStep(self.trace(TRACED_BATCH), TRACED_BATCH)
         trace = self._sharded_trace if self._arm.is_sharded else self._zero_trace
-        several = trace(model, batch, micro_steps=2)
-        alone = trace(self._model(), batch, micro_steps=1)
-        return ScalableStep(several, batch, ScalableStep(alone, batch))
-
-    def trace(self, batch_size: int) -> Trace:
-        """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
-        return self._trace(self._model(), batch_size)
+        alone = ScalableStep(trace(self._model(), TRACED_BATCH, micro_steps=1), TRACED_BATCH)
+        return ScalableStep(trace(self._model(), TRACED_BATCH, micro_steps=2), TRACED_BATCH, alone)
 
     def _model(self) -> Any:
         model = build_model(self._workload, self._arm.attn_implementation, torch.device("meta"))
@@ -295,11 +282,18 @@ class FakeTraining:
         model.config.use_cache = False
         return model
 
-    def _trace(self, model: Any, batch_size: int) -> Trace:
-        training = _BuiltIn(self._workload, self._arm, model)
-        buckets = bucket_bytes(model) if self._arm.strategy == "ddp" else ()
-        padded = self._workload.padding > 0
-        trace, self.operations = trace_training(training, batch_size, self._chip, padded=padded, buckets=buckets)
+    def trace(self, batch_size: int) -> Trace:
+        """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
+        model = self._model()
+        # DDP keeps them beside the gradients: ``gradient_as_bucket_view`` is off, and no field of TrainingArguments.
+        buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad) if self._arm.strategy == "ddp" else 0
+        trace, self.operations = trace_training(
+            _BuiltIn(self._workload, self._arm, model),
+            batch_size,
+            self._chip,
+            padded=self._workload.padding > 0,
+            buckets_bytes=buckets,
+        )
         return trace
 
     def _sharded_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
@@ -311,7 +305,6 @@ class FakeTraining:
             # Whole weights are freed when nothing refers to them. A trial never has them: it shards a model on meta.
             gc.collect()
             tracer.forget_freed()
-            tracer.enter("sharing", "weights")
             if self._arm.fused_loss:
                 loss.fuse_loss_of(model)
             optimizer = _optimizer(self._arm.optim, model)
@@ -351,11 +344,10 @@ class FakeTraining:
         tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
         tracer.has_padding = self._workload.padding > 0
         dtype = compute_dtype(self._arm)
-        rank = ZeroRank(model, self._arm, tracer, batch_size)
+        rank = ZeroRank(model, self._arm, tracer)
         with fake_tensor_mode(), _no_surprise_collection():
             rank.cast_model(tracer.overlook, model, dtype)
             with tracer:
-                tracer.enter("sharing", "weights")
                 if self._arm.gradient_checkpointing:
                     _enable_checkpointing(model, self._arm)
                 rank.begin(*_optimizer_kind(self._arm.optim, model))
@@ -392,14 +384,3 @@ class FakeTraining:
 def _loss_of_call(model: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
     """Return the loss of a sharded model: FSDP casts in place of autocast, by hooks that only a call of it runs."""
     return lambda batch: model(**batch)["loss"]
-
-
-def numbers_of(document: Any) -> Iterator[int]:
-    """Yield every integer in a config."""
-    if isinstance(document, dict):
-        document = list(document.values())
-    if isinstance(document, list):
-        for value in document:
-            yield from numbers_of(value)
-    elif isinstance(document, int) and not isinstance(document, bool):
-        yield document

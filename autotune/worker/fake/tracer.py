@@ -19,11 +19,8 @@ from autotune.worker.private.torch import is_in_autograd, is_view, local_part, o
 DEATH = -1
 """In place of a size: the allocation is released."""
 
-EMPTY_CACHE = -2
-"""In place of a size: every segment that is wholly unused is freed; there is no allocation."""
-
 Events = list[tuple[int, int]]
-"""``(allocation, bytes)`` for an allocation, ``(allocation, DEATH)`` for its release, ``(0, EMPTY_CACHE)``."""
+"""``(allocation, bytes)`` for an allocation, ``(allocation, DEATH)`` for its release."""
 
 _CPU = torch.device("cpu")
 # Found once: looking up an operation takes a tenth of the time of repeating its result.
@@ -318,12 +315,8 @@ def _accumulates_in_place(args: Any) -> bool:
 
 
 def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> None:
-    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, and have the tracer see them.
-
-    A tied parameter is allocated for each of its owners, and the copies are freed when they are tied.
-    """
+    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, and have the tracer see them."""
     made: dict[int, Any] = {}
-    copies: list[int] = []
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             is_trainable = own is module._parameters
@@ -335,9 +328,4 @@ def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> 
                     if tracer is not None:
                         tracer.see(fake, "weights")
                     made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_trainable else fake
-                elif is_trainable and tracer is not None:
-                    copies.append(tracer.hold("weights", tensor.nbytes))
                 own[name] = made[id(tensor)]
-    for number in copies:
-        assert tracer is not None
-        tracer.let_go(number)

@@ -27,12 +27,12 @@ from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import TracedStep
 from autotune.space.dataloader import usable_cores
 from autotune.space.levers import is_traced
-from autotune.worker.arrays import arrays_by_place, arrays_in
+from autotune.worker.arrays import arrays_by_place
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line
-from autotune.worker.fake.scaling import packed, telling_batch
+from autotune.worker.fake.scaling import TRACED_BATCH, packed
 from autotune.worker.fake.semantics import install_cuda_semantics
-from autotune.worker.fake.step import Training, numbers_of, trace_training, with_autocast
+from autotune.worker.fake.step import Training, trace_training, with_autocast
 from autotune.worker.private.accelerate import compute_on_cpu
 from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
 from autotune.worker.private.transformers import prepares_inputs_itself
@@ -107,15 +107,6 @@ class TrainerStep(Training):
     def loss(self, batch: Any) -> Any:
         """Return the loss as the Trainer computes it."""
         return self._trainer.compute_loss(self.model, dict(batch))
-
-    def telling_batch(self) -> int:
-        """Return a batch that divides no size of the model, of its configs or of its data; see ``telling_batch``."""
-        numbers = [size for tensor in (*self.model.parameters(), *self.model.buffers()) for size in tensor.shape]
-        for part in self.model.modules():
-            config: Any = getattr(part, "config", None)
-            if hasattr(config, "to_dict"):
-                numbers += numbers_of(config.to_dict())
-        return telling_batch([*numbers, *self.shapes.dimensions()])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return the one that the Trainer makes, or was given."""
@@ -215,21 +206,20 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[_Traced], No
         fold_logits_as_on_gpu()
         install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
-        batch = step.telling_batch()
-        around(torch.Tensor, "__iter__", functools.partial(_refuse_samples, batch))
-        trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
-        answer = _Traced(packed(trace, batch, operations))
+        around(torch.Tensor, "__iter__", _refuse_samples)
+        trace, operations = trace_training(step, TRACED_BATCH, chip, padded=step.shapes.is_padded)
+        answer = _Traced(packed(trace, TRACED_BATCH, operations))
     except BaseException as error:
         answer = _Traced(why=why_not(error))
     send(answer)
 
 
-def _refuse_samples(batch: int, iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
+def _refuse_samples(iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
     """Refuse a loop over the samples of a batch: how often it runs at another batch, its trace does not tell.
 
     Some losses of TRL have one where there is no GPU.
     """
-    if values.numel() and values.ndim and len(values) % batch == 0:
+    if values.numel() and values.ndim and len(values) % TRACED_BATCH == 0:
         raise NotTraceableError("its step goes over the samples of a batch one by one")
     return iterate(values)
 
@@ -277,10 +267,6 @@ class BatchShapes:
     def at(self, size: int) -> Any:
         """Return a batch of so many samples; its values are zeros."""
         return _scaled(self._two, self._three, size)
-
-    def dimensions(self) -> Iterator[int]:
-        """Return the dimensions of one sample's tensors."""
-        return (dimension for array in arrays_in(self.at(1)) for dimension in array.shape)
 
 
 def of_loader(loader: Any) -> BatchShapes:
