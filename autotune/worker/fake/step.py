@@ -308,36 +308,19 @@ class FakeTraining:
             if self._arm.fused_loss:
                 loss.fuse_loss_of(model)
             optimizer = _optimizer(self._arm.optim, model)
-            self._sharded_step(model, optimizer, tracer, batch_size, micro_steps)
+            for is_last in self._micro_steps(model, tracer, batch_size, micro_steps):
+                model.set_requires_gradient_sync(is_last or self._arm.sync_each_batch)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    tracer.see(parameter.grad, "gradients")
+            tracer.enter("update", "workspaces")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            tracer.phase = "optimizer"
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             gc.collect()
             # Returned before the optimizer and its state go out of scope.
             return tracer.so_far()
-
-    def _sharded_step(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        tracer: StorageTracer,
-        batch_size: int,
-        micro_steps: int,
-    ) -> None:
-        batches = []
-        for number, part in enumerate(("first inputs", "second inputs")):
-            tracer.enter(part, "inputs")
-            batches += [_batch(self._workload, model, batch_size)] if number < micro_steps else []
-        for number, part in enumerate(("first micro-step", "second micro-step")):
-            tracer.enter(part, "activations")
-            if number < micro_steps:
-                model.set_requires_gradient_sync(number + 1 == micro_steps or self._arm.sync_each_batch)
-                _micro_step(_loss_of_call(model), batches[number])
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                tracer.see(parameter.grad, "gradients")
-        tracer.enter("update", "workspaces")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        tracer.phase = "optimizer"
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     def _zero_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
         """Return the allocations of a step of one or two micro-steps on a rank under DeepSpeed."""
@@ -351,36 +334,44 @@ class FakeTraining:
                 if self._arm.gradient_checkpointing:
                     _enable_checkpointing(model, self._arm)
                 rank.begin(*_optimizer_kind(self._arm.optim, model))
-                self._zero_step(model, rank, tracer, batch_size, micro_steps)
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                hooks = [parameter.register_post_accumulate_grad_hook(rank.take_gradient) for parameter in trained]
+                steps = self._micro_steps(model, tracer, batch_size, micro_steps, dtype, rank.end_backward)
+                for rank.is_last in steps:
+                    rank.prepare_forward(model)
+                for hook in hooks:
+                    hook.remove()
+                for parameter in trained:
+                    parameter.grad = None
+                tracer.enter("update", "workspaces")
+                rank.update()
                 gc.collect()
                 # Returned before the optimizer and its state go out of scope.
                 return tracer.so_far()
 
-    def _zero_step(self, model: Any, rank: ZeroRank, tracer: StorageTracer, batch_size: int, micro_steps: int) -> None:
+    def _micro_steps(
+        self,
+        model: Any,
+        tracer: StorageTracer,
+        batch_size: int,
+        count: int,
+        dtype: torch.dtype | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> Iterator[bool]:
+        """Load the batches, with floats in a ``dtype``, and run so many micro-steps, each with what comes ``after`` it.
+
+        Yields before each whether it is the last. FSDP casts in place of autocast, by hooks that only a call of the
+        model runs.
+        """
         batches = []
-        dtype = compute_dtype(self._arm)
         for number, part in enumerate(("first inputs", "second inputs")):
             tracer.enter(part, "inputs")
-            if number < micro_steps:
+            if number < count:
                 batch = _batch(self._workload, model, batch_size)
                 batches.append({k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()})
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(rank.take_gradient) for parameter in trained]
         for number, part in enumerate(("first micro-step", "second micro-step")):
             tracer.enter(part, "activations")
-            if number < micro_steps:
-                rank.is_last = number + 1 == micro_steps
-                rank.prepare_forward(model)
-                _micro_step(_loss_of_call(model), batches[number])
-                rank.end_backward()
-        for hook in hooks:
-            hook.remove()
-        for parameter in trained:
-            parameter.grad = None
-        tracer.enter("update", "workspaces")
-        rank.update()
-
-
-def _loss_of_call(model: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Return the loss of a sharded model: FSDP casts in place of autocast, by hooks that only a call of it runs."""
-    return lambda batch: model(**batch)["loss"]
+            if number < count:
+                yield number + 1 == count
+                _micro_step(lambda batch: model(**batch)["loss"], batches[number])
+                after()
