@@ -13,7 +13,6 @@ from typing import NamedTuple
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataKind, DataSpec
 from autotune.core.errors import InvalidRequestError, did_you_mean, near_misses
 from autotune.core.units import MIB, in_one_line
-from autotune.models.hub_revision import commit_of, hub_content
 
 _KIND_OF_SUFFIX: dict[str, DataKind] = {
     ".jsonl": "json",
@@ -201,3 +200,36 @@ def _content(root: Path, files: Iterable[Path]) -> str:
         digest.update(f"{file.relative_to(root) if file != root else ''}\0{status.st_size}\0".encode())
         digest.update(file.read_bytes() if is_small else str(status.st_mtime_ns).encode())
     return digest.hexdigest()[:32]
+
+
+# The revision of a dataset on the hub, so that a changed dataset is not taken for the same
+
+
+_HUB_TIMEOUT_SECONDS = 10.0
+_MARK = "@"
+
+
+def hub_content(name: str) -> str:
+    """Return ``NAME@COMMIT`` for a dataset ``NAME`` or ``NAME:CONFIG``; the name alone where no commit is known.
+
+    Asks the hub, then its cache on this machine. Imports huggingface_hub.
+    """
+    from huggingface_hub import HfApi, constants
+
+    repository = name.partition(":")[0]
+    commit: str | None = None
+    if not constants.HF_HUB_OFFLINE:
+        # No network, no such dataset or no access: loading the dataset reports which.
+        with contextlib.suppress(Exception):
+            commit = HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT_SECONDS).sha
+    if not commit:
+        # What the hub's client downloaded last.
+        folder = "--".join(("datasets", *repository.split("/")))
+        with contextlib.suppress(OSError):
+            commit = (Path(constants.HF_HUB_CACHE) / folder / "refs" / "main").read_text().strip()
+    return f"{name}{_MARK}{commit}" if commit else name
+
+
+def commit_of(content: str) -> str | None:
+    """Return the commit in a result of ``hub_content``; ``None`` where none was known."""
+    return content.partition(_MARK)[2] or None

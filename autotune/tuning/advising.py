@@ -1,27 +1,38 @@
-"""Compare GPUs to rent for a training job: what ``autotune advise`` says, as JSON and as text."""
+"""Compare GPUs to rent for a training job, from predictions alone: what ``autotune advise`` says."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
+from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.chip import Chip
+from autotune.core.device import precisions_of
+from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operations
 from autotune.core.schema import encode
-from autotune.devices.gpus import ALIASES, find_chip
+from autotune.core.units import format_bytes
+from autotune.devices.gpus import ALIASES, CHIPS, TYPICAL_CONTEXT_BYTES, find_chip
 from autotune.devices.prices import read_prices
+from autotune.estimate.advice import Offer
 from autotune.estimate.grades import Grades
 from autotune.estimate.memory import MemoryModel
+from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
 from autotune.results.prediction_text import experts_line
+from autotune.space.levers import why_unpredictable
+from autotune.space.precision_names import HALF
 from autotune.space.space import Batches
 from autotune.tuning.answer_cache import AnswerCache
 from autotune.tuning.measured import measured_pools
-from autotune.tuning.offers import Job, best_offer, model_of, models_of
-from autotune.tuning.options import build_workload, with_effective_batch
-from autotune.tuning.predictions import known_chips
+from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
+from autotune.tuning.predictions import batches_of, known_chips, of_ranks, predictions
+from autotune.tuning.prepare import Prepared
+
+_PLENTY_BYTES = 2**42
+"""Memory of the GPUs that stand for all of their kind: no candidate is left out for want of it."""
 
 
 def advised(
@@ -52,11 +63,16 @@ def advised(
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
     with AnswerCache(storage) as answers:
         for saves_memory in (False, True):
-            prepared, models = models_of(chips, options, answers, gpu_counts, saves_memory=saves_memory)
+            prepared, models = _models_of(chips, options, answers, gpu_counts, saves_memory=saves_memory)
             workload = prepared.request.workload
-            grades = Grades(measured_pools(storage, workload), functools.partial(_operations, models))
-            job = Job(prepared, models, grades, samples)
-            offers = [best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
+
+            def operations_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel] = models) -> Operations | None:
+                model = _model_of(arm, chip, models)
+                return model.operations(arm) if model is not None else None
+
+            grades = Grades(measured_pools(storage, workload), operations_of)
+            job = _Job(prepared, models, grades, samples)
+            offers = [_best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
             refused = [offer for offer in offers if offer.graded is None and offer.gpus == 1 and offer.chip.rates]
             if not refused or not prepared.space.saving_arms:
                 # What saves memory is for GPUs on which nothing fits without.
@@ -70,7 +86,150 @@ def advised(
     }
 
 
-def _operations(models: dict[bool, MemoryModel], arm: Arm, chip: Chip) -> Operations | None:
-    """Return what a step consists of on a GPU; ``None`` where that is not predicted."""
-    model = model_of(arm, chip, models)
-    return model.operations(arm) if model is not None else None
+@dataclass(frozen=True)
+class _Job:
+    """What is trained, and all that is known of its memory and speed."""
+
+    prepared: Prepared
+    models: dict[bool, MemoryModel]
+    grades: Grades
+    samples: float
+
+
+def _models_of(
+    chips: list[Chip],
+    options: dict[str, Any],
+    answers: AnswerCache,
+    counts: tuple[int, ...],
+    *,
+    saves_memory: bool = False,
+) -> tuple[Prepared, dict[bool, MemoryModel]]:
+    """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
+
+    Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
+    H200. With ``saves_memory`` also for the arms with what saves memory.
+    """
+    kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
+    stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
+    wanted = options["precision"]
+    # Those that can do nothing wanted are told so later.
+    able = [chip for chip in chips if set(wanted or PRECISIONS) & set(precisions_of(chip.capability))]
+    if not able:
+        names = ", ".join(chip.name for chip in chips)
+        raise InvalidRequestError(
+            f"--precision {','.join(wanted)}: {names} {'has' if len(chips) == 1 else 'have'} no such precision",
+            "name others, or other GPUs",
+        )
+    if wanted is not None:
+        kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)]
+    only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
+    # GPUs are compared in the same training, which all that are able have to do.
+    common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in able)}
+    options = {**options, "memory_limit": None, "world_size": 1}
+    workload = in_usual_dtype(build_workload(options), options["dtype"], common)
+    if options["dtype"] is None:
+        _check_one_dtype(wanted or (), workload.dtype, able)
+    options["dtype"] = workload.dtype
+    if len(kinds) == 2 and workload.dtype == "float32":
+        # No kind of attention makes a difference to float32, of which both would say the same.
+        only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
+    targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
+    requests = [{**options, "precision": only[kind]} for kind in kinds]
+    models = predictions(targets, requests, answers, counts, saves_memory=saves_memory)
+    return models[0][0], {kind: model for kind, (_, model) in zip(kinds, models, strict=True)}
+
+
+def _check_one_dtype(wanted: tuple[str, ...], dtype: str, chips: list[Chip]) -> None:
+    """Raise ``InvalidRequestError`` for a precision that does not go with the dtype that all GPUs have in common."""
+    for precision in wanted:
+        without = [chip.name for chip in chips if precision not in precisions_of(chip.capability)]
+        if without and dtype != "float32" and HALF.get(precision, dtype) != dtype:
+            raise InvalidRequestError(
+                f"--precision {precision} does not go with {dtype} weights, in which GPUs are compared since "
+                f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no {precision}",
+                f"leave {precision} out, compare GPUs that have it, or give --dtype float32",
+            )
+
+
+def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the wanted precisions that a GPU has; all of them where it has none, which is refused later."""
+    if wanted is None:
+        return None
+    return tuple(precision for precision in wanted if precision in precisions) or wanted
+
+
+def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
+    """Return the best that so many GPUs of a kind do."""
+
+    def refused(why: str) -> Offer:
+        return Offer(chip, None, why, job.samples, price, count)
+
+    if chip.rates is None or chip.memory_bytes is None:
+        return refused("its rates are not published")
+    if count > 1 and chip.rates.link is None:
+        return refused("several in one host are not predicted")
+    ceiling = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, job.prepared.request.headroom)
+    known, least = _fitting_steps(chip, count, job, ceiling)
+    if known:
+        graded = [job.grades.graded(chip, step) for step in known]
+        # What was measured here is better known than a prediction that promises a little more.
+        best = [each for each in graded if each.grade == "measured"] or graded
+        return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
+    if least is None:
+        return refused(f"nothing is predicted for it{_why_nothing(chip, job)}")
+    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(ceiling.line_bytes)}")
+
+
+def _why_nothing(chip: Chip, job: _Job) -> str:
+    """Return why nothing is predicted of the first configuration of a GPU, where that is known."""
+    precisions = dict.fromkeys(arm.precision for arm in job.prepared.space.arms)
+    if not set(precisions) & set(chip.precisions):
+        return f": it has no {' or '.join(precisions)}"
+    for arm in job.prepared.space.arms:
+        model = _model_of(arm, chip, job.models)
+        why = why_unpredictable(arm, job.prepared.request.workload) or (model.why_missing(arm) if model else None)
+        if why is not None:
+            return f": {why}"
+    return ""
+
+
+def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
+    """Return the predicted steps of all candidates that fit, and the least memory of those that do not."""
+    speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
+    steps: list[StepTime] = []
+    least: int | None = None
+    for arm in (*space.arms, *(job.prepared.space.saving_arms if count == 1 else ())):
+        if arm not in space.arms and steps:
+            # What saves memory is for where nothing fits without.
+            break
+        model = _model_of(arm, chip, job.models)
+        operations = model.operations(arm) if model is not None else None
+        if model is None or operations is None or arm.precision not in chip.precisions:
+            continue
+        for batch in batches_of(space):
+            candidate = Candidate(arm, batch, space.batches.accumulation(batch))
+            predicted = model.prediction(candidate)
+            if predicted is None:
+                continue
+            # DDP holds every gradient a second time, in its buckets. A search keeps it from a third copy where that
+            # would matter, see autotune.tuning.strategies.
+            needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
+            least = min(needed, least or needed)
+            if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
+                steps.append(speeds.predict(operations, _of_ranks(candidate, count)))
+    return steps, least
+
+
+def _of_ranks(candidate: Candidate, count: int) -> Candidate:
+    if count == 1:
+        return candidate
+    return replace(candidate, arm=replace(candidate.arm, strategy="ddp", ranks=count))
+
+
+def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
+    """Return the predictions for the GPU's kind; in float32 those of either kind: flash attention has 16 bits only."""
+    own = models.get(chip.has_flash_attention)
+    # fp32 is in 16 bits where the weights are, and then predicted for each kind.
+    if arm.precision in ("fp16", "bf16") or (own is not None and own.operations(arm) is not None):
+        return own
+    return models.get(True) or models.get(False)

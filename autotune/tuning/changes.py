@@ -14,7 +14,7 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import Software
 from autotune.core.outcome import Completed
 from autotune.core.units import format_bytes
-from autotune.models.hub_revision import commit_of
+from autotune.models.dataset_files import commit_of
 from autotune.space.features import version_of
 from autotune.store.records import StudyRecord
 from autotune.store.repository import Store

@@ -26,7 +26,7 @@ from autotune.results.predicted import AdviceDocument, FittingOfferDocument, Off
 from autotune.space.space import Batches, Space
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord, TrialRecord
-from autotune.tuning.offers import _fitting_steps
+from autotune.tuning.advising import _fitting_steps
 
 _TRAINED = "--model bert-tiny --seq-len 64 --effective-batch 64 --gradient-checkpointing off"
 _SMALL = ("advise", *_TRAINED.split())

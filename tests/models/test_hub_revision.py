@@ -16,8 +16,7 @@ from searching import BERT_LARGE, prepared
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.models import dataset_files as data_module
-from autotune.models.dataset_files import check_unchanged
-from autotune.models.hub_revision import commit_of
+from autotune.models.dataset_files import check_unchanged, commit_of
 from autotune.tuning.changes import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

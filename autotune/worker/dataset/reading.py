@@ -24,8 +24,7 @@ from autotune.core.messages import DataAnswer, Problem
 from autotune.core.schema import encode
 from autotune.core.units import in_one_line
 from autotune.core.workload import Workload
-from autotune.models.dataset_files import data_files, under_plain_names
-from autotune.models.hub_revision import commit_of
+from autotune.models.dataset_files import commit_of, data_files, under_plain_names
 from autotune.training.rows import best_fit
 from autotune.worker.dataset.columns import (
     check_holds_tokens,
