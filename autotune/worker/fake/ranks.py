@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,26 +137,11 @@ class ZeroRank:
             self._tracer.let_go(number)
         held.clear()
 
-    def cast_model(self, fake: Callable[[torch.Tensor], torch.Tensor], model: Any, dtype: torch.dtype) -> None:
-        """Convert the model's weights; ``fake`` makes a tensor that is not recorded.
-
-        They are recorded as a whole: DeepSpeed copies them into one flat tensor.
-        """
-        made: dict[int, Any] = {}
-        for module in model.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    kind = dtype if tensor.dtype.is_floating_point else tensor.dtype
-                    new = fake(torch.empty(tensor.shape, dtype=kind))
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                place = module._parameters if name in module._parameters else module._buffers
-                place[name] = made[id(tensor)]
-
     def begin(self, kind: Any, options: dict[str, Any]) -> None:
-        """Split weights and optimizer state; ``kind`` and ``options`` make the optimizer."""
+        """Split weights and optimizer state; ``kind`` and ``options`` make the optimizer.
+
+        Weights are recorded as a whole: DeepSpeed copies them into one flat tensor.
+        """
         self._hold("weights", self._kept_weights)
         if self._stage == 3:
             self._hold("gradients", self._part)

@@ -24,7 +24,7 @@ from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import ZeroRank, compute_dtype, shard_model
 from autotune.worker.fake.scaling import TRACED_BATCH, ScalableStep
 from autotune.worker.fake.semantics import install_cuda_semantics
-from autotune.worker.fake.tracer import StorageTracer, Trace, materialise
+from autotune.worker.fake.tracer import StorageTracer, Trace, fake_of, materialise
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
@@ -134,7 +134,13 @@ def tracing(
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
     with fake_tensor_mode(), _no_surprise_collection(), _noting_pieces(tracer), tracer:
-        materialise(model, tracer)
+
+        def weight(tensor: torch.Tensor) -> torch.Tensor:
+            fake = fake_of(tensor)
+            tracer.see(fake, "weights")
+            return fake
+
+        materialise(model, weight)
         yield tracer
 
 
@@ -329,7 +335,7 @@ class FakeTraining:
         dtype = compute_dtype(self._arm)
         rank = ZeroRank(model, self._arm, tracer)
         with fake_tensor_mode(), _no_surprise_collection():
-            rank.cast_model(tracer.overlook, model, dtype)
+            materialise(model, lambda tensor: tracer.overlook(fake_of(tensor, dtype)))
             with tracer:
                 if self._arm.gradient_checkpointing:
                     _enable_checkpointing(model, self._arm)

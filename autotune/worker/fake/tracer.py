@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -314,18 +315,21 @@ def _accumulates_in_place(args: Any) -> bool:
     return isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype == second.dtype
 
 
-def materialise(model: torch.nn.Module, tracer: StorageTracer | None = None) -> None:
-    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, and have the tracer see them."""
+def fake_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a fake tensor on the CPU of the same shape, with floats in a ``dtype``; call it under a mode of those."""
+    return torch.empty(tensor.shape, dtype=dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype)
+
+
+def materialise(model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor] = fake_of) -> None:
+    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, which ``fake`` makes; ties stay."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers):
-            is_trainable = own is module._parameters
             for name, tensor in own.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    if tracer is not None:
-                        tracer.see(fake, "weights")
-                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_trainable else fake
+                    new: Any = fake(tensor)
+                    is_parameter = own is module._parameters
+                    made[id(tensor)] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 own[name] = made[id(tensor)]
