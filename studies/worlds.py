@@ -1,6 +1,6 @@
 """Random machines and models, computed rather than run: what a search answers on them, and what it promises.
 
-    python studies/worlds.py [--worlds 10000] [--first 0] [--model] [--json FILE]
+    python studies/worlds.py [--worlds 10000] [--first 0] [--json FILE]
 
 A world is a model on a GPU, drawn at random: memory that is affine in the batch above a floor and reserved with some
 fragmentation; step times with a floor that the host sets; arms whose order differs from the usual; trials that run out
@@ -43,9 +43,8 @@ from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import prediction_class
 from autotune.store.records import TrialRecord
-from autotune.tuning.acquisition import Acquisition
 from autotune.tuning.plan import Plan
-from autotune.tuning.policy import Policy, make_policy
+from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.remeasure import effort_of
 from autotune.tuning.request import SearchRequest
@@ -353,14 +352,12 @@ class Result:
 _MOST_TRIALS = 400
 
 
-def play(world: World, repeat: int = 0, slots: int = 1, *, by_model: bool = False) -> Result:
+def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     """Search in a world to the end, with so many trials at the same time."""
     prepared = world.prepared()
     machine = Machine(world, repeat)
     history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
-    policy: Policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
-    if by_model and world.objective == "throughput":
-        policy = Acquisition(prepared.space)
+    policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
     now = 0.0
     plan = Plan(prepared, history, policy, lambda: now)
     running: list[tuple[float, int, TrialRecord]] = []
@@ -496,17 +493,17 @@ def _coverage(results: list[Result]) -> float:
     return sum(bool(r.covered) for r in results) / max(1, len(results))
 
 
-def play_seeds(seeds: range, by_model: bool = False) -> list[Result]:
+def play_seeds(seeds: range) -> list[Result]:
     """Search in the worlds of these seeds."""
-    return [play(draw(seed), by_model=by_model) for seed in seeds]
+    return [play(draw(seed)) for seed in seeds]
 
 
-def play_many(first: int, count: int, *, by_model: bool = False) -> Summary:
+def play_many(first: int, count: int) -> Summary:
     """Search in so many worlds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
-        return Summary([result for part in pool.map(play_seeds, parts, [by_model] * len(parts)) for result in part])
+        return Summary([result for part in pool.map(play_seeds, parts) for result in part])
 
 
 def main() -> None:
@@ -515,9 +512,8 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
-    parser.add_argument("--model", action="store_true", help="choose by the model of speed rather than by rules")
     options = parser.parse_args()
-    summary = play_many(options.first, options.worlds, by_model=options.model)
+    summary = play_many(options.first, options.worlds)
     for name, value in summary.document().items():
         print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
     if options.json:

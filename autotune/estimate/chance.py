@@ -10,7 +10,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, Tried
-from autotune.space.levers import LEVERS, changed, levers_of, memory_class, needs_at_least, without
+from autotune.space.levers import LEVERS, levers_of, memory_class, needs_at_least, without
 from autotune.space.precision_names import HALF
 
 _LEVER_NAMES = tuple(row.name for row in LEVERS if row.prior is not None)
@@ -130,9 +130,8 @@ def _activations(arm: Arm) -> float:
 class Chances:
     """Probabilities that candidates run and fit, given what was tried."""
 
-    def __init__(self, history: History, *, compiled_recomputes: bool = True) -> None:
-        """``compiled_recomputes``: whether layers that are compiled with their checkpoints hold on to nothing."""
-        self._history, self._compiled_recomputes = history, compiled_recomputes
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._line = math.log(history.ceiling.line_bytes)
         self._fits: dict[tuple[Arm, bool, int], float] = {}
         self._ratios = [
@@ -180,9 +179,7 @@ class Chances:
             return None
         if candidate.arm.torch_compile:
             # Compiled code is not traced: it keeps no more than the same layers do otherwise.
-            recomputes = candidate.arm.gradient_checkpointing and self._compiled_recomputes
-            arm = changed(without(candidate.arm, ["torch_compile"]), gradient_checkpointing=recomputes)
-            candidate = replace(candidate, arm=arm)
+            candidate = replace(candidate, arm=without(candidate.arm, ["torch_compile"]))
         predicted = memory.prediction(candidate)
         if predicted is None and (arm := without(candidate.arm, _LEVER_NAMES)) != candidate.arm:
             predicted = memory.prediction(replace(candidate, arm=arm))
@@ -230,10 +227,6 @@ class Chances:
             if batch < limit:
                 runs += weight * (1 - _CANDIDATE_FAILS) * (whole / (broken + whole) if whole else 0.0)
         return chance * runs / total
-
-    def is_blamed(self, lever: str) -> bool:
-        """Return whether a lever failed by itself, so that it is not tried any more."""
-        return self._blame.get(lever) == 1.0
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
         """Return how likely an arm's trials are, broken and not, where batches from a limit on fail."""

@@ -76,8 +76,6 @@ class History:
         self.tried.append(tried)
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
-        if self.steps is not None and tried.measurement is not None:
-            self.steps.learn(tried.candidate, tried.measurement.samples_per_second)
 
     def replace(self, tried: Tried, outcome: Outcome) -> None:
         """Put another outcome in the place of a trial's: what is learned of it later."""
@@ -201,7 +199,7 @@ class History:
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the fastest feasible candidate, by samples a second."""
-        return max(self.believed(among), key=_speed, default=None)
+        return max(self.believed(among), key=speed_of, default=None)
 
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the candidate to recommend.
@@ -211,14 +209,14 @@ class History:
         with the lower peak.
         """
         believed = self.believed(among)
-        fastest = max(believed, key=_speed, default=None)
+        fastest = max(believed, key=speed_of, default=None)
         if fastest is None:
             return None
         own = next((tried for tried in believed if tried.candidate == self.own), None)
-        is_near_own = own is not None and _speed(fastest) <= _speed(own) * (1 + MATERIAL)
+        is_near_own = own is not None and speed_of(fastest) <= speed_of(own) * (1 + MATERIAL)
         if own is not None and is_near_own and not self.pool.is_faster(fastest.candidate, own.candidate):
             return own
-        near = [tried for tried in believed if _speed(tried) >= _speed(fastest) * (1 - self.tolerance)]
+        near = [tried for tried in believed if speed_of(tried) >= speed_of(fastest) * (1 - self.tolerance)]
         return min(
             near,
             key=lambda t: (
@@ -231,9 +229,15 @@ class History:
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the feasible trial with the largest per-device batch, and the fastest of several."""
         return max(
-            self.believed(among), key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)), default=None
+            self.believed(among), key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)), default=None
         )
 
 
-def _speed(tried: Tried) -> float:
+def speed_of(tried: Tried) -> float:
+    """Return the samples a second of a trial; 0 where it did not complete."""
     return tried.measurement.samples_per_second if tried.measurement else 0.0
+
+
+def batch_of(tried: Tried) -> int:
+    """Return the per-device batch of a trial."""
+    return tried.candidate.per_device_train_batch_size

@@ -67,6 +67,11 @@ _GPU: Mapping[str, Effect] = {
 _HOST: Mapping[str, Effect] = {
     "half": Effect(0.15, 0.12), "fp16": Effect(0.15, 0.1), "fp32": Effect(0.0, 0.01), "recomputing": Effect(0.25, 0.07),
 }  # fmt: skip
+# Where no trial tells the GPU's share, as on a CPU: bf16 may be slower or faster than fp32 there, and what each
+# micro-step takes besides is part of the one time. Choices, and wide.
+_WHOLE: Mapping[str, Effect] = {
+    **_GPU, "single": Effect(0.0, 0.7), "fp32": Effect(0.0, 0.35), "small batch": Effect(0.15, 0.3),
+}  # fmt: skip
 # With predicted steps as the mean, features correct it: errors of some per cent that steps of one precision share
 # (studies/corrections.py).
 _PREDICTED = 0.06
@@ -189,6 +194,10 @@ class SpeedModel:
         self._history, self._layers = history, layers
         self._is_predicted = history.steps is not None
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
+        is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
+        self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
+        """Whether a step has one time alone, since nobody knows the host's part. The baseline is not asked for it."""
+        self._usual_gpu = _WHOLE if self._is_whole else _GPU
         self._passing = _passing(seen)
         self._gpu_base, self._host_base = self._bases()
         self._gpu, self._host = self._processes(seen)
@@ -201,13 +210,13 @@ class SpeedModel:
             self._is_predicted = False
             return 0.0, math.log(_HOST_SECONDS)
         candidate = known.candidate
-        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual(candidate, _GPU)
+        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual(candidate, self._usual_gpu)
         host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual(candidate, _HOST)
         return gpu, host
 
     def _processes(self, seen: Iterable[Tried]) -> tuple[Process, Process]:
         most = _PREDICTED if self._is_predicted else math.inf
-        gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _GPU.items()}
+        gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
         host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
         if self._is_predicted:
             gpu_effects |= {"small batch": Effect(0.0, 0.03), "step": Effect(0.0, 0.03), "fp16": Effect(0.025, 0.012)}
@@ -245,6 +254,9 @@ class SpeedModel:
             assert measured is not None
             total = math.log(measured.step_seconds / tried.candidate.samples_per_step)
             noise = self._noise(tried)
+            if self._is_whole:
+                self._gpu.observe(at, total - self._gpu_mean(at), noise)
+                continue
             busy = what_limits(measured).gpu_busy_share
             if busy is None:
                 unclear.append((at, total, noise))
@@ -310,7 +322,7 @@ class SpeedModel:
         if (step := self._predicted(candidate)) is not None:
             base = math.log(step.gpu_seconds / candidate.samples_per_step)
         else:
-            base = self._gpu_base + _usual(candidate, _GPU)
+            base = self._gpu_base + _usual(candidate, self._usual_gpu)
         return base + self._gpu.mean(at)
 
     def _host_mean(self, at: Features) -> float:
@@ -334,6 +346,9 @@ class SpeedModel:
         """Return mean and deviation of the logarithms of the GPU's and the host's seconds a sample."""
         at = [self._features(candidate) for candidate in among]
         gpu, gpu_error = self._gpu.posterior(at)
+        if self._is_whole:
+            gpu = gpu + np.array([self._gpu_mean(each) for each in at])
+            return gpu, gpu_error, gpu - 10.0, gpu_error
         host, host_error = self._host.posterior(at)
         gpu = gpu + np.array([self._gpu_mean(each) for each in at])
         host = host + np.array([self._host_mean(each) for each in at])

@@ -14,9 +14,8 @@ from autotune.core.device import Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Measurement
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.history import Tried
+from autotune.estimate.history import Tried, speed_of
 from autotune.estimate.step_time import peak_flops
-from autotune.estimate.throughput import speed_of
 from autotune.results.report import Report, measurement
 from autotune.space.levers import LEVERS, levers_of
 from autotune.space.space import Batches

@@ -1,7 +1,7 @@
 """Choose what to try next: the expected improvement, times the probability that it runs and fits, for its seconds.
 
-Candidates are the arms of the space at their batches. Nothing is left where none is worth its seconds. A search does
-not use it yet: ``studies/worlds.py --model`` compares it with the policy of a search.
+Candidates are the arms of the space at their batches. Nothing is left where none is worth its seconds. Levers come once
+that is so: ``autotune.tuning.anytime``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.stop import NOTHING_LEFT
+from autotune.core.stop import NOTHING_LEFT, LeftOut
+from autotune.estimate.arm_names import names_of_arms
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
-from autotune.estimate.history import History, Tried
+from autotune.estimate.history import History, Tried, batch_of, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel
-from autotune.estimate.throughput import speed_of
 from autotune.space.levers import (
     BY_NAME,
     LEVERS,
@@ -82,9 +82,11 @@ class Acquisition:
         among = self._grid(history, space, multiple)
         if best is not None and (pinned := self._pinned(history, best)) is not None:
             among.append(pinned)
-        if multiple == space.batches.levels()[0] or not judge.fits_at(multiple):
-            over = (t for t in history.tried if t.measurement and history.is_over(t))
-            among += [each for t in over if (each := judge.in_expandable_segments(t)) is not None]
+        if not judge.fits_at(multiple):
+            # Half the batch, which comes next, took 1.5 times as long for Qwen3-32B with QLoRA (H200).
+            smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]
+            if expanded := next(filter(None, map(judge.in_expandable_segments, smallest)), None):
+                return expanded
         among = [each for each in among if judge.is_open(each) and not self._is_beaten(history, each)]
         if not among:
             return None
@@ -182,3 +184,37 @@ class Acquisition:
                 if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
                     return took
         return max((_PRIORS[name].seconds for name in has - wholes), default=0.0)
+
+
+def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
+    """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
+    judge, tried = Judge(space, history), {t.candidate.arm for t in history.tried}
+    reach = judge.batches_in_reach()
+    best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
+    untried = [
+        arm
+        for arm in space.arms
+        if arm not in tried and not judge.offloads_needlessly(space.candidate(arm, max(reach, default=1)))
+    ]
+    if not untried or not reach or best is None:
+        return ()
+    chances, model = Chances(history), SpeedModel(history)
+    too_large, slower, most = [], [], 0.0
+    for arm in untried:
+        candidates = [space.candidate(arm, batch) for batch in reach]
+        fitting = [c for c in candidates if judge.is_open(c) and chances.fits(c) > _LEAST_CHANCE]
+        if fitting:
+            slower.append(arm)
+            most = max(most, float(np.exp(-model.expected(fitting, speed_of(best))[1].min())) / speed_of(best))
+        else:
+            too_large.append(arm)
+    others, named = list(space.arms), []
+    whys = (
+        ("no batch of it fits", too_large),
+        (f"expected to be {most:.2f} × as fast as the best, or less: not worth a trial", slower),
+    )
+    for why, arms in whys:
+        if arms:
+            named.append(LeftOut(names_of_arms(arms, others, space.arms), why))
+            others = [arm for arm in others if arm not in arms]
+    return tuple(named)

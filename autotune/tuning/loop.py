@@ -23,15 +23,15 @@ from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
-from autotune.estimate.history import History, cap_of
+from autotune.estimate.history import History, batch_of, cap_of
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_forecast import StepForecast
-from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.acquisition import left_out_arms
 from autotune.tuning.forecast import Forecast
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look import Looker
@@ -229,7 +229,7 @@ class Search:
         """Return which arms had no trial and why, where the search ended because nothing was worth one."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
-        return (*Speeds(self._prepared.space, self._history).left_out_arms(), *self._plan.left_out_levers())
+        return (*left_out_arms(self._prepared.space, self._history), *self._plan.left_out_levers())
 
     def _stop_after(self, error: BaseException) -> None:
         """End the running trials after an error or a signal, and record what can be recorded.

@@ -375,8 +375,10 @@ class Plan:
         if self._is_last:
             if self._waits:
                 return None
-            # The last trial of the budget is used for the winner, if it has to be measured again.
-            return Step("final", best.candidate) if needs_another(self.history, best) else None
+            # The last trial of the budget is used for the winner, if it has to be measured again; where that is what
+            # the user has without a search, a candidate may still be better.
+            is_all_there_is = best.candidate == self._prepared.baseline and self.upcoming() is not None
+            return None if is_all_there_is or not needs_another(self.history, best) else Step("final", best.candidate)
         if not self._is_settled:
             return None
         of_finals = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")

@@ -6,23 +6,21 @@ at a multiple fits, that nothing else is left) waits for them: the policy then p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import Objective, SamplerName
-from autotune.core.outcome import Failed
 from autotune.core.stop import NOTHING_LEFT, Stop
-from autotune.estimate.feasibility import Judge
-from autotune.estimate.history import History
-from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
+from autotune.estimate.feasibility import Judge, failed_without_verdict
+from autotune.estimate.history import History, Tried, batch_of
 from autotune.space.levers import memory_class
 from autotune.space.space import LARGEST_FREE_BATCH, Space
+from autotune.tuning.acquisition import Acquisition
 
 # First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.
 _FREE_START = 32
-# Most trials of an arm at the same time before one of them shows whether the arm is worth it. A choice.
-_MOST_UNKNOWN = 2
+# Largest ratio of two batches whose slope is used; that between nearer batches is mostly noise.
+_FAR_ENOUGH = 0.75
 
 
 class Policy(Protocol):
@@ -36,149 +34,24 @@ class Policy(Protocol):
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
 
 
-class ThroughputPolicy:
-    """Climbs each arm from a batch that is likely to fit to its best batch.
+class _ArmView:
+    """The trials of one arm by per-device batch."""
 
-    Arms are taken by their predicted speed, those without a prediction in the space's order. A batch is not tried where
-    another arm that is never slower was measured at it or at a larger one. A larger batch is tried only while it can
-    still gain, a smaller one only next to the best of an arm that is not hopeless, and only if it is not predicted to
-    be slower. Where nothing fits, the arms with what saves memory come next.
-    """
+    def __init__(self, space: Space, arm: Arm, history: History) -> None:
+        self._space, self._judge = space, Judge(space, history)
+        self.arm, self.history = arm, history
+        self.tried = {batch_of(t): t for t in history.tried if self._counts(t)}
+        self.feasible = {batch_of(t): t for t in history.believed() if self._counts(t)}
+        self.failed = {batch for batch, tried in self.tried.items() if failed_without_verdict(tried)}
+        self.pending = {c.per_device_train_batch_size for c in history.pending if c.arm == arm and space.contains(c)}
+        self.doubtful = self._judge.is_doubtful(arm)
 
-    ending = NOTHING_LEFT
+    def _counts(self, tried: Tried) -> bool:
+        return tried.candidate.arm == self.arm and self._space.contains(tried.candidate)
 
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._is_free = space.batches.effective_batch is None
-
-    def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``. Smaller multiples are searched only where nothing above fits."""
-        for space in self._spaces(history):
-            speeds, judge = Speeds(space, history), Judge(space, history)
-            for multiple in space.batches.levels():
-                ladder = space.batches.at_level(multiple)
-                if ladder and not judge.fits_at(multiple):
-                    smallest = [tried for tried in history.tried if batch_of(tried) == min(ladder)]
-                    # Half the batch, which comes next, took 1.5 times as long for Qwen3-32B with QLoRA (H200).
-                    if expanded := next(filter(None, map(judge.in_expandable_segments, smallest)), None):
-                        return expanded
-                for arm in speeds.in_order(ladder):
-                    view = speeds.view(arm)
-                    batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
-                    if batch is not None:
-                        return space.candidate(arm, batch)
-                if history.pending or judge.fits_at(multiple):
-                    return None
-        return Judge(self._space, history).last_resort()
-
-    def _spaces(self, history: History) -> list[Space]:
-        """Return the spaces in the order in which they are searched: what saves memory comes second.
-
-        It comes first where it is predicted to fit and nothing without is, nor was measured to.
-        """
-        plain, saving, memory = self._space, self._space.saving, history.memory
-        if saving is None:
-            return [plain]
-        if any(tried.candidate.arm in plain.arms for tried in history.believed()):
-            return [plain, saving]
-
-        def fits(space: Space) -> bool:
-            batches = [batch for level in space.batches.levels() for batch in space.batches.at_level(level)]
-            candidates = (space.candidate(arm, batch) for arm in space.arms for batch in batches)
-            return memory is not None and any((told := memory.prediction(c)) and told.fits for c in candidates)
-
-        return [saving, plain] if fits(saving) and not fits(plain) else [plain, saving]
-
-    def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
-        rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]
-        if rungs and not any(view.was_chosen(tried) for tried in view.feasible.values()):
-            return self._first_batch(view, rungs) if len(view.pending) < _MOST_UNKNOWN else None
-        if not view.feasible:
-            return None
-        peak, top = view.fastest(), max(view.feasible)
-        if speeds.can_gain(view):
-            above = [batch for batch in rungs if batch > top and self._may_fit(view, batch, ladder)]
-            larger = above[0] if above else self._between(speeds, view, top)
-            if larger is not None:
-                return larger
-        below = [batch for batch in ladder if batch < peak][-1:]
-        if not below or below[0] not in rungs or speeds.is_predicted_slower(view, below[0], peak):
-            return None
-        return None if speeds.is_hopeless(view, peak) else below[0]
-
-    def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
-        """Return the best batch on other machines of this kind, else one near the best of arms that checkpoint alike.
-
-        It is the middle one where neither is known. After a failure, which may depend on the batch, it is halfway
-        between that batch and the smallest.
-        """
-        smaller = [batch for batch in rungs if view.failed and batch < min(view.failed)]
-        if smaller:
-            return smaller[len(smaller) // 2]
-        elsewhere = view.history.elsewhere
-        measured = [batch for batch in rungs if self._space.candidate(view.arm, batch) in elsewhere]
-        if measured:
-            return max(measured, key=lambda batch: elsewhere[self._space.candidate(view.arm, batch)])
-        fitting = view.predicted_to_fit(rungs)
-        if fitting and not self._is_free:
-            return self._fastest_predicted(view, fitting)
-        recomputes = view.arm.gradient_checkpointing
-        like = [
-            tried
-            for tried in view.history.believed()
-            if tried.candidate.arm.gradient_checkpointing == recomputes and view.was_chosen(tried)
-        ]
-        middle = _FREE_START if self._is_free else rungs[len(rungs) // 2]
-        start = batch_of(max(like, key=speed_of)) if like else middle
-        return min(rungs, key=lambda batch: max(batch / start, start / batch))
-
-    def _fastest_predicted(self, view: ArmView, fitting: Sequence[int]) -> int:
-        """Return the batch with the highest predicted speed; the largest where no speed is predicted."""
-        steps = view.history.steps
-
-        def key(batch: int) -> tuple[float, int]:
-            speed = steps.samples_per_second(self._space.candidate(view.arm, batch)) if steps is not None else None
-            return speed or 0.0, batch
-
-        return max(fitting, key=key)
-
-    def _may_fit(self, view: ArmView, batch: int, ladder: Sequence[int]) -> bool:
-        """Return whether a batch may fit, given the smallest one that did not.
-
-        Only a batch without accumulation can need less memory than a smaller one, so larger ones are not tried.
-        """
-        over = [b for b, tried in view.tried.items() if view.history.is_over(tried) and b < batch]
-        if not over:
-            return True
-        following = min(rung for rung in ladder if rung > min(over))
-        return batch <= max(following, 2 * min(over))
-
-    def _between(self, speeds: Speeds, view: ArmView, peak: int) -> int | None:
-        """Return a free batch about halfway to the smallest one that is ruled out.
-
-        ``None`` where that is less than an eighth away.
-
-        Ruled out means known or predicted not to fit, or failed. Out of the host's memory rules nothing out.
-        """
-        if not self._is_free:
-            return None
-        multiple = self._space.batches.levels()[0]
-        ladder = [batch for batch in self._space.batches.at_level(multiple) if batch > peak]
-        of_host = {batch for batch in view.failed if not isinstance(view.tried[batch].outcome, Failed)}
-        limits = [batch for batch in ladder if not view.open(batch) and batch not in of_host]
-        limits += [batch for batch in view.failed - of_host if batch > peak]
-        over = view.history.smallest_over(view.arm, accumulates=False)
-        limits += [over] if over is not None else []
-        if not limits:
-            return None
-        limit = min(*limits, self._space.batches.most + 1)
-        if (limit - peak) * 8 <= peak:
-            return None
-        middle = (peak + limit) // 2 // multiple * multiple
-        # A failed batch says nothing about its neighbours.
-        near = (middle + away * multiple for away in (0, -1, 1, -2, 2))
-        inside = [batch for batch in near if peak < batch < limit and view.open(batch)]
-        return next((batch for batch in inside if not speeds.is_beaten(view, batch)), None)
+    def open(self, batch: int) -> bool:
+        """Return whether the batch was neither tried, nor is it under way, nor ruled out."""
+        return self._judge.is_open(self._space.candidate(self.arm, batch))
 
 
 class MaxBatchPolicy:
@@ -203,7 +76,7 @@ class MaxBatchPolicy:
             for arm in self._arms:
                 if memory_class(arm) in seen:
                     continue
-                view = ArmView(self._space, arm, history)
+                view = _ArmView(self._space, arm, history)
                 if not view.doubtful:
                     if not view.failed:
                         # This arm may fail for reasons other than memory, where another of its memory class does not.
@@ -218,7 +91,7 @@ class MaxBatchPolicy:
                 return None
         return judge.last_resort()
 
-    def _next_batch(self, view: ArmView, multiple: int) -> int | None:
+    def _next_batch(self, view: _ArmView, multiple: int) -> int | None:
         among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
         largest = view.history.largest(among)
         floor = batch_of(largest) if largest else 0
@@ -256,12 +129,12 @@ class MaxBatchPolicy:
         near = (aimed + away * multiple for away in (0, *beside))
         return next((b for b in near if least <= b <= most and b not in view.tried and b not in view.pending), None)
 
-    def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
+    def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Return the batch at which the line through two measured peaks meets the ceiling's line."""
         peaks: dict[int, int] = {
             b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
         }
-        far = [b for b in peaks if b <= FAR_ENOUGH * fits]
+        far = [b for b in peaks if b <= _FAR_ENOUGH * fits]
         above = [b for b in peaks if b > fits]
         other = min(above) if above else max(far, default=None)
         middle = fits * 2 if over is None else (fits + over) // 2
@@ -305,4 +178,4 @@ def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Pol
     """Return the policy of a sampler's name, which is none of Optuna's."""
     if sampler == "grid":
         return ExhaustivePolicy(space)
-    return MaxBatchPolicy(space) if objective == "max-batch" else ThroughputPolicy(space)
+    return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)

@@ -191,7 +191,9 @@ def test_the_answer_has_the_interval_of_the_next_run(recorded: Report) -> None:
     promised = report_document(recorded)["next_run"]
     low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]
     text = checked(recorded).section("Best configuration").text
-    assert "per-device batch 32 × accumulation 2, bf16" in text
+    best = recorded.best.candidate
+    batch, accumulation = best.per_device_train_batch_size, best.gradient_accumulation_steps
+    assert f"per-device batch {batch} × accumulation {accumulation}, {best.arm.describe()}" in text
     assert f"next run: {format_rate(low)} to {format_rate(high)}" in text
     assert "95 % interval" in text
 

@@ -37,8 +37,8 @@ from autotune.space.features import (
 )
 from autotune.space.levers import is_predictable, packages_of
 from autotune.space.space import Batches, Space, choose_arms
+from autotune.tuning.acquisition import Acquisition
 from autotune.tuning.allowed import check_request
-from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.strategies import training_state_bytes
 
 PLAIN = Arm("bf16")
@@ -122,8 +122,9 @@ class TestWhatIsTried:
                 * (1 if c.arm.expandable_segments else FRAGMENTED)
             ),
             step_seconds or (lambda c: c.gradient_accumulation_steps * (0.1 + 0.01 * c.per_device_train_batch_size)),
+            lambda c: 0.95,
         )
-        return run_policy(ThroughputPolicy(space), runner, History(ceiling_of(line_bytes, headroom=0)))
+        return run_policy(Acquisition(space), runner, History(ceiling_of(line_bytes, headroom=0)))
 
     def test_they_win_where_memory_kept_the_best_from_a_larger_batch(self) -> None:
         history = self.searched(33 * GIB, lambda c: c.gradient_accumulation_steps * (

@@ -462,8 +462,8 @@ class TestExpandableSegments:
 
     def test_they_come_before_smaller_multiples(self, tmp_path: Path) -> None:
         candidates, run = self.searched(tmp_path, 1.04, largest=8)
-        assert run.best.candidate == candidates[-1] == replace(candidates[-2], arm=candidates[-1].arm)
-        assert run.best.candidate.arm.expandable_segments
+        at = next(at for at, c in enumerate(candidates) if c.arm.expandable_segments)
+        assert run.best.candidate == candidates[at] == replace(candidates[at - 1], arm=candidates[at].arm)
         assert min(c.per_device_train_batch_size for c in candidates) == 8
 
     @pytest.mark.parametrize(
@@ -490,9 +490,9 @@ class TestNothingFits:
         assert min(c.per_device_train_batch_size for c in plain) == 1
 
     def test_every_precision_is_searched_with_it(self, tmp_path: Path) -> None:
-        gpu = Gpu(sample_bytes=130 * GIB, host_seconds=0.0001, speeds={"uncached_casts": 9.0})
+        gpu = Gpu(sample_bytes=130 * GIB, host_seconds=0.0001, fails=lambda arm: arm.precision == "bf16")
         run, _ = search_on_gpu(gpu, tmp_path, precisions=("bf16", "tf32"), gradient_checkpointing="on")
-        # bf16 is the slower one here, and the first to be tried.
+        # bf16 is the first to be tried.
         assert run.best.candidate.arm.precision == "tf32"
 
     def test_it_is_said_only_after_that(self, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from autotune.core.units import GIB, MIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
+from autotune.tuning.acquisition import Acquisition
+from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()
@@ -80,7 +81,7 @@ class TestThroughputOnRecords:
     def test_each_precision_alone_finds_its_best(self, precision: Precision) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(arms(precision), Batches(64))
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         everything = run_policy(ExhaustivePolicy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(CAP_BYTES)))
         assert describe_winner(history) == describe_winner(everything)
         assert len(history.tried) <= 6
@@ -90,7 +91,7 @@ class TestThroughputOnRecords:
         cap_bytes = int(gib * GIB)
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(ALL_ARMS, Batches(64))
-        history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner, cap_bytes))
+        history = run_policy(Acquisition(space), runner, with_baseline(space, runner, cap_bytes))
         grid = run_policy(ExhaustivePolicy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(cap_bytes)))
         best, of_all = history.winner(), grid.fastest()
         assert best.measurement.samples_per_second >= 0.97 * of_all.measurement.samples_per_second
@@ -100,7 +101,7 @@ class TestThroughputOnRecords:
     def test_a_free_batch(self) -> None:
         runner = RecordedRunner(BATCHES, between=True)
         space = Space(arms("bf16", "tf32"), Batches(None))
-        history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
+        history = run_policy(Acquisition(space), runner, with_baseline(space, runner))
         assert describe_winner(history) == "32 × 1  bf16"
         assert len(history.tried) <= 11
         assert count_out_of_memory(history) <= 4
@@ -110,7 +111,7 @@ class TestThroughputOnRecords:
     def test_a_free_batch_grows_no_larger_than_the_data(self, samples: int, largest: int) -> None:
         runner = ComputedRunner(lambda _: GIB, lambda candidate: 0.5 + 1e-6 * candidate.per_device_train_batch_size)
         space = Space(arms("bf16", checkpointing="off"), Batches(None, samples=samples))
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         assert max(tried.candidate.per_device_train_batch_size for tried in history.tried) == largest
 
     def test_nor_towards_a_batch_beyond_the_data_that_did_not_fit(self) -> None:
@@ -118,7 +119,7 @@ class TestThroughputOnRecords:
         space = Space(arms("bf16", checkpointing="off"), Batches(None, samples=100))
         history = History(ceiling_of(CAP_BYTES))
         run_candidate(space.candidate(space.arms[0], 512), runner, history)
-        run_policy(ThroughputPolicy(space), runner, history)
+        run_policy(Acquisition(space), runner, history)
         assert count_out_of_memory(history) == 1
         tried = [t.candidate.per_device_train_batch_size for t in history.tried[1:]]
         assert 64 in tried
@@ -127,7 +128,7 @@ class TestThroughputOnRecords:
     def test_a_free_batch_with_checkpointing_grows_until_it_no_longer_pays(self) -> None:
         runner = RecordedRunner(BATCHES, between=True)
         space = Space(arms("bf16", checkpointing="on"), Batches(None))
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         best = history.fastest()
         # The most that was recorded, at 240 × 1.
         assert best.measurement.samples_per_second >= 0.97 * 266.25
@@ -150,7 +151,7 @@ class TestThroughputOnFormulas:
     ) -> None:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(ALL_ARMS, Batches(effective_batch))
-        history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
+        history = run_policy(Acquisition(space), runner, with_baseline(space, runner))
         assert describe_winner(history) == expected
         assert len(history.tried) <= most_trials
         assert count_out_of_memory(history) <= most_ooms
@@ -166,7 +167,7 @@ class TestThroughputOnFormulas:
 
         runner = ComputedRunner(peak_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", checkpointing="off"), Batches(effective_batch))
-        history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner, cap_mib * MIB))
+        history = run_policy(Acquisition(space), runner, with_baseline(space, runner, cap_mib * MIB))
         grid = run_policy(ExhaustivePolicy(space), runner, with_baseline(space, runner, cap_mib * MIB))
         among = [t.candidate for t in grid.tried if space.contains(t.candidate)]
         found, best = history.fastest(among), grid.fastest(among)
@@ -184,7 +185,7 @@ class TestThroughputOnFormulas:
 
         space = Space(arms("bf16", checkpointing="on"), Batches(64))
         history = run_policy(
-            ThroughputPolicy(space), ComputedRunner(peak_bytes, bert_seconds, bert_busy), History(ceiling_of(16 * GIB))
+            Acquisition(space), ComputedRunner(peak_bytes, bert_seconds, bert_busy), History(ceiling_of(16 * GIB))
         )
         assert [t.candidate.per_device_train_batch_size for t in history.tried if history.is_over(t)] == [32]
         assert describe_winner(history) == "64 × 1  bf16, checkpointing"
@@ -192,29 +193,32 @@ class TestThroughputOnFormulas:
     def test_a_checkpointed_arm_is_not_asked_where_its_twin_has_measured_as_much(self) -> None:
         runner = slow_and_large(MIB)
         space = Space(arms("bf16"), Batches(64))
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         assert not any(t.candidate.arm.gradient_checkpointing for t in history.tried)
 
     def test_fp32_is_not_asked_where_tf32_fits(self) -> None:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("tf32", "fp32", checkpointing="off"), Batches(64))
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         assert {t.candidate.arm.precision for t in history.tried} == {"tf32"}
 
     def test_a_baseline_that_is_not_searched_is_no_yardstick(self) -> None:
         """Where everything recomputes, the defaults are faster; that is no reason not to grow the batch."""
         runner = ComputedRunner(lambda _: GIB, bert_seconds)
         space = Space(arms("fp32", checkpointing="on"), Batches(1024))
-        runner.faults[space.baseline("sdpa")] = [Completed(measurement(space.baseline("sdpa"), 0.001, GIB, GIB))]
-        alone = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
-        beside = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
-        assert [t.candidate for t in beside.tried[1:]] == [t.candidate for t in alone.tried]
+        runner.faults[space.baseline("sdpa")] = [
+            Completed(measurement(space.baseline("sdpa"), 0.5 * bert_seconds(space.baseline("sdpa")), GIB, GIB))
+        ]
+        alone = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
+        beside = run_policy(Acquisition(space), runner, with_baseline(space, runner))
+        answers = [h.fastest(t.candidate for t in h.tried if space.contains(t.candidate)) for h in (alone, beside)]
+        assert [answer.candidate.per_device_train_batch_size for answer in answers] == [1024, 1024]
 
     def test_an_arm_that_fails_at_its_largest_batches_is_asked_for_its_smaller_ones(self) -> None:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "tf32", checkpointing="off"), Batches(256))
         runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] * 2 for batch in (32, 64, 128, 256)}
-        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         assert describe_winner(history) == "16 × 16  bf16"
 
 
@@ -228,7 +232,7 @@ class TestLevels:
     ) -> None:
         runner = slow_and_large(mib_a_sample * MIB)
         space = Space(arms("bf16"), Batches(16))
-        for policy in (ThroughputPolicy(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), ExhaustivePolicy(space)):
             history = run_policy(policy, runner, History(ceiling_of(20 * GIB)))
             best = history.winner()
             assert best.candidate.per_device_train_batch_size == batch
@@ -240,7 +244,7 @@ class TestLevels:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "fp32", checkpointing="off"), Batches(effective_batch))
         level = next(multiple for multiple in (8, 4, 2, 1) if space.batches.at_level(multiple))
-        for policy in (ThroughputPolicy(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), ExhaustivePolicy(space)):
             history = run_policy(policy, runner, with_baseline(space, runner))
             asked = [t.candidate for t in history.tried[1:]]
             assert {candidate.arm.precision for candidate in asked} >= {"bf16"}
@@ -253,7 +257,7 @@ class TestLevels:
 
         runner = ComputedRunner(peak_bytes)
         space = Space(arms("bf16", checkpointing="off"), Batches(64))
-        for policy in (ThroughputPolicy(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), ExhaustivePolicy(space)):
             history = run_policy(policy, runner, with_baseline(space, runner, 20 * GIB))
             assert [c.per_device_train_batch_size for c in (t.candidate for t in history.believed())] == [8, 4]
 
@@ -261,7 +265,7 @@ class TestLevels:
         runner = slow_and_large(5000 * MIB)
         for batches in (Batches(64, multiple=8), Batches(None, multiple=8)):
             space = Space(arms("bf16"), batches)
-            for policy in (ThroughputPolicy(space), MaxBatchPolicy(space), ExhaustivePolicy(space)):
+            for policy in (Acquisition(space), MaxBatchPolicy(space), ExhaustivePolicy(space)):
                 history = run_policy(policy, runner, History(ceiling_of(20 * GIB)))
                 assert history.tried
                 assert history.winner() is None

@@ -294,13 +294,13 @@ class TestSearches:
     def test_speeds_of_another_hour_are_used_where_one_of_them_holds(
         self, store: Store, slowdown: float, is_used: bool
     ) -> None:
-        """The machine is slower for all that is measured now; the first search measured one precision only."""
+        """The machine is slower for all that is measured now; the first search measured fp32 only."""
 
         def runner(times: float) -> ComputedRunner:
             cost = {"bf16": 0.009, "fp32": 0.012}
             return ComputedRunner(lambda _: GIB, lambda c: times * c.samples_per_step * cost.get(c.arm.precision, 0.01))
 
-        search(store, runner(1), study="first", precisions=("bf16",))
+        search(store, runner(1), study="first", precisions=("fp32",))
         now = runner(slowdown)
         second = search(store, now, study="second", precisions=("bf16", "fp32"))
         assert now.candidates[0] in {trial.candidate for trial in store.trials(store.existing_study("first").id)}
@@ -353,11 +353,12 @@ class TestSearches:
         assert found.best.candidate.arm == alone.best.candidate.arm
 
     def test_a_budget_counts_what_is_run(self, store: Store) -> None:
-        search(store, RecordedRunner(EFFECTIVE_64), study="first", trials=3)
+        options: dict[str, Any] = {"memory_limit_bytes": 16 * GIB, "trials": 2}
+        search(store, RecordedRunner(EFFECTIVE_64), study="first", **options)
         runner = RecordedRunner(EFFECTIVE_64)
-        second = search(store, runner, study="second", trials=2)
+        second = search(store, runner, study="second", **options)
         assert len(runner.jobs) == 2
-        assert [trial.stage == "reused" for trial in second.trials] == [True, True, True, False, False]
+        assert [trial.stage == "reused" for trial in second.trials] == [True, True, False, False]
 
     @pytest.mark.parametrize("sampler", ["grid", "tpe", pytest.param("random", marks=pytest.mark.whole)])
     def test_with_any_sampler(self, store: Store, sampler: str) -> None:
@@ -377,9 +378,14 @@ class TestSearches:
         assert len(runner.jobs) < len(alone.trials) / 2
 
     def test_a_larger_ceiling_tries_again_what_ran_out(self, store: Store) -> None:
-        small = ComputedRunner(lambda candidate: candidate.per_device_train_batch_size * GIB)
+        def runner() -> ComputedRunner:
+            return ComputedRunner(
+                lambda candidate: candidate.per_device_train_batch_size * GIB,
+                lambda candidate: 0.1 * candidate.gradient_accumulation_steps + 0.01 * candidate.samples_per_step,
+            )
+
+        small, large = runner(), runner()
         search(store, small, study="first", memory_limit_bytes=12 * GIB)
-        large = ComputedRunner(lambda candidate: candidate.per_device_train_batch_size * GIB)
         second = search(store, large, study="second", memory_limit_bytes=40 * GIB)
         # The first one shows that the machine is as fast as it was.
         control, *others = large.candidates

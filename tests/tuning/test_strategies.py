@@ -21,13 +21,12 @@ from autotune.core.workload import Workload
 from autotune.devices.host import HostMemory
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
-from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
+from autotune.tuning.acquisition import Acquisition, left_out_arms
 from autotune.tuning.allowed import check_request
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.optuna_space import candidate_of, distributions, params_of
-from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 
@@ -326,7 +325,7 @@ def test_the_optimizer_goes_to_the_cpu_only_where_nothing_else_fits() -> None:
     plain, offloads = Arm("bf16", gradient_checkpointing=True), Arm("bf16", strategy="zero2-offload")
     space = Space((plain, offloads), Batches(4, 1))
     history = History(ceiling_of(20 * GIB))
-    policy, judge = ThroughputPolicy(space), Judge(space, history)
+    policy, judge = Acquisition(space), Judge(space, history)
     refusal = judge.refusal(space.candidate(offloads, 4))
     assert refusal.why == "the optimizer state stays on the GPU where that may fit"
     tried = []
@@ -339,23 +338,13 @@ def test_the_optimizer_goes_to_the_cpu_only_where_nothing_else_fits() -> None:
     fitting = History(ceiling_of(20 * GIB))
     fitting.add(completed(plain, 4))
     assert not Judge(space, fitting).is_open(space.candidate(offloads, 1))
-    assert Speeds(space, fitting).left_out_arms() == ()
+    assert left_out_arms(space, fitting) == ()
 
 
 def test_trials_of_one_rank_that_offloads_are_read_back() -> None:
     candidate = Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2)
     assert Candidate.from_parameters(candidate.recorded_parameters()) == candidate
     assert candidate.arm.describe() == "bf16, zero2-offload"
-
-
-def test_zero_3_is_never_faster_than_zero_2() -> None:
-    second, third = Arm("bf16", strategy="zero2", ranks=2), Arm("bf16", strategy="zero3", ranks=2)
-    space = Space((second, third), Batches(64, 2))
-    history = History(ceiling_of(20 * GIB))
-    history.add(completed(second, 16, 2))
-    speeds = Speeds(space, history)
-    assert speeds.is_beaten(speeds.view(third), 16)
-    assert not speeds.is_beaten(speeds.view(third), 32)
 
 
 def test_the_arguments_of_deepspeed_are_filled_in_by_the_trainer() -> None:
@@ -410,28 +399,6 @@ def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it
     # Where nothing is accumulated the two are the same.
     history.add(ran_out(plain, 32))
     assert not judge.is_open(space.candidate(synchronised, 32))
-
-
-def test_without_autocast_bf16_is_never_slower_than_tf32() -> None:
-    """Under DDP autocast's casts may cost the host more than the GPU saves."""
-    space = prepared_on_two(precisions=("bf16", "tf32"), gradient_checkpointing="off").space
-    plain = {strategy: next(a for a in space.arms if a.strategy == strategy) for strategy in ("ddp", "fsdp")}
-    for strategy, is_left_out in (("ddp", False), ("fsdp", True)):
-        history = History(ceiling_of(24 * GIB))
-        history.add(completed(plain[strategy], 16, 2))
-        tf32 = dataclasses.replace(plain[strategy], precision="tf32")
-        assert (Speeds(space, history).left_out(tf32) is not None) is is_left_out
-
-
-def test_gathering_weights_twice_is_never_faster() -> None:
-    keep, reshard = sharded_arm("fsdp-keep"), sharded_arm("fsdp")
-    space = Space((keep, reshard), Batches(64, 2))
-    history = History(ceiling_of(20 * GIB))
-    speeds = Speeds(space, history)
-    assert not speeds.is_beaten(speeds.view(reshard), 16)
-    history.add(completed(keep, 16, 2))
-    assert speeds.is_beaten(speeds.view(reshard), 16)
-    assert not speeds.is_beaten(speeds.view(reshard), 32)
 
 
 def test_memory_is_predicted_for_each_strategy() -> None:

@@ -36,16 +36,19 @@ def test_answers_are_near_the_best(summary: Summary) -> None:
 
 
 def test_one_more_process_runs_as_was_promised(summary: Summary) -> None:
-    # Of so few worlds the share itself is known to 4 %.
-    assert 0.90 <= summary.document()["coverage"] <= 0.995
+    found = summary.document()
+    # Of so few worlds the share itself is known to 4 %, and all may be kept. Promises that are too wide show as width:
+    # the median of 400 worlds is 5.1 %.
+    assert found["coverage"] >= 0.90
+    assert found["half_width_median"] <= 0.065
 
 
 def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that is done after one proposal leaves regret and unanswered worlds behind."""
-    from autotune.tuning.policy import ThroughputPolicy
+    from autotune.tuning.acquisition import Acquisition
 
-    whole = ThroughputPolicy.next
-    monkeypatch.setattr(ThroughputPolicy, "next", lambda self, h: whole(self, h) if len(h.tried) < 2 else None)
+    whole = Acquisition.next
+    monkeypatch.setattr(Acquisition, "next", lambda self, h: whole(self, h) if len(h.tried) < 2 else None)
     found = Summary([play(draw(seed)) for seed in range(30)]).document()
     assert found["unanswered"] > 0
     assert found["regret_within_1_percent"] < 0.9
