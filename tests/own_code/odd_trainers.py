@@ -84,12 +84,19 @@ class ReadyOfTwo(Ready):
     size = 2
 
 
+class ReadyOfThirtyTwo(Ready):
+    """More than its arguments say."""
+
+    size = 32
+
+
 # Honest.
 ready = functools.partial(make, kind=Ready)
 
 catch_in_step = functools.partial(make, kind=CatchesInStep)
 keep_its_loader = functools.partial(make, kind=KeepsItsLoader)
 ready_of_two = functools.partial(make, kind=ReadyOfTwo)
+ready_of_thirty_two = functools.partial(make, kind=ReadyOfThirtyTwo)
 
 
 def flatten(overrides: dict[str, Any]) -> Trainer:

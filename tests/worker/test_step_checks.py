@@ -259,6 +259,7 @@ def test_a_trainer_that_catches_its_error_of_memory_ran_out_of_it(trial_server: 
     [
         ("keep_its_loader", "the batch of its training loader is 2, asked was 16"),
         ("ready_of_two", "gives its model 2 samples of a batch of 16"),
+        ("ready_of_thirty_two", "odd_trainers.py:ready_of_thirty_two have 32 samples where 16 were set"),
         whole("other_weights", "steps an optimizer whose parameters get no gradients"),
     ],
 )

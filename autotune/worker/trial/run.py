@@ -245,7 +245,7 @@ class Trial:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if arguments.world_size != self._ranks.count:
             raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {self._ranks.count} were started")
-        self._hold_inputs(trainer, timer)
+        self._hold_inputs(trainer, timer.takes)
         watch = LossWatch(trainer)
         self._phases.enter("train")
         loss = _train_until_measured(trainer, timer, is_alone=self._ranks.count == 1)
@@ -301,11 +301,11 @@ class Trial:
             samples = counted.tokens / mean
         return counted.forward_flops / samples, counted.flops / samples
 
-    def _hold_inputs(self, trainer: Any, timer: StepTimer) -> None:
+    def _hold_inputs(self, trainer: Any, on_batch: Callable[[Any], None]) -> None:
         """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""
         run = trainer.args.gradient_accumulation_steps
         left_out = max(0, self._candidate.gradient_accumulation_steps - run)
-        self._inputs = LeftOutInputs(trainer, left_out, timer.takes)
+        self._inputs = LeftOutInputs(trainer, left_out, on_batch)
 
     @property
     def _settles(self) -> int:

@@ -16,12 +16,14 @@ from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
+from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
+from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import (
@@ -32,7 +34,7 @@ from autotune.worker.user.trainer_code import (
     own_batch,
     run_source,
 )
-from autotune.worker.user.trainer_fields import otherwise
+from autotune.worker.user.trainer_fields import generates, otherwise
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
@@ -87,6 +89,9 @@ def _silence(control: Any) -> None:
 
 class TrainerTrial(OwnTrial):
     """A trial whose model, data and ``Trainer`` the user's code makes."""
+
+    _has_ready_batches = False
+    """Whether the training loader has no batch size: its data make the batches."""
 
     @property
     def _wanted(self) -> Document:
@@ -147,6 +152,7 @@ class TrainerTrial(OwnTrial):
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
         """Raise ``UserCodeError`` where the ``Trainer`` begins to train otherwise than the candidate says."""
+        self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
         found = self._overlay.ignored(trainer.args, self._wanted) or otherwise(trainer, self._candidate, loader)
@@ -155,6 +161,18 @@ class TrainerTrial(OwnTrial):
                 f"{self._source.name} trains otherwise than it was told: {found}",
                 "leave that to its TrainingArguments",
             )
+
+    def _take_batch(self, inputs: Any) -> None:
+        """Refuse a batch larger than the candidate's, of a loader that has no batch size to compare; else record it."""
+        samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
+        asked = self._candidate.per_device_train_batch_size
+        if self._has_ready_batches and samples > asked:
+            self._refuse(
+                f"the batches of {self._source.name} have {samples} samples where {asked} were set",
+                "make the batches of args.per_device_train_batch_size samples",
+            )
+        assert self._timer is not None
+        self._timer.takes(inputs)
 
     def _apply(self, trainer: Any) -> None:
         """Set the candidate's levers, and remove callbacks that report."""
@@ -181,7 +199,7 @@ class TrainerTrial(OwnTrial):
             lambda measured: self._end(self._measured(measured, trainer, watch)),
             run=run,
         )
-        self._hold_inputs(trainer, self._timer)
+        self._hold_inputs(trainer, self._take_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
