@@ -9,7 +9,7 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.outcome import Effort
 from autotune.core.training_source import TrainingSource, find_loop, find_script
 from autotune.core.workload import Workload
-from autotune.worker.trial.evaluations import Evaluations
+from autotune.worker.trial.measure import Evaluations
 
 EFFORT = Effort(warmup_steps=2, min_steps=7, max_steps=7, max_seconds=1000.0)
 MODELS = """

@@ -6,6 +6,7 @@ Steps whose shapes are new to the GPU are told apart: what they take longer is t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
-from autotune.worker.trial.evaluations import Evaluations
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.losses import ScalerWatch, scaler_watch
@@ -31,6 +31,8 @@ from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import StepCounts
 
+# Of steps that call models without gradients now more often, now less, more than so many times the most. A choice.
+_FAR_MORE = 2
 # Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
 # those with new shapes are as many times ``max_steps``. Choices.
 _PATIENCE = 3.0
@@ -119,6 +121,46 @@ class _Energy:
             self.joules = None
         else:
             self.joules += after - before
+
+
+class Evaluations:
+    """Learns how often a step calls models without gradients, as it may call a teacher, and finds steps with more."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._found: list[tuple[int, float]] = []
+
+    def is_one(self, calls: int) -> bool:
+        """Return whether a step with so many calls without gradients has an evaluation in it.
+
+        The usual count is that of most steps so far; where they have none in common, only far more calls are.
+        """
+        counts = self._counts
+        usual = min(statistics.multimode(counts), default=calls)
+        most = usual if 2 * counts.count(usual) >= len(counts) else _FAR_MORE * max(counts)
+        is_one = calls > most
+        counts.append(calls)
+        return is_one
+
+    def add(self, step: int, seconds: float) -> None:
+        """Record the time of a step with an evaluation, the how manyth it was."""
+        self._found.append((step, seconds))
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all steps with an evaluation."""
+        return sum(seconds for _, seconds in self._found)
+
+    def seconds(self, step_seconds: float) -> float | None:
+        """Return what an evaluation takes besides a step; ``None`` where none was seen."""
+        return max(0.0, self.total_seconds / len(self._found) - step_seconds) if self._found else None
+
+    @property
+    def every(self) -> int | None:
+        """After how many steps each evaluation comes; ``None`` where that was not seen."""
+        at = [step for step, _ in self._found]
+        between = {later - earlier for earlier, later in itertools.pairwise(at)}
+        return between.pop() if len(between) == 1 else None
 
 
 class StepTimer(StepListener):

@@ -14,8 +14,8 @@ from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user import loop_inspection, placeholder_inspection, trainer_inspection
-from autotune.worker.user.inspection import Code
+from autotune.worker.user import placeholder_inspection, trainer_inspection
+from autotune.worker.user.inspection import Code, inspect_loop
 from autotune.worker.user.own_look import look_at_own
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import TrainerRehearsal
@@ -59,7 +59,7 @@ def run_own(
             kind(workload, work, scratch, lambda told: send("progress", told), finish_trial, ranks).run_and_end()
     code = Code(source, work, scratch)
     if source.kind == "loop":
-        loop_inspection.inspect(code, finish_inspection)
+        inspect_loop(code, finish_inspection)
     elif source.template.names:
         placeholder_inspection.inspect(code, finish_inspection)
     else:
