@@ -180,14 +180,12 @@ def _installation() -> Iterator[Check]:
     from autotune import __version__
     from autotune.devices.health import Check
 
+    yield Check("autotune", "ok", __version__)
     other = next(iter(importlib.metadata.distributions(name="autotune")), None)
-    if other is None:
-        yield Check("autotune", "ok", __version__)
-        return
-    found = (
-        f"autotune {other.version} of the package index is installed too: another project, whose files mix with these"
-    )
-    yield Check("autotune", "wrong", found, "pip uninstall autotune, then pip install --force-reinstall traintune")
+    if other is not None:
+        found = f"autotune {other.version} of the package index is installed too, and its files mix with these"
+        cure = "pip uninstall autotune, then pip install --force-reinstall traintune"
+        yield Check("other project", "wrong", found, cure)
 
 
 def _compilers() -> Iterator[Check]:
@@ -276,13 +274,15 @@ def _database(storage: str) -> Check:
     """Return whether the database of studies can be used, which is not changed."""
     from autotune.devices.health import Check
     from autotune.store.location import resolve_location, shown_location
-    from autotune.store.opening import current_revision
 
     name = shown_location(storage)
     try:
         path = resolve_location(storage).path
         if path is not None and not path.exists():
             return Check("database", "ok", f"{name}, which the first search makes")
+        # Imports Alembic and Optuna, half a second.
+        from autotune.store.opening import current_revision
+
         now, newest = current_revision(storage)
     except AutotuneError as error:
         return Check("database", "wrong", error.message, error.hint)

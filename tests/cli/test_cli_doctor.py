@@ -52,11 +52,11 @@ def test_another_project_named_autotune_is_told_by_the_doctor_and_by_a_search(tm
     path = str(record.parent)
     ran = run_process("doctor", folder=tmp_path, PYTHONPATH=path)
     assert ran.code == NotReadyError.exit_code
-    assert "wrong  autotune" in ran.stdout
+    assert "wrong  other project" in ran.stdout
     assert "autotune 0.0.3 of the package index is installed too" in ran.stdout
     assert "pip uninstall autotune, then pip install --force-reinstall traintune" in ran.stdout
     (tmp_path / "text.db").write_text("no database at all\n" * 100)
     search = ("search", "--model", "bert-tiny", "--device", "cpu", "--storage", "text.db")
     said = run_process(*search, folder=tmp_path, PYTHONPATH=path).stderr.splitlines()
-    assert said[0].startswith("autotune: autotune: autotune 0.0.3 of the package index")
+    assert said[0].startswith("autotune: other project: autotune 0.0.3 of the package index")
     assert "error" in said[1]
