@@ -4,10 +4,10 @@
     python studies/texts.py --json FILE --try
 
 For each workload of ``texts_script.py``: the script as an informed user runs it (bf16, the largest batch that fits,
-padded to the longest), then ``autotune search`` of the same command, then ``autotune run`` of the winner. Speeds are
-those from step 100 to 400, or until enough seconds have passed. One JSON line a workload and round is appended as soon
-as it is done. ``--rounds 2`` repeats search and run, so that each workload has two promises. ``--try`` takes small
-models on the CPU. ``CUDA_VISIBLE_DEVICES`` chooses the GPU.
+padded to the longest), then ``autotune search`` of the same command, then ``autotune run`` of the winner. The training
+is one of three epochs. Speeds are those of its steps 100 to 400, or until enough seconds have passed; then it ends. One
+JSON line a workload and round is appended as soon as it is done. ``--rounds 2`` repeats search and run, so that each
+workload has two promises. ``--try`` takes small models on the CPU. ``CUDA_VISIBLE_DEVICES`` chooses the GPU.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _speed(done: Document) -> Document | None:
 def measure(name: str, case: Case, folder: Path, seconds: float, rounds: int, steps: int) -> list[Document]:
     """Return a record for each round."""
     training = ["--workload", name, "--output_dir", str(folder / "out"), "--save_strategy", "no", "--report_to", "none",
-                "--max_steps", str(steps), "--clock_seconds", str(seconds), "--clock_from", str(steps // 4),
+                "--clock_seconds", str(seconds), "--clock_from", str(steps // 4), "--clock_to", str(steps),
                 "--logging_steps", "50", "--disable_tqdm", "True"]  # fmt: skip
     python = [sys.executable, _SCRIPT, *training]
     informed = _finish([*python, *case.informed], folder)

@@ -1,6 +1,6 @@
 """Fine-tune on texts of different lengths, as people write such a script, and print the speed of the run.
 
-    python studies/texts_script.py --workload bert-base --bf16 --max_steps 400 --output_dir out
+    python studies/texts_script.py --workload bert-base --bf16 --clock_to 400 --output_dir out
     autotune search --effective-batch 32 -- python studies/texts_script.py --workload bert-base --output_dir out
 
 Options other than those of ``Script`` are those of ``TrainingArguments``. Models have the sizes of their names and
@@ -83,6 +83,7 @@ class Script:
 
     workload: str = field(default="bert-base")
     clock_from: int = field(default=100, metadata={"help": "the step after which the clock starts"})
+    clock_to: int = field(default=-1, metadata={"help": "the step after which the training ends; -1: the last"})
     clock_seconds: float = field(default=1e9, metadata={"help": "end the training after so many seconds on the clock"})
 
 
@@ -148,7 +149,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         """Read the clock, and print it at the end."""
         if state.global_step == 1:
             self._first_seconds = time.perf_counter() - self._began
-        is_first, is_last = state.global_step == self._script.clock_from, state.global_step == state.max_steps
+        is_first = state.global_step == self._script.clock_from
+        is_last = state.global_step in (state.max_steps, self._script.clock_to)
         if self._from is not None and not is_last:
             is_last = time.perf_counter() - self._from[1] > self._script.clock_seconds
         if not (is_first or is_last):

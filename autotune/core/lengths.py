@@ -16,10 +16,6 @@ Order = Literal["random", "group_by_length", "batch_rebalance"]
 Padding = Literal["longest", "max_length", "rows"]
 """To the longest sample of a micro-batch, to the longest of all, or none: its samples come in one row."""
 
-SHAPE_SECONDS = 0.2
-"""Host time of a new shape. bert-base (batches of 32) took 0.16 s, Qwen2.5-0.5B (of 8) 0.17 to 0.25 s longer at the
-first visit of a length than at the second (H100, torch 2.11.0, transformers 5.17.0, 25 November 2026)."""
-
 # An epoch is drawn from at most this many samples, and a run from as many: more change nothing but the time it takes.
 MOST_SAMPLES = 100_000
 # Of lengths more than this differ in steps of several tokens in what is recorded. A choice.
@@ -207,9 +203,8 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
 
 
 def choose_multiple(
-    lengths: SampleLengths, batching: Batching, token_seconds: float, *, steps: int | None = None,
-    shape_seconds: float = SHAPE_SECONDS,
-) -> int | None:  # fmt: skip
+    lengths: SampleLengths, batching: Batching, token_seconds: float, *, shape_seconds: float, steps: int | None = None
+) -> int | None:
     """Return the power of two to whose multiples it costs least to round micro-batches up; ``None``: to none.
 
     A token of a micro-batch costs ``token_seconds``, a shape that is new to the process ``shape_seconds``.

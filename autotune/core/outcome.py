@@ -109,6 +109,9 @@ class Measurement:
     compile_seconds: float | None = None
     """Extra time of the warm-up steps, compared with as many measured ones, where ``torch.compile`` compiles in
     them."""
+    steady_error: float | None = None
+    """Standard error of the mean step whose shapes were all seen before, over ``step_seconds``, which is noise: of
+    batches that differ in length, what their lengths do not explain. ``None`` in records of versions without it."""
     steady_step_seconds: float | None = None
     """Mean step of the run once all its shapes were seen; ``step_seconds`` has those that are new in it."""
     new_shape_seconds: float | None = None

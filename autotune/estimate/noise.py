@@ -71,7 +71,7 @@ def _seen(history: History, candidate: Candidate) -> _Seen | None:
     speed, trials = history.speed(candidate), history.pool.counting(candidate)
     if speed is None or not trials:
         return None
-    own = math.sqrt(math.fsum(within_error(tried) ** 2 for tried in trials if _has_steps(tried))) / len(trials)
+    own = math.sqrt(math.fsum(_step_error(tried) ** 2 for tried in trials)) / len(trials)
     between = history.pool.deviation_seen(candidate)
     shares = [_others_share(tried) for tried in trials]
     return _Seen(
@@ -85,9 +85,15 @@ def _seen(history: History, candidate: Candidate) -> _Seen | None:
     )
 
 
-def _has_steps(tried: Tried) -> bool:
-    """Return whether a trial has several steps, which alone show noise."""
-    return tried.measurement is not None and len(tried.measurement.step_seconds_each) > 1
+def _step_error(tried: Tried) -> float:
+    """Return the standard error of a trial's mean step for what makes its steps differ; 0 of a single step.
+
+    Lengths of batches do, and shapes that are new to the process. Neither is noise.
+    """
+    measured = tried.measurement
+    if measured is None or len(measured.step_seconds_each) < 2:
+        return 0.0
+    return (measured.steady_error or 0.0) if measured.batches_vary else within_error(tried)
 
 
 def _others_share(tried: Tried) -> float:

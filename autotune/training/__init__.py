@@ -79,7 +79,7 @@ def apply(
     if float8:
         multiply_in_float8(trainer)
     if regional_compilation:
-        compile_layers(trainer, for_any_length=padding_free)
+        compile_layers(trainer, for_any_length=padding_free or length_multiple is not None)
     if checkpointed_layers is not None:
         checkpoint_some_layers(trainer, checkpointed_layers)
     if experts_implementation is not None:

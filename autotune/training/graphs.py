@@ -11,16 +11,20 @@ set to zero where an optimizer step begins. ``torch.cuda.make_graphed_callables`
 buffers of its own, and the next replay overwrites what was accumulated in them
 (github.com/pytorch/pytorch/issues/181723).
 
+All micro-steps run on one stream of their own, eager ones too. Autograd adds to a parameter's gradient on the stream
+on which it first met the parameter. Were that another stream than the one that is captured, the capture would fail.
+
 Each graph is compared with an eager micro-step on the same samples, with the same random numbers, before it is used:
 its loss, and its gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +85,8 @@ class GraphedSteps:
         """Micro-steps that ran as a graph."""
         self.on_replay: Callable[[], None] | None = None
         """Called for each micro-step that ran without the Python code of the model."""
+        self.on_capture: Callable[[], None] | None = None
+        """Called for each micro-step that is captured, which takes several times as long."""
 
     def __call__(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -100,11 +106,21 @@ class GraphedSteps:
         if graph is None:
             if is_first and self._gradients:
                 self._zero()
-            return self._run(model, inputs, num_items_in_batch)
+            with self._on_stream():
+                return self._run(model, inputs, num_items_in_batch)
         if self.on_replay is not None:
             self.on_replay()
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return self._replay(model, graph, tensors, is_first=is_first)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run what is within on the stream of the micro-steps: after what came before, and before what comes after."""
+        usual = torch.cuda.current_stream(self._trainer.args.device)
+        self._stream.wait_stream(usual)
+        with torch.cuda.stream(self._stream):
+            yield
+        usual.wait_stream(self._stream)
 
     def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again."""
@@ -142,6 +158,8 @@ class GraphedSteps:
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         held = pytree.tree_unflatten(static, structure)
         before: list[torch.Tensor] = []
+        if self.on_capture is not None:
+            self.on_capture()
         try:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -204,23 +222,19 @@ class GraphedSteps:
     def _expect(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
         """Return the loss and the norms of the gradients of an eager micro-step, of which nothing is left.
 
-        It runs as the capture will, on its stream and on the tensors that the graph reads, so that what is made for
-        the first run there (handles and workspaces of libraries, compiled code) is there before the capture.
+        It runs on the tensors that the graph reads, so that what is made for the first run on them (compiled code) is
+        there before the capture.
         """
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]
         on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
-        # Memory that is cached for the usual stream is of no use to another one.
-        torch.cuda.empty_cache()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             loss = self._run(model, inputs, num_items_in_batch)
             norms = self._norms()
             for parameter in self._parameters:
                 parameter.grad = None
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
-        torch.cuda.current_stream(device).wait_stream(self._stream)
         torch.cuda.set_rng_state(on_device, device)
         if _random_state(device) != on_host:
             raise SettingUnavailableError(

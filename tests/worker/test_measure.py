@@ -241,6 +241,16 @@ def test_what_new_shapes_take_is_part_of_the_run_and_told_apart(clock: FakeClock
     assert measured.relative_spread == pytest.approx(0.0, abs=1e-6)
 
 
+def test_what_is_compiled_for_the_second_length_comes_once_in_a_run(clock: FakeClock) -> None:
+    run = PlannedRun(steps=100, new_shapes=40, epoch_shapes=40, step_tokens=160.0, varies=True)
+    lengths = (20, 10, 30, 40, 20, 10, 30, 40)
+    drive = Drive(candidate(8), Effort(1, 4, 4, 0.0, 1000.0), clock, run_of=run, shapes=BatchShapes(settles=1),
+                  lengths=lengths)  # fmt: skip
+    drive.run(extra=[length * 8 / 100 + new for length, new in zip(lengths, (90, 30, 1, 1, 0, 0, 0, 0), strict=True)])
+    assert drive.measured.step_seconds == pytest.approx(2.6 + (30 + 39 * 1) / 100)
+    assert drive.measured.new_shape_seconds == pytest.approx(69 / 40)
+
+
 def test_a_graph_that_is_captured_late_is_a_new_shape_until_then(clock: FakeClock) -> None:
     """Three visits of a length take four, one and one seconds more."""
     drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, shapes=BatchShapes(settles=3), lengths=[5] * 9)

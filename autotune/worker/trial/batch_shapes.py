@@ -24,8 +24,8 @@ from autotune.worker.dataset.schedule import GROUP
 class BatchShapes:
     """What the batches of the step under way are, and which shapes came before.
 
-    A shape is new in the first ``settles`` micro-batches that have it: a CUDA graph is captured after a few. With 0
-    none is called new: to a CPU it makes no difference.
+    A shape is new in the first ``settles`` micro-batches that have it: a CUDA graph is captured after a few. A step in
+    which one is captured anew has a new shape as well. With 0 none is called new: to a CPU it makes no difference.
     """
 
     def __init__(self, *, settles: int) -> None:
@@ -44,6 +44,10 @@ class BatchShapes:
         self._seen[key] += 1
         rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
         self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
+
+    def take_capture(self) -> None:
+        """Record that the step under way captures a CUDA graph, also of a shape that came before."""
+        self.new = max(self.new, 1 / max(1, self._settles))
 
     @property
     def count(self) -> int:
@@ -75,6 +79,8 @@ class RunEstimate(NamedTuple):
 
     step: StepEstimate
     """New shapes included."""
+    steady_error: float
+    """Standard error of the mean step whose shapes were all seen before, over ``step``; infinite where not known."""
     steady_seconds: float
     """The mean step whose shapes were all seen before; of steps with new ones, where there are no others."""
     shape_seconds: float | None
@@ -92,24 +98,30 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
 
     Steps differ since their batches do, which is known. A regression on tokens removes that part from the residuals,
     and corrects the mean where the timed steps are larger or smaller than the run's mean step. What steps with new
-    shapes take beyond it is the time of those.
+    shapes take beyond it is the time of those. The largest of these times comes once in a run: code is compiled anew
+    when a second length comes.
     """
     known = without_new(steps)
     line = _Line(known, run)
     new = [step for step in steps if step.new_shapes and len(known) < len(steps)]
     if not new:
-        return RunEstimate(line.mean, line.mean.seconds, None)
+        return RunEstimate(line.mean, line.error, line.mean.seconds, None)
     extras = [step.seconds - step.data_seconds - line.without_data_at(step.tokens) for step in new]
     each = max(0.0, sum(extras) / sum(step.new_shapes for step in new))
     if run.steps is None or run.new_shapes is None:
-        return RunEstimate(line.mean, line.mean.seconds, each)
-    per_step = run.new_shapes / run.steps
-    seconds = line.mean.seconds + each * per_step
-    of_each = [extra / step.new_shapes for extra, step in zip(extras, new, strict=True)]
+        return RunEstimate(line.mean, line.error, line.mean.seconds, each)
+    times = sorted((extra, step.new_shapes) for extra, step in zip(extras, new, strict=True))
+    once, of_once = times.pop() if len(times) > 1 else (0.0, 0.0)
+    left = max(0.0, run.new_shapes - of_once)
+    later = max(0.0, sum(extra for extra, _ in times) / sum(count for _, count in times))
+    of_each = [extra / count for extra, count in times]
     # Of a single one nothing is known but its size.
-    error = quantile(len(new) - 1) * statistics.stdev(of_each) / math.sqrt(len(new)) if new[1:] else each
-    half_width = math.hypot(line.mean.seconds * line.mean.relative_half_width, error * per_step)
-    return RunEstimate(StepEstimate(seconds, half_width / seconds), line.mean.seconds, each)
+    error = quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each)) if times[1:] else later
+    in_run, steady = max(0.0, once) + later * left, line.mean.seconds
+    seconds = steady + in_run / run.steps
+    half_width = math.hypot(steady * line.mean.relative_half_width, error * left / run.steps)
+    step = StepEstimate(seconds, half_width / seconds)
+    return RunEstimate(step, line.error * steady / seconds, steady, in_run / run.new_shapes if run.new_shapes else each)
 
 
 class _Line:
@@ -121,22 +133,25 @@ class _Line:
         count, mean = len(seconds), float(seconds.mean())
         self._slope, self._tokens = 0.0, float(tokens.mean())
         self._without_data = mean - statistics.fmean(step.data_seconds for step in steps)
+        self.error = math.inf
+        """Standard error of the mean, relative to it."""
         if count < 2:
             self.mean = StepEstimate(mean, math.inf)
             return
         differ = float(tokens.std()) > 1e-6 * self._tokens
         if not run.varies and not differ:
             own = mean_step(seconds.tolist())
+            self.error = own.error / own.mean
             self.mean = StepEstimate(own.mean, own.relative_half_width())
             return
         residuals, unknowns = seconds - mean, 1
-        if count > 3 and differ:
+        if count > 2 and differ:
             self._slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
             residuals, unknowns = residuals - self._slope * (tokens - self._tokens), 2
         if run.step_tokens:
             mean += self._slope * (run.step_tokens - self._tokens)
-        error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count))
-        self.mean = StepEstimate(mean, quantile(count - unknowns) * error / mean)
+        self.error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count)) / mean
+        self.mean = StepEstimate(mean, quantile(count - unknowns) * self.error)
 
     def without_data_at(self, tokens: float) -> float:
         """Return the seconds of a step of so many tokens, without waiting for data."""

@@ -496,6 +496,7 @@ class StepTimer(StepListener):
             step_seconds=seconds,
             step_seconds_each=whole,
             relative_spread=spread if len(whole) > 1 else 0.0,
+            steady_error=estimate.steady_error if len(whole) > 1 else 0.0,
             samples_per_second=self._candidate.samples_per_step / seconds,
             peak_allocated_bytes=peaks.allocated,
             peak_reserved_bytes=peaks.reserved,

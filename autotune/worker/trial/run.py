@@ -24,7 +24,7 @@ from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import launch_variables, training_arguments
 from autotune.training import apply
-from autotune.training.graphs import EAGER_MICRO_STEPS
+from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
@@ -136,6 +136,7 @@ class Trial:
         self._data_folder = work.data_folder
         # Made by the server, which removes it together with the trial's TMPDIR.
         self._scratch = scratch
+        self._shapes = BatchShapes(settles=self._settles)
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter
@@ -240,7 +241,7 @@ class Trial:
         if not is_hidden and arm.context_parallel == 1 and self._workload.task != "image-text-to-text":
             self._arithmetic.count_first(trainer)
         if arm.cuda_graphs:
-            trainer.training_step.on_replay = self._checks.watch.take_replay
+            self._watch_graphs(trainer.training_step)
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if arguments.world_size != self._ranks.count:
@@ -270,7 +271,7 @@ class Trial:
             on_enough,
             on_step=lambda step: self._send(Progress(step=step, of=of)),
             checks=self._checks,
-            shapes=BatchShapes(settles=self._settles),
+            shapes=self._shapes,
             busy=busy_step(self._meter, run, accumulation) if self._effort.busy_steps else None,
             ranks=self._ranks,
             **others,
@@ -300,6 +301,10 @@ class Trial:
             mean = lengths.mean if lengths is not None else workload.seq_len * (1 - workload.padding)
             samples = counted.tokens / mean
         return counted.forward_flops / samples, counted.flops / samples
+
+    def _watch_graphs(self, steps: GraphedSteps) -> None:
+        """Have the CUDA graphs of a training tell of their micro-steps."""
+        steps.on_replay, steps.on_capture = self._checks.watch.take_replay, self._shapes.take_capture
 
     def _hold_inputs(self, trainer: Any, on_batch: Callable[[Any], None]) -> None:
         """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""

@@ -182,7 +182,7 @@ class TrainerTrial(OwnTrial):
         if not self._is_unmodified:
             apply(trainer, **applied_settings(self._candidate.arm))
             if self._candidate.arm.cuda_graphs:
-                trainer.training_step.on_replay = self._checks.watch.take_replay
+                self._watch_graphs(trainer.training_step)
 
     def _prepare(self, trainer: Any) -> None:
         """Measure it for as many steps as needed."""
