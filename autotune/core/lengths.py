@@ -6,6 +6,7 @@ from the lengths, the order of the samples and the padding; nothing is trained. 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,12 @@ class SampleLengths:
     def vary(self) -> bool:
         """Whether samples differ in length."""
         return len(self.counts) > 1
+
+    def long_in_row(self, batch: int, tokens: int) -> int:
+        """Return with how many of the longest samples, and usual others, a row of a batch has so many tokens."""
+        usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
+        many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
+        return min(batch, max(1, math.ceil(many)))
 
     @property
     def longest(self) -> int:
@@ -128,6 +135,8 @@ class PlannedRun:
     """Tokens of the mean step, padding included."""
     varies: bool = False
     """Whether its batches may differ in size."""
+    long_samples: int = 1
+    """About so many samples of its largest micro-batch are as long as the longest."""
 
 
 def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int, int], ...]:

@@ -5,10 +5,11 @@ on. The host then launches one graph in place of thousands of kernels, so that a
 wait any more. No compiler is needed, and the kernels and their order stay the same.
 
 The graphs share one memory pool, which is as large as the largest of them if that is captured first. So where a larger
-shape comes, all are dropped and captured anew, it before the others. Gradients are always in the same tensors, since a
-graph reads and writes fixed addresses. The first graph of a pool writes them; all others add to them, after they were
-set to zero where an optimizer step begins. ``torch.cuda.make_graphed_callables`` cannot be used: it hands out gradient
-buffers of its own, and the next replay overwrites what was accumulated in them
+shape comes, all are dropped and captured anew, it before the others. Once there are graphs, eager micro-steps take
+their memory from that pool too: between two replays nothing in it is in use but losses and gradients. Gradients are
+always in the same tensors, since a graph reads and writes fixed addresses. The first graph of a pool writes them; all
+others add to them, after they were set to zero where an optimizer step begins. ``torch.cuda.make_graphed_callables``
+cannot be used: it hands out gradient buffers of its own, and the next replay overwrites what was accumulated in them
 (github.com/pytorch/pytorch/issues/181723).
 
 All micro-steps run on one stream of their own, eager ones too. Autograd adds to a parameter's gradient on the stream
@@ -44,6 +45,8 @@ MOST_SHAPES = 32
 # Of a loss, and of the norms of all gradients, between a graph and an eager pass. Gradients of embeddings are summed by
 # atomic additions, in any order; a graph that reads what it should not is off by more. A choice.
 _TOLERANCE = 1e-2
+# Of a loss: the least that torch's allocator takes.
+_LOSS_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class GraphedSteps:
         """The gradients' tensors, once a graph writes them; in the order of ``_parameters``."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._keeps_memory = False
+        """Whether an eager micro-step left something in the memory of the graphs, so that none runs there any more."""
+        self._must_release = False
+        """Whether a replay would write over that, so that the graphs have to be captured anew."""
         self.replays = 0
         """Micro-steps that ran as a graph."""
         self.on_replay: Callable[[], None] | None = None
@@ -98,16 +105,19 @@ class GraphedSteps:
         leaves, structure = pytree.tree_flatten((inputs, num_items_in_batch))
         shape = self._shape_of(leaves, structure)
         is_first = self._parameters[0].grad is None
+        if self._must_release and is_first:
+            self._must_release = not self.release()
         graph = (is_first and shape.writing) or shape.adding if shape is not None else None
-        if shape is not None and graph is None:
+        if self._must_release:
+            graph = None
+        elif shape is not None and graph is None:
             if shape.seen >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
                 return self._captured(model, shape, leaves, structure, is_first=is_first)
             shape.seen += 1
         if graph is None:
             if is_first and self._gradients:
                 self._zero()
-            with self._on_stream():
-                return self._run(model, inputs, num_items_in_batch)
+            return self._run_eagerly(model, inputs, num_items_in_batch)
         if self.on_replay is not None:
             self.on_replay()
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -121,6 +131,33 @@ class GraphedSteps:
         with torch.cuda.stream(self._stream):
             yield
         usual.wait_stream(self._stream)
+
+    def _run_eagerly(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Run a micro-step without a graph, in the memory of the graphs where there are any."""
+        with self._on_stream():
+            if not self._gradients or self._keeps_memory:
+                return self._run(model, inputs, num_items_in_batch)
+            before = torch.cuda.memory_allocated()
+            with self._in_their_memory():
+                loss = self._run(model, inputs, num_items_in_batch)
+            loss = loss.clone()
+        if torch.cuda.memory_allocated() - before > _LOSS_BYTES:
+            self._keeps_memory = self._must_release = True
+        return loss
+
+    @contextlib.contextmanager
+    def _in_their_memory(self) -> Iterator[None]:
+        """Take what memory is needed within from the pool of the graphs.
+
+        ``torch.cuda.use_mem_pool`` has one thread do so, and a backward pass runs in another.
+        """
+        device = self._trainer.args.device.index
+        torch._C._cuda_beginAllocateToPool(device, self._pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
 
     def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again."""
@@ -228,8 +265,10 @@ class GraphedSteps:
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]
         on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
+        in_pool = self._in_their_memory() if self._gradients and not self._keeps_memory else contextlib.nullcontext()
         with self._on_stream():
-            loss = self._run(model, inputs, num_items_in_batch)
+            with in_pool:
+                loss = self._run(model, inputs, num_items_in_batch)
             norms = self._norms()
             for parameter in self._parameters:
                 parameter.grad = None

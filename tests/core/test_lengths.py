@@ -40,6 +40,17 @@ def test_rows_have_no_padding_but_what_fills_them() -> None:
     assert all(tokens % 1024 == 0 for tokens in filled.seen)
 
 
+def test_a_row_with_so_many_long_samples_is_as_long_as_the_longest_of_a_run() -> None:
+    longest = shapes_of(TEXTS, Batching(8, padding="rows"), steps=5000).longest_tokens
+    many = TEXTS.long_in_row(8, longest)
+    usual = sum(tokens * count for tokens, count in TEXTS.counts) / 8192
+    assert 1 < many < 8
+    assert 0 <= many * 512 + (8 - many) * usual - longest < 512
+    assert TEXTS.long_in_row(8, 8 * 512) == 8
+    assert TEXTS.long_in_row(8, 600) == 1
+    assert SampleLengths.of([512] * 9).long_in_row(8, 8 * 512) == 1, "one length"
+
+
 def test_batches_of_like_lengths_are_hardly_padded() -> None:
     by_chance, grouped, balanced = (
         shapes_of(TEXTS, Batching(8, 4, order=order)) for order in ("random", "group_by_length", "batch_rebalance")

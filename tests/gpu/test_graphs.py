@@ -84,6 +84,59 @@ def test_an_evaluation_gets_the_memory_of_graphs(tmp_path: Path) -> None:
     assert all("eval_loss" in entry for entry in trainer.state.log_history if "eval_runtime" in entry)
 
 
+class Keeps(torch.nn.Module):
+    """Keeps what it computed for the latest batch of 64 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
+        self.keeps, self.kept, self.meant = False, torch.zeros(1), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layer(x)
+        if self.keeps and x.shape[1] == 64 and not torch.cuda.is_current_stream_capturing():
+            self.kept = out.detach().exp()
+            self.meant = self.kept.cpu()
+        return {"loss": out.square().mean()}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_eager_micro_steps_take_the_memory_of_graphs_and_keep_none_that_a_graph_uses(
+    keeps: bool, tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from autotune.training import apply
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=512, max_steps=30, report_to="none", save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    model, reserved, same = Keeps(), [], []
+    shapes = iter([128] * 6 + [64] * 2 + [128, 64, 64, 128] * 6)
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(len(rows), next(shapes), 64)}
+
+    trainer: Any = Trainer(model=model, args=arguments, train_dataset=[{"x": 0}] * 20000, data_collator=collate)
+    steps = apply(trainer, cuda_graphs=True).training_step
+
+    def step(*given: Any) -> torch.Tensor:
+        model.keeps = keeps and steps.replays > 0
+        loss = steps(*given)
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+        same.append(torch.equal(model.kept.cpu(), model.meant))
+        return loss
+
+    trainer.training_step = step
+    trainer.train()
+    assert all(same)
+    assert steps.replays > 10
+    if not keeps:
+        assert reserved[7] == reserved[5], "a smaller shape needs no more"
+
+
 LENGTHS = {
     "few lengths": ({"length_multiple": 64}, 3),
     "few lengths, compiled": ({"length_multiple": 64, "regional_compilation": True}, 3),

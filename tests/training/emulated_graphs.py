@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,8 +76,15 @@ class EmulatedStream:
         """Return at once."""
 
 
-def emulated() -> dict[str, Any]:
-    """Return what stands for the functions of ``torch.cuda``, by name."""
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stand-ins take the place of the functions of ``torch.cuda``."""
+    for name, stand_in in _stand_ins().items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("beginAllocateToPool", "endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda device, pool: None)
+
+
+def _stand_ins() -> dict[str, Any]:
     return {
         "CUDAGraph": EmulatedGraph,
         "Stream": EmulatedStream,

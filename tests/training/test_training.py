@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import EmulatedGraph, emulated
+from emulated_graphs import EmulatedGraph, emulate
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -116,8 +116,7 @@ class TestGraphs:
 
     @pytest.fixture(autouse=True)
     def emulated(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, stand_in in emulated().items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+        emulate(monkeypatch)
 
     @pytest.mark.parametrize("accumulation", [1, 2, 4])
     def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path) -> None:
@@ -182,6 +181,37 @@ class TestGraphs:
         largest, *others = sorted(steps._shapes.values(), key=lambda shape: -shape.size)
         assert largest.writing is not None
         assert all(shape.adding is not None and shape.writing is None for shape in others)
+
+    @pytest.mark.parametrize("accumulation", [1, 3])
+    def test_graphs_are_captured_anew_before_they_write_over_what_an_eager_step_keeps(
+        self, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each eager micro-step with 8 tokens keeps a kilobyte."""
+        data = [row for length in (16,) * 12 + (8, 16) * 12 for row in samples(length, classes=True)[:4]]
+        settings = {
+            "gradient_accumulation_steps": accumulation, "max_steps": 36 // accumulation,
+            "train_sampling_strategy": "sequential",
+        }  # fmt: skip
+        stock = train(trainer_of(classifier(), data, tmp_path, **settings))
+        trainer = trainer_of(classifier(), data, tmp_path, **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        kept, ran = [0], []
+
+        def keep(_: Any, args: Any, named: Any) -> None:
+            kept[0] += 1024 * (named["input_ids"].shape[1] == 8)
+            ran.append(named["input_ids"].shape[1])
+
+        trainer.model.register_forward_pre_hook(keep, with_kwargs=True)
+        steps.on_replay = lambda: ran.append("graph")
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: kept[0])
+        losses, weights = train(trainer)
+        assert losses == pytest.approx(stock[0], rel=1e-5)
+        assert torch.allclose(weights, stock[1], atol=2e-5)
+        # None of the rest of its optimizer step; with a single micro-step, the next captures.
+        first = ran.index(8)
+        assert ran[first - 1] == "graph"
+        assert "graph" not in ran[first : first + accumulation]
+        assert steps.replays > 15
 
     def test_inputs_are_prepared_once(self, tmp_path: Path) -> None:
         class Halving(Trainer):
@@ -603,8 +633,7 @@ class TestSparsePrediction:
         assert all(4 <= count <= 20 and count % 4 == 0 for count in rows)
 
     def test_in_graphs_it_is_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, stand_in in emulated().items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+        emulate(monkeypatch)
         data, settings = masked_samples(), {"max_steps": 20}
         stock = train(trainer_of(masked_model(), data, tmp_path, **settings))
         trainer = apply(trainer_of(masked_model(), data, tmp_path, **settings), sparse_prediction=True)

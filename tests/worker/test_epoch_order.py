@@ -43,6 +43,11 @@ def test_the_longest_come_first_and_groups_of_steps_come_twice_also_over_epochs(
     assert sorted(step[0] for step in steps[2:12:1])[::2] == [0, 4, 8, 12, 16]
 
 
+def test_several_of_the_longest_come_together_where_a_row_takes_them_all() -> None:
+    sampler = SpreadSampler(SequentialSampler(range(20)), 4, 8, longest=(17, 3, 9), longest_steps=1, longest_each=3)
+    assert list(sampler)[:8] == [17, 3, 9, 11, 17, 3, 9, 15]
+
+
 def test_an_order_that_may_mean_something_is_left_as_it_is() -> None:
     class Pairs(SequentialSampler):
         """Samples that belong together."""

@@ -357,9 +357,11 @@ def planned_run(
     shapes, of_epoch = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
     tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
     varies = lengths.vary and batching.padding != "max_length"
+    long_samples = lengths.long_in_row(batching.batch, shapes.longest_tokens) if batching.padding == "rows" else 1
     return PlannedRun(
-        shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies
-    )
+        shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies,
+        long_samples,
+    )  # fmt: skip
 
 
 def _line_of(error: BaseException, file: str) -> str | None:

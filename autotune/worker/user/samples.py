@@ -126,20 +126,20 @@ def can_spread(sampler: Any) -> bool:
 class SpreadSampler:
     """Yields the samples of another sampler, step by step in an order that stands for an epoch at any time.
 
-    The first ``longest_steps`` steps have one of the ``longest`` samples in each micro-batch, so that the peak of
-    memory is met. Then groups of steps follow, each ``visits`` times, so that all shapes of the last time are known. It
-    goes on where it was left, also in the next epoch.
+    The first ``longest_steps`` steps have ``longest_each`` of the ``longest`` samples in each micro-batch, so that the
+    peak of memory is met: one where all are padded to it. Then groups of steps follow, each ``visits`` times, so that
+    all shapes of the last time are known. It goes on where it was left, also in the next epoch.
     """
 
     def __init__(
         self, sampler: Any, batch: int, step_samples: int, *, longest: Sequence[int] = (), longest_steps: int = 0,
-        visits: int = 1,
+        longest_each: int = 1, visits: int = 1,
     ) -> None:  # fmt: skip
         self._sampler = sampler
         self._batch = batch
         self._step_samples = step_samples
         self._longest = itertools.cycle(longest) if longest else None
-        self._longest_steps = longest_steps
+        self._longest_steps, self._longest_each = longest_steps, longest_each
         self._visits = visits
         self._endless = self._samples()
 
@@ -161,8 +161,8 @@ class SpreadSampler:
             spread = [steps[place] for place in places]
             for step in itertools.islice(itertools.cycle(spread), left):
                 assert self._longest is not None
-                # The others are padded to its length.
-                yield from (next(self._longest) if at % self._batch == 0 else one for at, one in enumerate(step))
+                for at, one in enumerate(step):
+                    yield next(self._longest) if at % self._batch < self._longest_each else one
             left = 0
             for at in range(0, len(spread), GROUP):
                 for step in spread[at : at + GROUP] * self._visits:

@@ -188,7 +188,7 @@ class TrainerTrial(OwnTrial):
         """Measure it for as many steps as needed."""
         self._apply(trainer)
         run = self._planned_run(trainer)
-        self._spread_steps(trainer)
+        self._spread_steps(trainer, run)
         watch = LossWatch(trainer)
         if self._overlay.shortened is None:
             self._effort = dataclasses.replace(
@@ -216,7 +216,7 @@ class TrainerTrial(OwnTrial):
         epochs = None if by_steps else float(args.num_train_epochs)
         return planned_run(own, self._candidate, steps, epochs)
 
-    def _spread_steps(self, trainer: Any) -> None:
+    def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
         """Have the steps drawn evenly from an epoch of the training's own order, where that may be changed."""
         lengths = self._source.interface.lengths
         batch = trainer.args.train_batch_size
@@ -231,6 +231,7 @@ class TrainerTrial(OwnTrial):
                 step_samples,
                 longest=lengths.longest_samples if lengths is not None else (),
                 longest_steps=self._effort.warmup_steps,
+                longest_each=run.long_samples,
                 visits=self._visits if lengths is None or lengths.vary else 1,
             )
 
