@@ -63,7 +63,7 @@ class SampleLengths:
         """Return with how many of the longest samples, and usual others, a row of a batch has so many tokens."""
         usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
         many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
-        return min(batch, max(1, math.ceil(many)))
+        return min(batch, max(1, math.floor(many)))
 
     @property
     def longest(self) -> int:

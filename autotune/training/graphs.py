@@ -198,12 +198,10 @@ class GraphedSteps:
         if self.on_capture is not None:
             self.on_capture()
         try:
-            for parameter in self._parameters:
-                parameter.grad = None
+            if self._gradients and not is_first:
+                before = [gradient.clone() for gradient in self._gradients]
+            self._forget_gradients()
             expected = self._expect(model, *held)
-            if self._gradients:
-                before = [] if is_first else [gradient.clone() for gradient in self._gradients]
-                self._zero()
             captured, loss = self._capture(model, *held)
         except RuntimeError as error:
             began = _first(error)
@@ -270,8 +268,7 @@ class GraphedSteps:
             with in_pool:
                 loss = self._run(model, inputs, num_items_in_batch)
             norms = self._norms()
-            for parameter in self._parameters:
-                parameter.grad = None
+            self._forget_gradients()
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         torch.cuda.set_rng_state(on_device, device)
@@ -330,6 +327,14 @@ class GraphedSteps:
             self._attach()
         self.replays += 1
         return graph.loss.clone()
+
+    def _forget_gradients(self) -> None:
+        """Have the parameters begin anew: with zeros where graphs have tensors for them, else with no gradients."""
+        if self._gradients:
+            self._zero()
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _zero(self) -> None:
         """Give the parameters their gradients' tensors, set to zero."""

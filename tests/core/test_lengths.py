@@ -45,7 +45,7 @@ def test_a_row_with_so_many_long_samples_is_as_long_as_the_longest_of_a_run() ->
     many = TEXTS.long_in_row(8, longest)
     usual = sum(tokens * count for tokens, count in TEXTS.counts) / 8192
     assert 1 < many < 8
-    assert 0 <= many * 512 + (8 - many) * usual - longest < 512
+    assert 0 <= longest - many * 512 - (8 - many) * usual < 512
     assert TEXTS.long_in_row(8, 8 * 512) == 8
     assert TEXTS.long_in_row(8, 600) == 1
     assert SampleLengths.of([512] * 9).long_in_row(8, 8 * 512) == 1, "one length"

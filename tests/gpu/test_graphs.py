@@ -138,8 +138,8 @@ def test_eager_micro_steps_take_the_memory_of_graphs_and_keep_none_that_a_graph_
 
 
 LENGTHS = {
-    "few lengths": ({"length_multiple": 64}, 3),
-    "few lengths, compiled": ({"length_multiple": 64, "regional_compilation": True}, 3),
+    "few lengths": ({"length_multiple": 16}, 12),
+    "few lengths, compiled": ({"length_multiple": 16, "regional_compilation": True}, 12),
     "rows": ({"padding_free": True, "length_multiple": 256, "fused_loss": True}, 8),
     "rows, compiled": (
         {"padding_free": True, "length_multiple": 256, "fused_loss": True, "regional_compilation": True},
