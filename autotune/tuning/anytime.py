@@ -220,12 +220,16 @@ class Anytime:
                 is_unpadded = "unpadded" in self._late and arm.length_multiple is None and not arm.padding_free
                 arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
             with_it = replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
-            yield row.name, with_it, gain_of(prior, measured, graphed=arm.cuda_graphs)
+            ways = [(with_it, gain_of(prior, measured, graphed=arm.cuda_graphs))]
             if captures and _owner(row.name) == "torch_compile":
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has
                 # a lever already, so that they are tried at once as well.
                 both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))
-                yield row.name, replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)
+                ways.append((replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)))
+            for each, gain in ways:
+                yield row.name, each, gain
+                if any(history.is_over(tried) for tried in history.outcomes_of(each)):
+                    yield from ((way, other, gain) for way, other in self._in_less_memory(each))
             if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 roomy, alone = self._with_more_room(history, with_it), gain_of(prior, measured, graphed=arm.cuda_graphs)
                 yield from ((row.name, each, _ROOM * alone) for each in roomy if levers_of(each.arm, [row.name]))
@@ -233,6 +237,12 @@ class Anytime:
             for is_larger in (True, False):
                 for other in self._beside(candidate, larger=is_larger)[:1]:
                     yield _BATCH, other, self._gain_of_batch(history, candidate, other)
+
+    def _in_less_memory(self, over: Candidate) -> Iterator[tuple[str, Candidate]]:
+        """Yield what has a better chance to fit: the same with each lever that saves memory, and a smaller batch."""
+        for name in sorted(self._space.resorts):
+            yield name, replace(over, arm=changed(over.arm, **{name: True}))
+        yield from ((_BATCH, each) for each in self._beside(over, larger=False, any_level=True)[:1])
 
     def _rows(self, history: History, candidate: Candidate) -> list[Lever]:
         """Return the levers that a candidate may be given besides its own."""
@@ -330,6 +340,9 @@ class Anytime:
         memory, before = history.memory, root.candidate
         if way in (_EXPANDABLE, _FEWER_LAYERS):
             # Looked at where they are proposed.
+            return True
+        if way in self._space.resorts and not levers_of(before.arm, [way]):
+            # It takes less than the same without, which is measured or ran out.
             return True
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits

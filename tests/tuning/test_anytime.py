@@ -206,6 +206,13 @@ class Texts:
     """Factor of the GPU's time in rows without padding; infinity where there are none."""
     compiled: float
     """The same of compiled layers."""
+    graphs_gib: float = 0.0
+    """What CUDA graphs take besides 20 GiB, unless the loss is fused; in proportion to the batch."""
+
+    def gib(self, candidate: Candidate) -> float:
+        """The peak."""
+        takes = candidate.arm.cuda_graphs and not candidate.arm.fused_loss
+        return 20 + self.graphs_gib * candidate.per_device_train_batch_size / 16 * takes
 
     def speed(self, candidate: Candidate) -> tuple[float, float]:
         """Samples a second, and the GPU's share of the step."""
@@ -231,7 +238,8 @@ class Texts:
             seconds = 11.0 if candidate.arm.torch_compile else None
             found = measurement(candidate, candidate.samples_per_step / speed, 20 * GIB, 20 * GIB)
             found = replace(found, gpu_busy_share=share, compile_seconds=seconds)
-            history.add(Tried(str(len(tried)), candidate, Completed(found)))
+            over = out_of_memory() if self.gib(candidate) > most_gib else None
+            history.add(Tried(str(len(tried)), candidate, over or Completed(found)))
             tried.append(candidate.arm)
             among = {each.candidate for each in history.tried}
             if idea is not None:
@@ -269,6 +277,16 @@ class TestTexts:
         assert not best.arm.gradient_checkpointing
         assert not tried[1].torch_compile
         assert len(tried) <= 10
+
+    @pytest.mark.parametrize("levers", [("fused_loss",), ()], ids=["a fused loss", "a smaller batch"])
+    def test_graphs_that_run_out_of_memory_are_tried_with_what_takes_less(self, levers: tuple[str, ...]) -> None:
+        """Qwen2.5-0.5B under 40 GiB: rows of 6,656 tokens left the graphs too little."""
+        texts = Texts(38.5, 0.6, 0.5, 0.8, graphs_gib=30)
+        best, tried = texts.search((*self.LEVERS, "padding_free", *levers), Arm("bf16"), most_gib=40)
+        assert best.arm.cuda_graphs
+        assert best.arm.fused_loss or best.per_device_train_batch_size == 8
+        assert best.arm.torch_compile
+        assert len(tried) <= 12
 
     def test_nothing_is_compiled_for_lengths_without_end_and_rows_also_keep_activations(self) -> None:
         """An answer that recomputes: compiling needs few lengths first, and rows take less time and less memory."""
