@@ -117,7 +117,8 @@ def _last_searches(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw_gains(theme: Theme, texts: list[dict[str, Any]], searches: list[dict[str, Any]], file: Path) -> None:
     """Draw how many times as fast trainings are with the winner as with an informed user's settings."""
     # The last search of each script counts; one that ended with an error only where there is no other.
-    own = {run["workload"]: run["ratio"] for run in sorted(texts, key=lambda run: run["found"] is not None)}
+    told = (run for run in sorted(texts, key=lambda run: run["found"] is not None) if run["ratio"])
+    own = {run["workload"]: run["ratio"] for run in told}
     own = dict(sorted(own.items(), key=lambda item: item[1]))
     one_length = {found["workload"]: float(found["expert"]["speedup"]) for found in searches}
     bars = [*one_length.items(), *own.items()]
