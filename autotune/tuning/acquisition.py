@@ -80,8 +80,8 @@ class Acquisition:
         believed = [t for t in history.believed() if space.contains(t.candidate)]
         best = max(believed, key=speed_of, default=None)
         among = self._grid(history, space, multiple)
-        if best is not None and (pinned := self._pinned(history, best)) is not None:
-            among.append(pinned)
+        if best is not None and (on_one_core := pinned(self._space, history, best)) is not None:
+            among.append(on_one_core)
         if not judge.fits_at(multiple):
             # Half the batch, which comes next, took 1.5 times as long for Qwen3-32B with QLoRA (H200).
             smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]
@@ -159,17 +159,6 @@ class Acquisition:
             for t in history.believed()
         )
 
-    def _pinned(self, history: History, best: Tried) -> Candidate | None:
-        """Return the best candidate pinned to one core, if it is host-bound."""
-        arm = best.candidate.arm
-        if "cpu_affinity" not in self._space.late or arm.cpu_affinity or arm.offloads_optimizer:
-            # An optimizer on the CPU needs all cores.
-            return None
-        if (arm.torch_compile and arm.cuda_graphs) or not history.is_host_bound(best.candidate):
-            # Compiled again, it was 0.97 to 1.03 times as fast (bert-base, distilbert, Qwen2.5-0.5B; H200).
-            return None
-        return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
-
     def _extra_seconds(self, history: History, arm: Arm) -> float:
         """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
         has = levers_of(arm, _PRIORS)
@@ -184,6 +173,20 @@ class Acquisition:
                 if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
                     return took
         return max((_PRIORS[name].seconds for name in has - wholes), default=0.0)
+
+
+def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
+    """Return the best candidate pinned to one core, if it is host-bound.
+
+    Not what is compiled, which would be compiled again: in CUDA graphs it was 0.97 to 1.03 times as fast (bert-base,
+    distilbert, Qwen2.5-0.5B; H200). An optimizer on the CPU needs all cores.
+    """
+    arm = best.candidate.arm
+    if "cpu_affinity" not in space.late or arm.cpu_affinity or arm.offloads_optimizer or arm.torch_compile:
+        return None
+    if not history.is_host_bound(best.candidate):
+        return None
+    return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
 
 
 def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:

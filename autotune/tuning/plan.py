@@ -21,6 +21,7 @@ from autotune.space.dataloader import next_loader
 from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
+from autotune.tuning.acquisition import pinned
 from autotune.tuning.anytime import Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
@@ -420,15 +421,6 @@ class Plan:
 
     def _next_pinned(self, best: Tried) -> Candidate | None:
         """Return the winner pinned to one core, once all else is done, if it is host-bound."""
-        candidate = best.candidate
-        arm = candidate.arm
-        if "cpu_affinity" not in self._space.late or arm.cpu_affinity or arm.offloads_optimizer:
-            # An optimizer on the CPU needs all cores.
-            return None
-        if arm.torch_compile and arm.cuda_graphs:
-            # Compiled again, it was 0.97 to 1.03 times as fast (bert-base, distilbert, Qwen2.5-0.5B; H200).
-            return None
-        if not self.history.is_host_bound(candidate):
-            return None
-        pinned = replace(candidate, arm=replace(candidate.arm, cpu_affinity=True))
-        return pinned if not self.history.attempts(pinned) and self._is_settled else None
+        candidate = pinned(self._space, self.history, best)
+        is_open = candidate is not None and not self.history.attempts(candidate) and self._is_settled
+        return candidate if is_open else None
