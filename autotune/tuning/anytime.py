@@ -229,7 +229,7 @@ class Anytime:
             for each, gain in ways:
                 yield row.name, each, gain
                 if any(history.is_over(tried) for tried in history.outcomes_of(each)):
-                    yield from ((way, other, gain) for way, other in self._in_less_memory(each))
+                    yield from ((way, other, gain) for way, other in self._in_less_memory(history, each))
             if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 roomy, alone = self._with_more_room(history, with_it), gain_of(prior, measured, graphed=arm.cuda_graphs)
                 yield from ((row.name, each, _ROOM * alone) for each in roomy if levers_of(each.arm, [row.name]))
@@ -238,9 +238,9 @@ class Anytime:
                 for other in self._beside(candidate, larger=is_larger)[:1]:
                     yield _BATCH, other, self._gain_of_batch(history, candidate, other)
 
-    def _in_less_memory(self, over: Candidate) -> Iterator[tuple[str, Candidate]]:
+    def _in_less_memory(self, history: History, over: Candidate) -> Iterator[tuple[str, Candidate]]:
         """Yield what has a better chance to fit: the same with each lever that saves memory, and a smaller batch."""
-        for name in sorted(self._space.resorts):
+        for name in sorted((self._space.resorts & self._late) - self.failures(history).keys()):
             yield name, replace(over, arm=changed(over.arm, **{name: True}))
         yield from ((_BATCH, each) for each in self._beside(over, larger=False, any_level=True)[:1])
 
