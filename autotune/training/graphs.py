@@ -134,10 +134,11 @@ class GraphedSteps:
 
     def _run_eagerly(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run a micro-step without a graph, in the memory of the graphs where there are any."""
-        with self._on_stream():
-            if not self._gradients or self._keeps_memory:
+        if not self._gradients or self._keeps_memory:
+            with self._on_stream():
                 return self._run(model, inputs, num_items_in_batch)
-            before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
+        with self._on_stream():
             with self._in_their_memory():
                 loss = self._run(model, inputs, num_items_in_batch)
             loss = loss.clone()
@@ -263,14 +264,11 @@ class GraphedSteps:
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]
         on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
-        in_pool = self._in_their_memory() if self._gradients and not self._keeps_memory else contextlib.nullcontext()
-        with self._on_stream():
-            with in_pool:
-                loss = self._run(model, inputs, num_items_in_batch)
-            norms = self._norms()
-            self._forget_gradients()
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+        loss = self._run_eagerly(model, inputs, num_items_in_batch)
+        norms = self._norms()
+        self._forget_gradients()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
         torch.cuda.set_rng_state(on_device, device)
         if _random_state(device) != on_host:
             raise SettingUnavailableError(

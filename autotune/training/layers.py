@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as shapes
 from accelerate.utils import TorchDynamoPlugin
+from torch.fx.experimental import _config as symbolic_shapes
 from transformers import Trainer, TrainerCallback
 
 from autotune.training.checkpointing import flagged_within_layers
@@ -54,8 +54,7 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     """Have a ``Trainer`` compile the layers of its model, with its own ``torch_compile_mode``, and nothing else.
 
     One code ``for_any_length`` is compiled at once; else torch does so when a second length comes, after it has
-    compiled one for the first. A length that happens to be the size of something else is none of a kind then: torch
-    takes sizes that are equal for the same one, and compiles anew where they differ.
+    compiled one for the first.
 
     Raises ``SettingUnavailableError`` for a model without layers that repeat.
     """
@@ -67,7 +66,9 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(_AtStart())
     if for_any_length:
-        shapes.use_duck_shape = False
+        # Else torch takes sizes that are equal for one: with a first batch as long as a head is wide, the next length
+        # is compiled anew.
+        symbolic_shapes.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 
 

@@ -228,7 +228,7 @@ class Anytime:
                 ways.append((replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)))
             for each, gain in ways:
                 yield row.name, each, gain
-                if any(history.is_over(tried) for tried in history.outcomes_of(each)):
+                if _ran_out(history, each):
                     yield from ((way, other, gain) for way, other in self._in_less_memory(history, each))
             if row.memory == "peak" and row.saving is not None and row.saving(with_it.arm) > row.saving(arm):
                 roomy, alone = self._with_more_room(history, with_it), gain_of(prior, measured, graphed=arm.cuda_graphs)
@@ -341,11 +341,13 @@ class Anytime:
         if way in (_EXPANDABLE, _FEWER_LAYERS):
             # Looked at where they are proposed.
             return True
-        if way in self._space.resorts and not levers_of(before.arm, [way]):
-            # It takes less than the same without, which is measured or ran out.
-            return True
         if memory is not None and memory.trusted(other.arm) and (fits := memory.likely_fits(other)) is not None:
             return fits
+        if way in self._space.resorts and _keeps_as_much(other, before):
+            less = replace(other, arm=without(other.arm, [way]))
+            # How much less it takes than what ran out is not known: its trial tells.
+            if _ran_out(history, less):
+                return True
         is_compiled_anew, after = other.arm.torch_compile and not before.arm.torch_compile, other
         if is_compiled_anew and root.measurement.allocation_retries:
             # Its allocator met the cap. Of Qwen3-32B with QLoRA, what the compiler needs besides did not fit then.
@@ -428,10 +430,7 @@ class Anytime:
         if root is None or root.measurement is None:
             return None
         if one is None or one.measurement is None:
-            is_alike = replace(idea.candidate, arm=idea.root.arm) == idea.root and (
-                idea.candidate.arm.gradient_checkpointing == idea.root.arm.gradient_checkpointing
-            )
-            if one is not None and history.is_over(one) and is_alike:
+            if one is not None and history.is_over(one) and _keeps_as_much(idea.candidate, idea.root):
                 room = history.ceiling.cap_bytes - root.measurement.judged_bytes(idea.root.arm)
                 self._added[_owner(idea.lever)] = max(room, self._added.get(_owner(idea.lever), 0.0))
             return None
@@ -460,6 +459,16 @@ class Anytime:
         if took and compiles(arm):
             return took[-1]
         return _WAYS[_most_telling(has)].seconds if has else 0.0
+
+
+def _keeps_as_much(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether two differ in levers alone: they have the same batch, and both recompute or neither does."""
+    is_same = replace(candidate, arm=other.arm) == other
+    return is_same and candidate.arm.gradient_checkpointing == other.arm.gradient_checkpointing
+
+
+def _ran_out(history: History, candidate: Candidate) -> bool:
+    return any(map(history.is_over, history.outcomes_of(candidate)))
 
 
 def _owner(way: str) -> str:

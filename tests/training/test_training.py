@@ -826,6 +826,19 @@ class TestCompiledLayers:
         expected_losses, _ = train(trainer_of(encoder_decoder(), source_and_target(), tmp_path, **settings))
         assert losses == pytest.approx(expected_losses, rel=1e-5)
 
+    def test_one_code_serves_all_lengths_also_where_one_is_another_size(self, tmp_path: Path) -> None:
+        """The first batch is as long as a head is wide."""
+        model = language_model()
+        wide = model.config.hidden_size // model.config.num_attention_heads
+        data = [row for length in (wide, 24, 40) for row in samples(length)[:4]]
+        settings = {"train_sampling_strategy": "sequential", "max_steps": 3}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        trainer = trainer_of(model, data, tmp_path, **settings, **compiled)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        train(apply(trainer, regional_compilation=True, length_multiple=8))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
     # The limit is torch's own again; to compile for one shape is quicker.
     @torch._dynamo.config.patch(recompile_limit=8, automatic_dynamic_shapes=False)
     def test_evaluations_are_compiled_as_well(self, tmp_path: Path) -> None:

@@ -606,6 +606,27 @@ class TestMemory:
         tried = search.ideas(history, {root}, history.tried[0], usual_seconds=3.0)
         assert any(idea.candidate.arm.torch_compile for idea in tried) == is_tried
 
+    @pytest.mark.parametrize("is_graphed", [False, True])
+    def test_a_fused_loss_is_tried_where_graphs_ran_out_and_at_no_larger_batch(self, is_graphed: bool) -> None:
+        """20 of 24 GiB at a batch of 16, and 40 at 32: how much less a fused loss takes is not predicted."""
+        memory = MemoryModel(ceiling_of(24 * GIB, headroom=0))
+        found = [
+            MemoryPrediction(batch, 64 // batch, 0, gib * GIB, gib * GIB, runs_out=gib > 24, fits=gib < 24, anatomy={})
+            for batch, gib in ((16, 20), (32, 40))
+        ]
+        memory.add(Question(self.KEPT, ((16, 4), (32, 2)), None), PredictionAnswer(tuple(found), None))
+        space = Space((self.KEPT,), Batches(64), late=frozenset({"cuda_graphs", "fused_loss"}))
+        history, root = History(ceiling_of(24 * GIB, headroom=0), memory=memory), Candidate(self.KEPT, 16, 4)
+        history.add(Tried("a", root, Completed(measurement(root, 1.0, 20 * GIB, 20 * GIB))))
+        history.add(Tried("b", Candidate(self.KEPT, 32, 2), out_of_memory(24 * GIB)))
+        if is_graphed:
+            graphs = replace(root, arm=replace(self.KEPT, cuda_graphs=True))
+            history.add(Tried("c", graphs, out_of_memory(24 * GIB)))
+        ideas = Anytime(space, 24).ideas(history, {root}, history.tried[0], usual_seconds=3.0)
+        fused = {idea.candidate for idea in ideas if idea.candidate.arm.fused_loss}
+        assert {each.per_device_train_batch_size for each in fused} == {16}
+        assert any(each.arm.cuda_graphs for each in fused) == is_graphed
+
 
 def test_a_failure_is_blamed_on_what_was_new() -> None:
     graphed = Arm("bf16", cuda_graphs=True, unpadded=True)

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from replay import RecordedRunner, ceiling_of, feasible, landscapes, prepared_for
+import searching
+from replay import RecordedRunner, ceiling_of, feasible, landscapes, measurement, prepared_for
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Outcome
+from autotune.core.units import GIB
 from autotune.devices.presence import Presence
-from autotune.estimate.history import History
+from autotune.estimate.history import History, Tried
 from autotune.estimate.noise import too_noisy
 from autotune.execution import TrialJob
 from autotune.execution.gpu_monitor import WatchedExecutor
@@ -123,3 +125,17 @@ def test_on_a_busy_machine_no_slow_answer_is_certain_and_on_a_quiet_one_every_an
     # Without the verdict there would be such answers, and with it there are answers still.
     assert [answer for answer in busy if answer.regret > 0.1]
     assert [answer for answer in busy if not answer.too_noisy]
+
+
+@pytest.mark.parametrize(("unexplained", "is_noisy"), [(0.003, False), (0.3, True)])
+def test_lengths_and_new_shapes_are_no_noise(unexplained: float, is_noisy: bool) -> None:
+    """The interval of a mean step is wide since few shapes were new, and what each takes is hardly known."""
+    history = History(searching.ceiling_of(24 * GIB))
+    for seconds, arm in ((1.0, Arm("bf16")), (1.1, Arm("bf16", length_multiple=64))):
+        steps = replace(
+            measurement(Candidate(arm, 8), seconds, GIB, GIB), step_seconds_each=(seconds, 2 * seconds, seconds)
+        )
+        measured = replace(steps, batches_vary=True, relative_spread=0.7, steady_error=unexplained)
+        history.add(Tried(str(seconds), Candidate(arm, 8), Completed(measured)))
+    among = [tried.candidate for tried in history.tried]
+    assert (too_noisy(history, among[0], among) is not None) == is_noisy

@@ -259,6 +259,19 @@ def test_a_graph_that_is_captured_late_is_a_new_shape_until_then(clock: FakeCloc
     assert drive.measured.new_shape_seconds == pytest.approx(6.0)
 
 
+def test_a_step_in_which_a_graph_is_captured_again_is_one_with_a_new_shape() -> None:
+    shapes = BatchShapes(settles=4)
+    batch = {"input_ids": torch.zeros(2, 8)}
+    for _ in range(4):
+        shapes.take(batch)
+        assert shapes.end_step()[0] == pytest.approx(1 / 4)
+    shapes.take(batch)
+    shapes.take_capture()
+    assert shapes.end_step()[0] == pytest.approx(1 / 4)
+    shapes.take(batch)
+    assert shapes.end_step()[0] == 0
+
+
 def test_new_shapes_alone_are_what_is_measured_where_none_comes_again(clock: FakeClock) -> None:
     drive = by_length(clock, Effort(0, 3, 4, 0.0, 1000.0), range(10, 40), PlannedRun(), 5.0)
     assert len(drive.steps) == 8, "twice the most steps"
