@@ -210,7 +210,7 @@ def causal(kind: str, **changes: Any) -> Callable[[], Any]:
 
 
 _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 32}
-_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 _BART = {
     "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_start_token_id": 0, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
@@ -438,7 +438,7 @@ def _differing() -> Iterator[Training]:
             f"{kind}, masked tokens in other numbers", split, of(AutoModelForMaskedLM, kind, **changes), ragged, SPLIT,
             "gradient", ONE, is_quick=kind == "bert",
         )  # fmt: skip
-    yield Training("t5, targets of other lengths", split, of(AutoModelForSeq2SeqLM, "t5", **_T5), ragged, SPLIT,
+    yield Training("t5, targets of other lengths", split, of(AutoModelForSeq2SeqLM, "t5", **T5), ragged, SPLIT,
                    "gradient", ONE)  # fmt: skip
     for kind in ("mixtral", "olmoe", "qwen2_moe", "granitemoe"):
         yield Training(f"{kind} with its router's loss", split, causal(kind, **_ROUTED), texts, SPLIT, "gradient", ONE,
@@ -521,7 +521,7 @@ def _same() -> Iterator[Training]:
     yield Training("convnext (layer norm)", split,
                    of(AutoModelForImageClassification, "convnext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
                       patch_size=4, num_labels=2), images, SPLIT, asked=ONE)  # fmt: skip
-    yield Training("t5, targets of one length", split, of(AutoModelForSeq2SeqLM, "t5", **_T5), texts, SPLIT, asked=ONE)
+    yield Training("t5, targets of one length", split, of(AutoModelForSeq2SeqLM, "t5", **T5), texts, SPLIT, asked=ONE)
     yield Training("bart, targets of one length", split, of(AutoModelForSeq2SeqLM, "bart", **_BART), texts, SPLIT,
                    asked=ONE)  # fmt: skip
     yield Training("whisper", split, of(AutoModelForSpeechSeq2Seq, "whisper", **_WHISPER), features, SPLIT, asked=ONE)
@@ -534,7 +534,6 @@ def _same() -> Iterator[Training]:
                    RECOMPUTED)  # fmt: skip
     yield Training("llama with frozen embeddings", "reentrant checkpointing", frozen_below(causal("llama", **grouped)),
                    texts, REENTRANT)  # fmt: skip
-    yield Training("llama", "fused loss", causal("llama", **grouped), ragged, with_(fused_loss=True), is_quick=True)
     yield Training("granite, which scales its logits", "fused loss", causal("granite", **grouped, logits_scaling=8.0),
                    ragged, with_(fused_loss=True))  # fmt: skip
     for kind, sizes in (("mistral", grouped | {"sliding_window": 4}), ("gpt2", _GPT2)):
@@ -542,8 +541,6 @@ def _same() -> Iterator[Training]:
                        with_(padding_free=True))  # fmt: skip
     yield Training("roberta", "sparse prediction", of(AutoModelForMaskedLM, "roberta", max_position_embeddings=40),
                    ragged, with_(sparse_prediction=True))  # fmt: skip
-    yield Training("llama", "one layer checkpointed", causal("llama", **grouped), ragged,
-                   How(arguments=RECOMPUTED.arguments, applied=(("checkpointed_layers", 1),)))  # fmt: skip
     yield Training("mixtral", "experts one after the other", causal("mixtral", **_MOE), texts,
                    with_(experts_implementation="eager"))  # fmt: skip
     yield Training("bert", "no mask", of(AutoModelForSequenceClassification, "bert"), classes, with_(unpadded=True))

@@ -69,6 +69,9 @@ def apply(
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None
     if trainer.model_init is not None and changes_model:
         raise SettingUnavailableError("the Trainer makes another model as it starts (model_init); give it the model")
+    # Before the positions of tokens in a batch are counted.
+    if length_multiple is not None and not padding_free:
+        pad_to_multiples(trainer, length_multiple)
     # Before layers are compiled: these try the model on a few tokens, for which they would be compiled as well.
     if sparse_prediction:
         predict_labelled_tokens(trainer)
@@ -86,8 +89,6 @@ def apply(
         choose_experts(trainer, experts_implementation)
     if uncached_casts:
         keep_no_casts(trainer)
-    if length_multiple is not None and not padding_free:
-        pad_to_multiples(trainer, length_multiple)
     if unpadded:
         leave_out_full_masks(trainer)
     if not cudnn_attention:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from transformers import Trainer
+from transformers.utils import import_utils
 
 from autotune.training.errors import SettingUnavailableError
 
@@ -161,12 +162,18 @@ class GraphedSteps:
             torch._C._cuda_releasePool(device, self._pool)
 
     def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again."""
+        """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again.
+
+        transformers makes a mask of ones explicit while a stream is captured. It does so here, too: layers would be
+        compiled anew for it, which a capture does not survive, and which takes as long again.
+        """
         own = vars(self._trainer).get("_prepare_inputs")
         self._trainer._prepare_inputs = lambda prepared: prepared
+        asks, import_utils.is_cuda_stream_capturing = import_utils.is_cuda_stream_capturing, lambda: True
         try:
             return self._eager(model, inputs, num_items_in_batch)
         finally:
+            import_utils.is_cuda_stream_capturing = asks
             del self._trainer._prepare_inputs
             if own is not None:
                 self._trainer._prepare_inputs = own

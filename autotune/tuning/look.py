@@ -144,7 +144,7 @@ class Looker:
         tried = [Candidate(each, *split) for each in alone]
         tried += [Candidate(arm, *winners)] if split != winners else []
         found_of = [difference(asked, step) for step in self._steps(own, tried)]
-        guilty = {name: each for name, each in zip(levers, found_of, strict=False) if each is not None}
+        guilty = {name: each.words for name, each in zip(levers, found_of, strict=False) if each is not None}
         of_split = found_of[-1] if split != winners else None
         differs, cure = [], None
         if of_split is not None:
@@ -153,12 +153,27 @@ class Looker:
             differs.append(f"{_pair(winner)} is another training than {_pair(self._asked, winner)}: {told}")
             cure = _DIVIDE if undivided else self._keeps()
         if not guilty and of_split is None:
+            lever = self._cure(asked, own, Candidate(winners_arm, *winners), levers)
+            guilty = {lever: f"beside the other settings {whole.words}"} if lever else {}
+        if not guilty and of_split is None:
             differs.append(
                 f"these settings together are another training than {self._asked.describe()}: it {whole.words}"
             )
             cure = "compare a few hundred steps of both before you rely on it"
-        ruled_out = tuple(f"{name.replace('_', ' ')} {each.words}" for name, each in guilty.items())
+        ruled_out = tuple(f"{name.replace('_', ' ')} {words}" for name, words in guilty.items())
         return Verdict(Look(tuple(differs), cure, ruled_out), tuple(guilty))
+
+    def _cure(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
+        """Return the first lever without which a winner is the training asked for, where none alone changes it."""
+        for name in levers:
+            other = changed(winner.arm, **{name: getattr(own.arm, name)})
+            try:
+                (step,) = self._steps(own, [dataclasses.replace(winner, arm=other)])
+            except _UnknownError:
+                continue
+            if difference(asked, step) is None:
+                return name
+        return None
 
     def _steps(self, own: Candidate, candidates: Sequence[Candidate], noise: int = 0) -> list[FirstStep]:
         """Return the first step with each of some settings, of which ``own`` is what the user's own code has.

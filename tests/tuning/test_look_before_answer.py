@@ -64,6 +64,18 @@ def test_a_lever_that_changes_the_training_is_left_out_and_the_search_goes_on(tm
     assert run.study.state == "finished"
 
 
+def test_levers_that_change_the_training_only_together_are_not_both_in_the_answer(tmp_path: Path) -> None:
+    def step(candidate: Candidate) -> FirstStep:
+        return changed() if candidate.arm.cuda_graphs and candidate.arm.unpadded else AS_ASKED
+
+    run, _, lines = searched(prepared_with_levers(), step, tmp_path)
+    arm = run.best.candidate.arm
+    assert arm.cuda_graphs != arm.unpadded
+    assert run.study.look is not None
+    assert run.study.look.differs == ()
+    assert any("beside the other settings has other gradients" in line for line in lines)
+
+
 def test_a_split_that_changes_the_training_is_told_with_what_keeps_it(tmp_path: Path) -> None:
     given = prepared()
 

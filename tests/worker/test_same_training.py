@@ -1,11 +1,18 @@
 """Test what a look finds in a collection of trainings, one step of each in this process."""
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trainings import DIFFERING, SAME, Training, table_lines
+import torch
+from emulated_graphs import emulate
+from trainings import DIFFERING, SAME, T5, How, Training, causal, of, ragged, table_lines
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from autotune.core.look import Difference
+from autotune.core.look import Difference, difference
+from autotune.training import SettingUnavailableError
+from autotune.training.graphs import GraphedSteps
 
 
 def _named(training: Training) -> object:
@@ -26,3 +33,61 @@ def test_a_look_finds_what_changes_a_training(training: Training, tmp_path: Path
     found = training.found(tmp_path)
     kind = found.kind if isinstance(found, Difference) else found or "same"
     assert kind == training.finds, found
+
+
+_LEVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "few lengths": ({"length_multiple": 8}, {}),
+    "rows": ({"padding_free": True}, {}),
+    "fused loss": ({"fused_loss": True}, {}),
+    "sparse prediction": ({"sparse_prediction": True}, {}),
+    "some layers": ({"checkpointed_layers": 1}, {"activation_checkpointing": True}),
+    "compiled": ({"regional_compilation": True}, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "graphs": ({"cuda_graphs": True}, {}),
+}
+"""What is applied and the fields of ``TrainingArguments`` for each lever."""
+
+
+def _classes_of_other_lengths() -> list[dict[str, Any]]:
+    return [row | {"labels": torch.tensor(at % 2)} for at, row in enumerate(ragged())]
+
+
+_OTHER_LENGTHS = {
+    "causal": Training("", "", causal("llama", num_key_value_heads=2), ragged, How()),
+    "masked": Training("", "", of(AutoModelForMaskedLM, "bert"), ragged, How()),
+    "classes": Training("", "", of(AutoModelForSequenceClassification, "bert"), _classes_of_other_lengths, How()),
+    "targets": Training("", "", of(AutoModelForSeq2SeqLM, "t5", **T5), ragged, How()),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("causal", 21),
+        ("masked", 15),
+        pytest.param("classes", 10, marks=pytest.mark.whole),
+        pytest.param("targets", 10, marks=pytest.mark.whole),
+    ],
+)
+def test_levers_together_are_the_training_without(
+    kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lever and all pairs that a training of samples of different lengths can have."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(
+        "autotune.training.use_cuda_graphs", lambda trainer: setattr(trainer, "training_step", GraphedSteps(trainer))
+    )
+    training, ran, refused = _OTHER_LENGTHS[kind], [], set[str]()
+    asked = training.step(training.asked, tmp_path)
+    for names in itertools.combinations_with_replacement(_LEVERS, 2):
+        if refused.intersection(names):
+            continue
+        applied, arguments = ({**_LEVERS[names[0]][part], **_LEVERS[names[1]][part]} for part in (0, 1))
+        how = How(applied=tuple(applied.items()), arguments=tuple(arguments.items()))
+        try:
+            found = difference(asked, training.step(how, tmp_path))
+        except SettingUnavailableError:
+            refused |= {names[0]} if names[0] == names[1] else set()
+            continue
+        assert found is None, f"{names}: {found}"
+        ran.append(names)
+    assert len(ran) == count

@@ -62,8 +62,12 @@ def capture(graph: EmulatedGraph, pool: object = None, stream: object = None) ->
     """Record what runs within, as ``torch.cuda.graph`` does."""
     random = torch.get_rng_state()
     recorder = _Recorder(graph)
-    with recorder:
-        yield
+    asks, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+    try:
+        with recorder:
+            yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asks
     for tensor, value in recorder.before:
         tensor.detach().copy_(value)
     torch.set_rng_state(random)
@@ -93,6 +97,7 @@ def _stand_ins() -> dict[str, Any]:
         "get_rng_state": lambda device: torch.get_rng_state(),
         "graph": capture,
         "graph_pool_handle": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "set_rng_state": lambda state, device: torch.set_rng_state(state),
         "stream": lambda stream: nullcontext(),
     }
