@@ -55,7 +55,7 @@ CASES = {
     "roberta-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
     "t5-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
     "llama-1b": Case(16, _informed(4, 4), ("--memory-limit", "40GiB")),
-    "llama-8b-lora": Case(16, _informed(4, 4, "--gradient_checkpointing", "True"), ("--memory-limit", "24GiB")),
+    "llama-8b-lora": Case(16, _informed(2, 8, "--gradient_checkpointing", "True"), ("--memory-limit", "24GiB")),
 }
 TRIED = {
     "bert-small": Case(16, _informed(16, 1)[:4]),

@@ -7,6 +7,7 @@ has 8 times the loss and gradients of one batch of as many samples.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ def divide_by_accumulation(trainer: Trainer) -> None:
     """Have a ``Trainer`` look in its first micro-step whether the loss depends on ``num_items_in_batch``.
 
     Where it does not, ``model_accepts_loss_kwargs`` becomes ``False`` before the loss would be divided, so that the
-    Trainer divides; then ``divides_by_accumulation`` of it is true. That micro-step runs without a compiler.
+    Trainer divides; then ``divides_by_accumulation`` of it is true. A model that is compiled as a whole runs that
+    micro-step without the compiler.
     """
     accepts, accumulates = (
         trainer.__dict__.get("model_accepts_loss_kwargs"),
@@ -58,7 +60,11 @@ class _FirstLoss:
         self.withdraw()
         items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=trainer.args.device).detach().clone()
         items.requires_grad_()
-        with torch.compiler.set_stance("force_eager"):
+        # The loss does not show through a model that is compiled as a whole. Layers that are compiled stay so: what a
+        # checkpoint recomputes must be what was computed.
+        layers = set(trainer.model.modules()) - {trainer.model}
+        is_by_layer = any(layer._compiled_call_impl is not None for layer in layers)
+        with nullcontext() if is_by_layer else torch.compiler.set_stance("force_eager"):
             computed = self._compute(*args, num_items_in_batch=items, **kwargs)
         loss = computed[0] if isinstance(computed, tuple) else computed
         trainer.divides_by_accumulation = trainer.compute_loss_func is None and not _depends_on(loss, items)

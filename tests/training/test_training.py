@@ -849,6 +849,24 @@ class TestCompiledLayers:
         train(apply(trainer, regional_compilation=True, length_multiple=8))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
+    def test_layers_are_compiled_from_the_first_micro_step_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a checkpoint around a layer recomputes by compiled code what was not (transformers before 5.23)."""
+        model, eager = language_model(), list[torch.Tensor]()
+        layer = type(model.model.layers[0])
+        forward = layer.forward
+
+        def seen(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                eager.append(hidden_states)
+            return forward(self, hidden_states, **kwargs)
+
+        monkeypatch.setattr(layer, "forward", seen)
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 1, "torch_compile_backend": "eager"}
+        train(apply(trainer_of(model, samples(), tmp_path, **settings), regional_compilation=True))
+        assert not eager
+
     # The limit is torch's own again; to compile for one shape is quicker.
     @torch._dynamo.config.patch(recompile_limit=8, automatic_dynamic_shapes=False)
     def test_evaluations_are_compiled_as_well(self, tmp_path: Path) -> None:
