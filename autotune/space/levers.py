@@ -395,7 +395,7 @@ LEVERS: tuple[Lever, ...] = (
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(
         "cuda_graphs", is_applied=True, saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
-        excludes=("gradient_checkpointing", "torch_compile_mode", "use_liger_kernel"), obstacle=_no_graphs,
+        excludes=("torch_compile_mode", "offload_activations", "use_liger_kernel"), obstacle=_no_graphs,
         option="cuda_graphs",
         prior=Prior(
             "CUDA graphs", "H200, 23 November 2026: 2.3 × bert-base at 128 tokens, 1.07 × BERT-large; 1 s",

@@ -100,6 +100,7 @@ class GraphedSteps:
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run a micro-step and return its loss, as ``Trainer.training_step`` does."""
+        run = self._run_eagerly if self._parameters else self._run_first
         if not self._parameters:
             self._parameters = [p for p in model.parameters() if p.requires_grad]
         inputs = self._trainer._prepare_inputs(inputs)
@@ -118,11 +119,29 @@ class GraphedSteps:
         if graph is None:
             if is_first and self._gradients:
                 self._zero()
-            return self._run_eagerly(model, inputs, num_items_in_batch)
+            return run(model, inputs, num_items_in_batch)
         if self.on_replay is not None:
             self.on_replay()
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return self._replay(model, graph, tensors, is_first=is_first)
+
+    def _run_first(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Run the first micro-step, and refuse a model that recomputes what it computed with random numbers.
+
+        A capture does not survive that a checkpoint reads or sets their state.
+        """
+        recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in recomputing:
+            own: Any = module._gradient_checkpointing_func
+            module._gradient_checkpointing_func = functools.partial(own, preserve_rng_state=False)  # type: ignore[assignment]
+        drawn = torch.cuda.get_rng_state(self._trainer.args.device)
+        loss = self._run_eagerly(model, inputs, num_items_in_batch)
+        if recomputing and not torch.equal(drawn, torch.cuda.get_rng_state(self._trainer.args.device)):
+            raise SettingUnavailableError(
+                f"{type(_unwrapped(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
+                "draw the same again in a CUDA graph; train without dropout, or without cuda_graphs"
+            )
+        return loss
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -426,8 +445,8 @@ def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
     check_code(trainer)
     if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         raise SettingUnavailableError(f"torch_compile_mode={args.torch_compile_mode} makes CUDA graphs of its own")
-    if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
-        raise SettingUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
+    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise SettingUnavailableError("reentrant checkpointing is not captured in CUDA graphs; set use_reentrant=False")
     steps = GraphedSteps(trainer)
     trainer.training_step = steps
     evaluate_in_their_memory(trainer, steps)

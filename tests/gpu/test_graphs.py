@@ -45,6 +45,46 @@ def test_graphs_train_as_eager_steps_do(accumulation: int, precision: str, tmp_p
     assert torch.linalg.vector_norm(of_graphs - weights) <= 1e-2 * torch.linalg.vector_norm(weights)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_graphs_recompute_as_eager_steps_do(accumulation: int, compiled: bool, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from autotune.training import apply
+
+    rows = [torch.randint(5, 200, (32 + 16 * (at % 3),)) for at in range(128)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        ids, labels = (
+            torch.nn.utils.rnn.pad_sequence([row[name] for row in samples], batch_first=True, padding_value=padding)
+            for name, padding in (("input_ids", 0), ("labels", -100))
+        )
+        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+    def train(**levers: Any) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "llama", hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=128, vocab_size=200
+        )
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
+            max_steps=12, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, bf16=True,
+            gradient_checkpointing=True, torch_compile=compiled,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+        apply(trainer, length_multiple=64, regional_compilation=compiled, **levers)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, getattr(trainer.training_step, "replays", 0)
+
+    losses, _ = train()
+    graphed, replays = train(cuda_graphs=True)
+    assert replays > 0
+    assert graphed == pytest.approx(losses, rel=2e-3)
+
+
 def test_an_evaluation_gets_the_memory_of_graphs(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 

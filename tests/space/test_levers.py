@@ -64,7 +64,8 @@ class TestTable:
         assert "length_multiple" in str(excluding(changed(captured, length_multiple=None)))
 
     def test_what_does_not_go_together_is_said(self) -> None:
-        assert excluding(Arm("bf16", True, cuda_graphs=True)) == "cuda_graphs does not go with gradient_checkpointing"
+        offloaded = Arm("bf16", True, offload_activations=True, cuda_graphs=True)
+        assert excluding(offloaded) == "cuda_graphs does not go with offload_activations"
         assert excluding(Arm("bf16", cuda_graphs=True, unpadded=True)) is None
         by_layer = Arm("bf16", torch_compile=True, regional_compilation=True, cuda_graphs=True)
         assert excluding(by_layer) is None

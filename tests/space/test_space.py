@@ -246,7 +246,7 @@ class TestArms:
         assert len(found) == len(set(found)) == 8
 
     def test_every_arm_has_the_settings_that_are_on_unless_they_exclude_it(self) -> None:
-        settings = {"cuda_graphs": True}
+        settings = {"cuda_graphs": True, "offload_activations": True}
         (found,) = choose_arms(("bf16",), "auto", ("sdpa",), ("sgd",), model_checkpoints=True, settings=settings)
         assert found == Arm("bf16", optim="sgd", cuda_graphs=True)
         settings = {"checkpointed_layers": 12}

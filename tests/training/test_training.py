@@ -398,6 +398,22 @@ def test_uncached_casts_change_no_number(tmp_path: Path) -> None:
     assert losses == stock[0]
     assert torch.equal(weights, stock[1])
 
+    def test_checkpoints_are_captured_where_no_random_numbers_are_drawn(self, tmp_path: Path) -> None:
+        settings = {"gradient_checkpointing": True, "max_steps": 8}
+        stock = train(trainer_of(language_model(), samples(), tmp_path, **settings))
+        trainer = trainer_of(language_model(), samples(), tmp_path, **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        losses, weights = train(trainer)
+        assert losses == stock[0]
+        assert torch.equal(weights, stock[1])
+        assert steps.replays
+        for layer in trainer.model.model.layers:
+            assert layer._gradient_checkpointing_func.keywords["preserve_rng_state"] is False
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path, **settings)
+        trainer.training_step = GraphedSteps(trainer)
+        with pytest.raises(SettingUnavailableError, match="draws random numbers, as dropout does, and its checkpoints"):
+            trainer.train()
+
 
 class TestGraphsRefused:
     def test_without_a_gpu(self, tmp_path: Path) -> None:

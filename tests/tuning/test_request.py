@@ -63,10 +63,6 @@ class TestChecked:
         with pytest.raises(InvalidRequestError, match="--lever unpadded=on: samples are padded"):
             prepare(request(workload=dataclasses.replace(BERT_LARGE, data=data), unpadded="on"), facts())
 
-    def test_levers_that_exclude_each_other(self) -> None:
-        with pytest.raises(InvalidRequestError, match="cuda_graphs does not go with gradient_checkpointing"):
-            prepare(request(cuda_graphs="on", gradient_checkpointing="on"), facts())
-
     def test_activations_that_may_be_offloaded(self) -> None:
         arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms
         assert {(arm.gradient_checkpointing, arm.offload_activations) for arm in arms} == {(False, False), (True, True)}
