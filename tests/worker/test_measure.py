@@ -135,6 +135,12 @@ def test_micro_steps_that_were_left_out_are_added(clock: FakeClock) -> None:
     assert drive.measured.micro_steps_run == 3
 
 
+def test_where_batches_differ_all_micro_steps_that_were_run_stand_for_those_left_out(clock: FakeClock) -> None:
+    drive = Drive(candidate(8, 9), STEADY, clock, run_of=PlannedRun(varies=True))
+    drive.run(micro=(0.5, 0.5, 2.0), optimizer=0.2)
+    assert drive.measured.step_seconds == pytest.approx(9 * 1.0 + 0.2)
+
+
 def test_a_whole_accumulation_is_not_scaled(clock: FakeClock) -> None:
     in_full = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0, max_micro_steps=8)
     drive = Drive(candidate(8, 8), in_full, clock)

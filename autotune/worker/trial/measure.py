@@ -404,12 +404,14 @@ class StepTimer(StepListener):
     def _timed_step(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
-        # in length, the mean over more of them matters more than that difference.
-        first = 1 if self._schedule is None else 0
+        # in length, the tokens of all of them count, so that all are in the mean; of several ranks the last one
+        # exchanges gradients.
+        differ = self._schedule is not None or self._varies
+        first, last = (0, len(marks) - 2 if self._ranks.count == 1 else 2) if differ else (1, 2)
         data_seconds, saving_seconds = self._begin - self._previous_end, self._saving_seconds
         self._saving_seconds = 0.0
         new_shapes, tokens = self._end_batches()
-        micro_seconds = between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0
+        micro_seconds = between(marks[first], marks[last]) / (last - first) if len(marks) > 4 else 0.0
         if self._wait_seconds is not None:
             data_seconds += self._wait_seconds
             # The time between two marks has the micro-step and its wait, which may be shorter than the mean of all.
