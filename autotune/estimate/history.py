@@ -11,7 +11,7 @@ from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
-from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.step_time import StepForecast
 from autotune.space.levers import inconvenience, memory_class, needs_at_least
 
 

@@ -16,7 +16,7 @@ only together promise it together: no rule says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from autotune.core.candidate import PRECISIONS, Candidate
 from autotune.core.measured_steps import mean_step
-from autotune.estimate.bottleneck import HOST_BOUND, what_limits
+from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
 from autotune.space.dataloader import plain_loader
@@ -38,13 +38,6 @@ _FULL = 0.95
 """Share of a step in which a GPU that limits it is busy: 0.92 and 0.89 of BERT-large, up to 0.97 (H200)."""
 _HOST_SECONDS = 0.03
 """Of a micro-step, where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
-_USUAL_PASSING = 0.3
-"""Share of the GPU's time limited by memory traffic, where it was not measured: 0.2 to 0.5 of nine models (H200)."""
-_IN_PASSING = frozenset(
-    ("elementwise", "normalisation", "normalisation_backward", "softmax", "dropout", "reduction", "cast", "copy",
-     "fill", "transpose")
-)  # fmt: skip
-"""Kinds of work that one kernel can do in passing, which a compiler fuses."""
 _LEVERS = tuple(row for row in LEVERS if row.prior is not None)
 _LEVER_NAMES = tuple(row.name for row in _LEVERS)
 
@@ -109,7 +102,8 @@ class Process:
         """Return what is added to the mean of candidates, and its deviation."""
         names = sorted({name for each in (*self.points, *among) for name in each.amounts})
         index = {name: i for i, name in enumerate(names)}
-        deviations: Floats = np.array([self._deviation(name) for name in names], dtype=np.float64)
+        known = [self.effects[name].deviation if name in self.effects else 0.0 for name in names]
+        deviations: Floats = np.array(known, dtype=np.float64)
 
         def matrix(features: Sequence[Features]) -> Floats:
             out = np.zeros((len(features), len(names)))
@@ -141,9 +135,6 @@ class Process:
         mean = solved.T @ np.array(self.values)
         return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
 
-    def _deviation(self, name: str) -> float:
-        return self.effects[name].deviation if name in self.effects else 0.0
-
     def mean(self, features: Features) -> float:
         """Return what the effects of a candidate's features add up to."""
         return math.fsum(
@@ -162,15 +153,15 @@ class Features:
 
 
 @lru_cache(maxsize=65536)
-def features(candidate: Candidate, layers: int | None = None) -> Features:
-    """Return the features of a candidate, of whose model so many ``layers`` can recompute their activations."""
+def features(candidate: Candidate) -> Features:
+    """Return the features of a candidate."""
     arm = candidate.arm
     amounts: dict[str, float] = {f"{name}={getattr(arm, name)}": 1.0 for name in _FURTHER if getattr(arm, name)}
     amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
     if arm.precision in ("fp16", "fp32"):
         amounts[arm.precision] = 1.0
     if arm.gradient_checkpointing:
-        amounts["recomputing"] = min(1.0, (arm.checkpointed_layers or math.inf) / layers) if layers else 1.0
+        amounts["recomputing"] = 1.0
     if arm.cpu_affinity:
         amounts["pinned"] = 1.0
     amounts["small batch"] = 8 / candidate.per_device_train_batch_size
@@ -190,17 +181,18 @@ _PAIR = 0.05
 class SpeedModel:
     """What the trials of a search show of the speed of every candidate."""
 
-    def __init__(self, history: History, layers: int | None = None) -> None:
-        self._history, self._layers = history, layers
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._is_predicted = history.steps is not None
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
         is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
         """Whether a step has one time alone, since nobody knows the host's part. The baseline is not asked for it."""
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
-        self._passing = _passing(seen)
+        passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
+        self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
         self._gpu_base, self._host_base = self._bases()
-        self._gpu, self._host = self._processes(seen)
+        self._gpu, self._host = self._processes()
         self._learn(seen)
 
     def _bases(self) -> tuple[float, float]:
@@ -214,7 +206,7 @@ class SpeedModel:
         host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual(candidate, _HOST)
         return gpu, host
 
-    def _processes(self, seen: Iterable[Tried]) -> tuple[Process, Process]:
+    def _processes(self) -> tuple[Process, Process]:
         most = _PREDICTED if self._is_predicted else math.inf
         gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
         host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
@@ -311,7 +303,7 @@ class SpeedModel:
 
     def _features(self, candidate: Candidate) -> Features:
         """Return a candidate's features; of one that is not predicted beside others that are, its doubt as well."""
-        at = features(candidate, self._layers)
+        at = features(candidate)
         if self._is_predicted and self._predicted(candidate) is None:
             doubtful = "recomputing not predicted" if candidate.arm.gradient_checkpointing else "not predicted"
             return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
@@ -380,15 +372,6 @@ def _usual(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
 def _lever(factor: float) -> Effect:
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
-
-
-def _passing(seen: Iterable[Tried]) -> float:
-    """Return the share of the GPU's time that goes into work which a compiler can fuse, as measured last."""
-    for tried in reversed(list(seen)):
-        kinds = dict((tried.measurement and tried.measurement.gpu_seconds_by_kind) or ())
-        if total := sum(kinds.values()):
-            return sum(seconds for kind, seconds in kinds.items() if kind in _IN_PASSING) / total
-    return _USUAL_PASSING
 
 
 def _normal(z: Floats) -> Floats:

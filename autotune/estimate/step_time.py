@@ -9,6 +9,7 @@ operations. A p-norm smooths the transition between them. Several ranks exchange
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ from autotune.core.device import Precision
 from autotune.core.prediction import Operations
 from autotune.estimate.data_parallel import Case, exchange, gathering
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, gpu_time
+from autotune.estimate.memory import MemoryModel
 
 Limiter = Literal["matrix products", "memory traffic", "host", "network"]
 
@@ -266,3 +268,25 @@ def _longest(*seconds: float) -> float:
     most = max(seconds)
     total: float = math.fsum((s / most) ** _CORNER for s in seconds)
     return most * math.pow(total, 1 / _CORNER)
+
+
+class StepForecast:
+    """Predicted step times of candidates, each computed once."""
+
+    def __init__(self, memory: MemoryModel, chip: Chip) -> None:
+        self._memory = memory
+        self._model = StepTimeModel(chip)
+        self._known: dict[Candidate, StepTime] = {}
+
+    def predicted(self, candidate: Candidate) -> StepTime | None:
+        """Return the predicted step of a candidate; ``None`` where its operations are not known, or not yet."""
+        if candidate not in self._known:
+            operations = self._memory.operations(candidate.arm)
+            if operations is None or not self._model.knows(candidate.arm):
+                return None
+            self._known[candidate] = self._model.predict(operations, candidate)
+        return self._known[candidate]
+
+    def known(self) -> Iterable[StepTime]:
+        """Return the steps that were predicted."""
+        return self._known.values()

@@ -17,9 +17,9 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed
 from autotune.core.stop import LeftOut
 from autotune.core.units import format_seconds
+from autotune.estimate.bottleneck import gain_of, gain_of_fewer_layers
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried, speed_of
-from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, with_lever, without
 from autotune.space.space import Space

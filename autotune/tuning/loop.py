@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -16,36 +16,37 @@ from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError,
 from autotune.core.look import Look
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
-from autotune.core.units import format_bytes, format_rate, format_seconds
+from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
-from autotune.estimate.history import History, batch_of, cap_of
+from autotune.estimate.gpu_time import calibrated
+from autotune.estimate.history import History, Tried, batch_of, cap_of
 from autotune.estimate.pooling import Speed
-from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.step_time import StepForecast
 from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.acquisition import left_out_arms
-from autotune.tuning.forecast import Forecast
+from autotune.tuning.forecast import Forecast, LookAhead
 from autotune.tuning.interruption import Interruption
-from autotune.tuning.look import Looker
-from autotune.tuning.look_ahead import LookAhead
-from autotune.tuning.no_result import no_result
-from autotune.tuning.optuna_policy import OptunaPolicy, make_sampler
-from autotune.tuning.optuna_space import distributions
-from autotune.tuning.optuna_study import OptunaStudy, OptunaTrial
+from autotune.tuning.look import Looker, Rehearse
+from autotune.tuning.optuna_study import (
+    OptunaPolicy,
+    OptunaStudy,
+    OptunaTrial,
+    StudyRecorder,
+    distributions,
+    make_sampler,
+)
 from autotune.tuning.plan import Plan, Step
-from autotune.tuning.policy import Policy, make_policy
+from autotune.tuning.policy import Policy, left_out_arms, make_policy
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.recorder import StudyRecorder
-from autotune.tuning.rehearse import Rehearse
 from autotune.tuning.remeasure import effort_of, timeout_seconds
+from autotune.tuning.request import SearchRequest
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
 
@@ -526,3 +527,48 @@ class Search:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}
         return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
+
+
+def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
+    """Return the error that says why a search has nothing to recommend."""
+    # No candidate was left to try.
+    is_certain = stop.reason is StopReason.NOTHING_LEFT
+    tried, ceiling = history.tried, history.ceiling
+    failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
+    if not any(history.is_over(t) for t in tried):
+        if failed:
+            return NoResultError(
+                f"no candidate of the search space completed; the last one failed: {failed[-1].message}",
+                f"its log is in {log_folder}",
+            )
+        if not is_certain:
+            return NoResultError(f"no candidate was run: {stop.sentence}", "raise --trials or --time-budget")
+    return NothingFitsError(
+        f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
+        f"({format_bytes(ceiling.cap_bytes)} less headroom); {_how_many(tried)}"
+        + (f", {len(failed)} of them failed" if failed else ""),
+        _what_may_help(request, is_certain=is_certain),
+    )
+
+
+def _how_many(tried: Sequence[Tried]) -> str:
+    """Return ``26 trials were run`` or ``4 trials were run, 22 reused``."""
+    reused = sum(source_of(t.outcome) is not None for t in tried)
+    run = len(tried) - reused
+    return f"{plural(run, 'trial')} {'was' if run == 1 else 'were'} run" + (f", {reused} reused" if reused else "")
+
+
+def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
+    """Return what the user can still do after a search in which nothing fits."""
+    workload = request.workload
+    ways = [
+        ("search on with the same --study and more --trials or --time-budget", not is_certain),
+        ("raise --memory-limit", request.memory_limit_bytes is not None),
+        ("free memory on the device or take a larger one", request.memory_limit_bytes is None),
+        ("shorten --seq-len", workload.is_text),
+        ("allow --gradient-checkpointing auto", request.gradient_checkpointing == "off"),
+        *((f"add --lever {name}=on", True) for name in request.untried_resorts()),
+        ("add --lever offload_activations=on", request.may_offload),
+        ("leave --batch-multiple out", (request.batch_multiple or 1) > 1),
+    ]
+    return ", or ".join(way for way, is_open in ways if is_open)

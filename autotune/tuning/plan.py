@@ -21,9 +21,8 @@ from autotune.space.dataloader import next_loader
 from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.acquisition import pinned
 from autotune.tuning.anytime import Anytime, Idea
-from autotune.tuning.policy import Policy
+from autotune.tuning.policy import Policy, pinned
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 

@@ -78,7 +78,7 @@ def run_search(
 
         def is_taken(name: str) -> bool:
             from autotune.store.leases import name_of_study
-            from autotune.tuning.changes import what_differs
+            from autotune.tuning.studies import what_differs
 
             nonlocal store
             if store is None and path is not None and path.exists():
@@ -264,9 +264,8 @@ def _search(
     """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
-    from autotune.tuning.look import looker_of
+    from autotune.tuning.look import looker_of, rehearser_of
     from autotune.tuning.loop import Search
-    from autotune.tuning.rehearse import rehearser_of
 
     interruption = Interruption()
     try:

@@ -8,8 +8,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices.gpus import CHIPS
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer, in_order, pareto_front, rank
-from autotune.estimate.grades import Graded
+from autotune.estimate.advice import Graded, Offer, in_order, pareto_front, rank
 from autotune.estimate.step_time import StepTime
 from autotune.results.advice_text import advice_lines
 

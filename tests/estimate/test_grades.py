@@ -8,7 +8,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.grades import SCALED_DOUBT, Grades
+from autotune.estimate.advice import SCALED_DOUBT, Grades
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel
 

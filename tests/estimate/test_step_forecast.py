@@ -11,7 +11,7 @@ from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.gpus import CHIPS, chip_of_device
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.step_time import StepForecast
 
 BF16, CHECKPOINTED, TF32 = Arm("bf16"), Arm("bf16", True), Arm("tf32")
 

@@ -17,7 +17,7 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.models import dataset_files as data_module
 from autotune.models.dataset_files import check_unchanged, commit_of
-from autotune.tuning.changes import changes_since
+from autotune.tuning.studies import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = "import sys; from autotune.models.dataset_files import locate; print(locate(sys.argv[1], None)[2])"

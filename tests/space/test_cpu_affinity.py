@@ -18,7 +18,7 @@ from autotune.devices.cores import can_pin
 from autotune.devices.listing import find_device
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.tuning.allowed import check_request
-from autotune.tuning.optuna_space import candidate_of, distributions, params_of
+from autotune.tuning.optuna_study import candidate_of, distributions, params_of
 
 PLAIN = Arm("bf16")
 PINNED = Arm("bf16", cpu_affinity=True)

@@ -37,8 +37,8 @@ from autotune.space.features import (
 )
 from autotune.space.levers import is_predictable, packages_of
 from autotune.space.space import Batches, Space, choose_arms
-from autotune.tuning.acquisition import Acquisition
 from autotune.tuning.allowed import check_request
+from autotune.tuning.policy import Acquisition
 from autotune.tuning.strategies import training_state_bytes
 
 PLAIN = Arm("bf16")

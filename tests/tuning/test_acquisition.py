@@ -14,7 +14,7 @@ from autotune.estimate.chance import Chances
 from autotune.estimate.history import History, Tried
 from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import Batches, Space
-from autotune.tuning.acquisition import Acquisition
+from autotune.tuning.policy import Acquisition
 
 PLAIN = Arm("bf16")
 GRAPHED = replace(PLAIN, cuda_graphs=True)

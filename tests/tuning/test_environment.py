@@ -17,7 +17,6 @@ from autotune.devices.condition import GpuPolicy
 from autotune.devices.host import machine_id
 from autotune.space.features import library_versions
 from autotune.tuning import environment as module
-from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import (
     comparable_environment,
     environment_fingerprint,
@@ -27,6 +26,7 @@ from autotune.tuning.environment import (
     measured_variables,
 )
 from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.studies import changes_since
 
 FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
 """Of environments, what the first releases did not record."""

@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.core.lengths import Batching, SampleLengths, shapes_of
-from autotune.tuning.length_multiples import _few
+from autotune.tuning.prepare import _few
 
 
 @pytest.mark.parametrize("padding", ["longest", "rows"])

@@ -11,9 +11,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.units import GIB
 from autotune.estimate.history import History
 from autotune.space.space import Batches, Space
-from autotune.tuning.optuna_policy import OptunaPolicy, make_sampler
-from autotune.tuning.optuna_space import distributions, params_of
-from autotune.tuning.optuna_study import CONSTRAINT
+from autotune.tuning.optuna_study import CONSTRAINT, OptunaPolicy, distributions, make_sampler, params_of
 
 SPACE = Space(arms("bf16", "tf32"), Batches(64))
 BASELINE = SPACE.baseline("sdpa")

@@ -12,7 +12,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import SamplerName
 from autotune.space.levers import with_lever
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.tuning.optuna_space import (
+from autotune.tuning.optuna_study import (
     candidate_of,
     distributions,
     params_of,

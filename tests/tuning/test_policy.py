@@ -22,8 +22,7 @@ from autotune.core.units import GIB, MIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.tuning.acquisition import Acquisition
-from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy
+from autotune.tuning.policy import Acquisition, ExhaustivePolicy, MaxBatchPolicy
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()

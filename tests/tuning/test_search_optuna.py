@@ -19,9 +19,7 @@ from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History, Tried
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.optuna_policy import OptunaPolicy
-from autotune.tuning.optuna_space import distributions, params_of
-from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
+from autotune.tuning.optuna_study import CONSTRAINT, OptunaPolicy, OptunaStudy, distributions, over_line_gib, params_of
 from autotune.tuning.prepare import prepare
 
 FOREIGN = ["tpe", "random"]

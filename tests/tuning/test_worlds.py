@@ -45,7 +45,7 @@ def test_one_more_process_runs_as_was_promised(summary: Summary) -> None:
 
 def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that is done after one proposal leaves regret and unanswered worlds behind."""
-    from autotune.tuning.acquisition import Acquisition
+    from autotune.tuning.policy import Acquisition
 
     whole = Acquisition.next
     monkeypatch.setattr(Acquisition, "next", lambda self, h: whole(self, h) if len(h.tried) < 2 else None)
