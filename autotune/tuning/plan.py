@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
@@ -26,8 +25,6 @@ from autotune.tuning.policy import Policy, pinned
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 
-# Final trials run at the same time only where company costs no more than this. A choice.
-_COMPANY_TOLERANCE = 0.01
 _LEAST_TRAINED = 0.5
 """Share of the tensors that the baseline trains below which a trial trains something else. A choice."""
 # Once measuring again has taken a minute and this share of a search, rivals are not told apart any further. A choice:
@@ -38,44 +35,6 @@ _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 # A trial may be so much shorter than the first one. A choice.
 _BASELINE_TIMES = 2.0
-
-
-class Company:
-    """What it costs a trial to run at the same time as others: on other GPUs, but with the same cores and power.
-
-    A final trial runs alone. Its candidate was measured before, perhaps beside others, so the first final trial of a
-    search tells what that cost.
-    """
-
-    def __init__(self) -> None:
-        self._begun: set[str] = set()
-        self._beside: set[str] = set()
-        self._alone: dict[Candidate, list[float]] = {}
-        self._accompanied: dict[Candidate, list[float]] = {}
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this run of the search has started a trial."""
-        return bool(self._begun)
-
-    def begin(self, trial_id: str, beside: Collection[str]) -> None:
-        """Record that a trial was started while the trials ``beside`` it were under way."""
-        self._begun.add(trial_id)
-        if beside:
-            self._beside |= {trial_id, *beside}
-
-    def take(self, trial: TrialRecord) -> None:
-        """Record what a trial measured, if this run of the search started it."""
-        if trial.id in self._begun and isinstance(trial.outcome, Completed):
-            speeds = self._accompanied if trial.id in self._beside else self._alone
-            speeds.setdefault(trial.candidate, []).append(trial.outcome.measurement.samples_per_second)
-
-    @property
-    def costs(self) -> bool:
-        """Whether it costs more than 1 % of the speed; ``True`` as long as no candidate was measured both ways."""
-        both = self._alone.keys() & self._accompanied.keys()
-        ratios = [fmean(self._accompanied[candidate]) / fmean(self._alone[candidate]) for candidate in both]
-        return not ratios or any(abs(ratio - 1) > _COMPANY_TOLERANCE for ratio in ratios)
 
 
 @dataclass(frozen=True)
@@ -113,7 +72,7 @@ class Plan:
         self._spent_seconds = spent_seconds
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
-        self._company = Company()
+        self._has_begun = False
         is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
         self._anytime = Anytime(
             prepared.space,
@@ -127,7 +86,7 @@ class Plan:
 
     def begin(self, trial: TrialRecord) -> None:
         """Record that a trial was started."""
-        self._company.begin(trial.id, beside=self.pending)
+        self._has_begun = True
         self.pending[trial.id] = trial
         self.history.begin(trial.candidate)
 
@@ -139,7 +98,6 @@ class Plan:
         if self._anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
-        self._company.take(trial)
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
             in_full = ran_in_full(counts.candidate, counts.outcome)
@@ -241,7 +199,7 @@ class Plan:
     @property
     def _has_run_nothing(self) -> bool:
         """Whether this run of the search continues earlier trials, and has not started one."""
-        return bool(self.records) and not self._company.has_begun
+        return bool(self.records) and not self._has_begun
 
     @property
     def owed(self) -> list[Candidate]:
@@ -263,11 +221,12 @@ class Plan:
 
         With trials running, ``None`` may also mean that their results are needed first.
         """
-        if self._is_alone():
+        if any(trial.stage == "final" for trial in self.pending.values()):
+            # It runs alone: others use the same cores and power.
             return None
         forced = self._forced()
         if forced is not None:
-            return None if forced.stage == "final" and self.pending and self._company.costs else forced
+            return None if forced.stage == "final" and self.pending else forced
         if self._is_last and self._waits:
             return None
         candidate = self.upcoming()
@@ -339,10 +298,6 @@ class Plan:
     def _waits(self) -> bool:
         """Return whether a running trial may change what is worth a trial, which final trials do not."""
         return any(trial.stage != "final" for trial in self.pending.values())
-
-    def _is_alone(self) -> bool:
-        """Return whether a trial runs beside which no other may."""
-        return self._company.costs and any(trial.stage == "final" for trial in self.pending.values())
 
     @property
     def _is_last(self) -> bool:

@@ -15,11 +15,11 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.estimate.history import History
-from autotune.store.records import Stage, TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
-from autotune.tuning.plan import Company, Plan
+from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 
 
@@ -115,50 +115,6 @@ class TestLost:
         assert observer.notes[-1] == "the end of the search is not recorded: autotune.db is locked by another process"
 
 
-class TestCompany:
-    """What it costs a trial to run at the same time as others, by which final trials run together or not."""
-
-    ONE, OTHER = Candidate(Arm("bf16"), 32, 2), Candidate(Arm("bf16"), 16, 4)
-
-    def record(self, number: int, candidate: Candidate, speed: float, stage: Stage = "search") -> TrialRecord:
-        measured = completed(speed)
-        return TrialRecord("study", number, candidate, "w", "e", stage, id=str(number), outcome=measured)
-
-    def after(self, alone: float) -> Company:
-        """Company after 100 samples/s beside another trial, and so many alone."""
-        company = Company()
-        company.begin("0", ())
-        company.begin("1", ("0",))
-        company.take(self.record(0, self.ONE, 100.0))
-        company.take(self.record(1, self.OTHER, 90.0))
-        assert company.costs, "not known yet"
-        company.begin("2", ())
-        company.take(self.record(2, self.ONE, alone, "final"))
-        return company
-
-    @pytest.mark.parametrize(("alone", "costs"), [(100.0, False), (100.9, False), (102.0, True), (98.0, True)])
-    def test_one_per_cent_is_nothing(self, alone: float, costs: bool) -> None:
-        assert self.after(alone).costs is costs
-
-    def test_a_trial_of_an_earlier_run_says_nothing(self) -> None:
-        company = self.after(150.0)
-        company.take(self.record(7, self.ONE, 1.0))
-        assert company.costs
-        company.begin("8", ("9",))
-        company.take(self.record(8, self.ONE, 200.0))
-        assert not company.costs, "150 on the average in either way"
-
-    def test_nothing_runs_beside_a_final_trial_as_long_as_it_may_cost_something(self) -> None:
-        plan = TestPlan().plan()
-        first = TestPlan().begin(plan, 0)
-        plan.take(dataclasses.replace(first, outcome=completed(100.0)))
-        second = TestPlan().begin(plan, 1)
-        plan.take(dataclasses.replace(second, outcome=completed(200.0)))
-        assert plan.next() is not None
-        plan.begin(dataclasses.replace(second, id="again", number=2, stage="final"))
-        assert plan.next() is None
-
-
 class TestPlan:
     """The plan with a trial under way."""
 
@@ -188,3 +144,13 @@ class TestPlan:
         assert plan.done() is None
         levels = {record.candidate.per_device_train_batch_size % 8 for record in records}
         assert levels == {0}, "no level is left before its trials have ended"
+
+    def test_nothing_runs_beside_a_final_trial(self) -> None:
+        plan = self.plan()
+        first = self.begin(plan, 0)
+        plan.take(dataclasses.replace(first, outcome=completed(100.0)))
+        second = self.begin(plan, 1)
+        plan.take(dataclasses.replace(second, outcome=completed(200.0)))
+        assert plan.next() is not None
+        plan.begin(dataclasses.replace(second, id="again", number=2, stage="final"))
+        assert plan.next() is None
