@@ -3,9 +3,9 @@
 import pytest
 from published import calibrated_errors
 
-from autotune.devices.gpus import CHIPS
 from autotune.core.chip import Calibration
 from autotune.core.prediction import Operation
+from autotune.devices.gpus import CHIPS
 from autotune.estimate.gpu_time import GpuModel, calibrated
 
 SIZE = 4096

@@ -22,6 +22,7 @@ from autotune.space.levers import (
     needs_at_least,
     never_slower,
     prediction_class,
+    why_not,
     why_unpredictable,
     with_lever,
     without,
@@ -126,7 +127,7 @@ class TestObstacles:
 
     def told(self, lever: str, workload: Workload = TEXT, device: str = "cuda", ranks: int = 1) -> str | None:
         (row,) = (row for row in LEVERS if row.name == lever)
-        return row.obstacle(Training.of(workload, device, ranks, 24))
+        return why_not(row, Training.of(workload, device, ranks, 24))
 
     @pytest.mark.parametrize("lever", ["cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss"])
     def test_there_is_none_for_a_language_model_on_a_gpu(self, lever: str) -> None:
