@@ -99,10 +99,6 @@ class History:
         """Return how many trials of exactly this candidate ended, whichever way, or are under way."""
         return len(self.outcomes_of(candidate)) + self.pending.count(candidate)
 
-    def processes(self, candidate: Candidate) -> int:
-        """Return how many distinct processes measured exactly this candidate; a reused trial counts once."""
-        return self._summary().pool.processes(candidate)
-
     def speed(self, candidate: Candidate) -> Speed | None:
         """Return the pooled speed of all processes of a candidate; ``None`` where none completed."""
         return self._summary().pool.speed(candidate)
@@ -111,10 +107,6 @@ class History:
     def pool(self) -> Pool:
         """The feasible trials, pooled by their candidates."""
         return self._summary().pool
-
-    def busy_share(self, candidate: Candidate) -> float | None:
-        """Return the share of the candidate's step in which the GPU computes; ``None`` where it was not measured."""
-        return self._summary().pool.busy_share(candidate)
 
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Return whether this candidate's step was measured to be host-bound."""

@@ -24,13 +24,13 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.core.candidate import PRECISIONS, Candidate
+from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.measured_steps import mean_step
 from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import LEVERS, levers_of, without
+from autotune.space.levers import BY_NAME, PRIORS, compiles, levers_of, without
 
 Floats = NDArray[np.float64]
 
@@ -38,8 +38,6 @@ _FULL = 0.95
 """Share of a step in which a GPU that limits it is busy: 0.92 and 0.89 of BERT-large, up to 0.97 (H200)."""
 _HOST_SECONDS = 0.03
 """Of a micro-step, where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
-_LEVERS = tuple(row for row in LEVERS if row.prior is not None)
-_LEVER_NAMES = tuple(row.name for row in _LEVERS)
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def features(candidate: Candidate) -> Features:
         amounts["pinned"] = 1.0
     amounts["small batch"] = 8 / candidate.per_device_train_batch_size
     amounts["step"] = 8 / candidate.samples_per_step
-    levers = sorted(levers_of(arm, _LEVER_NAMES))
+    levers = sorted(levers_of(arm, PRIORS))
     amounts |= dict.fromkeys(levers, 1.0)
     amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(levers, 2)}
     return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
@@ -215,18 +213,16 @@ class SpeedModel:
             for precision in PRECISIONS:
                 for doubtful in ("not predicted", "recomputing not predicted"):
                     gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
-        for row in _LEVERS:
-            prior = row.prior
-            assert prior is not None
+        for name, prior in PRIORS.items():
             work = self._passing * prior.passing + (1 - self._passing) * prior.computing
-            gpu_effects[row.name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
-            host_effects[row.name] = _lever(prior.host)
-            if row.memory == "reserved":
+            gpu_effects[name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
+            host_effects[name] = _lever(prior.host)
+            if BY_NAME[name].memory == "reserved":
                 # How the allocator reserves memory makes nothing faster.
-                gpu_effects[row.name] = host_effects[row.name] = Effect(0.005, 0.002)
-        for one, other in combinations(sorted(_LEVER_NAMES), 2):
+                gpu_effects[name] = host_effects[name] = Effect(0.005, 0.002)
+        for one, other in combinations(sorted(PRIORS), 2):
             gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
-        for part, whole in ((row.name, row.part_of) for row in _LEVERS if row.part_of):
+        for part, whole in ((name, whole) for name in PRIORS if (whole := BY_NAME[name].part_of)):
             # A part says what it does with its whole.
             for effects in (gpu_effects, host_effects):
                 if whole in effects:
@@ -329,7 +325,7 @@ class SpeedModel:
         """Return the predicted step of the candidate without levers; ``None`` where there is none."""
         if self._history.steps is None:
             return None
-        plain = without(plain_loader(candidate.arm), (*_LEVER_NAMES, "cpu_affinity"))
+        plain = without(plain_loader(candidate.arm), (*PRIORS, "cpu_affinity"))
         return self._history.steps.predicted(replace(candidate, arm=plain))
 
     # What it says
@@ -357,6 +353,20 @@ class SpeedModel:
         widths = -np.diff(below)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
         return gains, np.maximum(gpu, host)
+
+
+def extra_seconds(history: History, arm: Arm) -> float:
+    """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
+    has = levers_of(arm, PRIORS)
+    compiler = {name for name in has if "torch_compile" in (name, BY_NAME[name].part_of)}
+    if has and compiles(arm):
+        for tried in reversed(history.tried):
+            like = levers_of(tried.candidate.arm, PRIORS)
+            took = tried.measurement.compile_seconds if tried.measurement else None
+            if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
+                return took
+    wholes = {BY_NAME[name].part_of for name in has}
+    return max((PRIORS[name].seconds for name in has - wholes), default=0.0)
 
 
 def _below(z: float) -> float:

@@ -450,6 +450,8 @@ LEVERS: tuple[Lever, ...] = (
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}
 BY_NAME = {row.name: row for row in LEVERS}
+PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
+"""What is expected of the levers that are tried on the best candidates."""
 _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), key=lambda row: row.preference or 0)
 
 

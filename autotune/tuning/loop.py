@@ -283,8 +283,9 @@ class Search:
             return False
         why = f"another training: {'; '.join(verdict.look.ruled_out)}"
         self._observer.note(f"{why}; going on without")
-        for trial in self._plan.rule_out(verdict.levers, best.candidate, why):
-            self._records.refuse(trial)
+        outcome = Failed("other_training", why)
+        for trial_id in self._plan.rule_out(verdict.levers, best.candidate, outcome):
+            self._store.refuse_trial(trial_id, outcome)
         return True
 
     def _rehearse_best(self) -> None:
@@ -568,7 +569,6 @@ def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
         ("shorten --seq-len", workload.is_text),
         ("allow --gradient-checkpointing auto", request.gradient_checkpointing == "off"),
         *((f"add --lever {name}=on", True) for name in request.untried_resorts()),
-        ("add --lever offload_activations=on", request.may_offload),
         ("leave --batch-multiple out", (request.batch_multiple or 1) > 1),
     ]
     return ", or ".join(way for way, is_open in ways if is_open)

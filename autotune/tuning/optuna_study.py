@@ -6,10 +6,10 @@ A candidate is mapped to Optuna's parameters, and back; a trial has a value, a c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -21,7 +21,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.look import Look
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory, source_of
+from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.core.units import GIB
 from autotune.estimate.feasibility import Judge
@@ -291,11 +291,8 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
 _MOST_REFUSALS = 64
 
 
-class Skip(Protocol):
-    """Records proposals that are not run."""
-
-    def __call__(self, params: dict[str, Any], why: str, excess: float | None) -> None:
-        """Record Optuna's parameters, why they are not run, and how far they are over the line if that is known."""
+Skip = Callable[[dict[str, Any], str, float | None], None]
+"""Records Optuna's parameters that are not run, why, and how far they are over the line if that is known."""
 
 
 class OptunaPolicy:
@@ -414,11 +411,6 @@ class StudyRecorder:
         self._store.start_trial(ended)
         self._optuna.tell(trial, ended.candidate, outcome)
         return ended
-
-    def refuse(self, trial: TrialRecord) -> None:
-        """Record that a trial which completed is of another training."""
-        assert isinstance(trial.outcome, Failed)
-        self._store.refuse_trial(trial.id, trial.outcome)
 
     def keep_look(self, look: Look) -> None:
         """Record what the look before the answer found; it is written with the end of the search."""

@@ -119,18 +119,18 @@ class Plan:
         every = trained + outcome.measurement.untrained_tensors
         return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {asked}", during="train")
 
-    def rule_out(self, levers: Collection[str], of: Candidate, why: str) -> list[TrialRecord]:
-        """Go on without settings that a candidate has, since they make another training; return its trials, and those
-        of others with one of them, as failed ones."""
+    def rule_out(self, levers: Collection[str], of: Candidate, outcome: Failed) -> list[str]:
+        """Go on without settings that a candidate has, since they make another training.
+
+        Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
         self._anytime.leave_out(levers)
-        refused, outcome = [], Failed("other_training", why)
+        refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
             if any(getattr(arm, name) == getattr(of.arm, name) for name in levers) and tried.trial_id in self.records:
                 self.history.replace(tried, outcome)
-                record = replace(self.records[tried.trial_id], outcome=outcome)
-                self.records[tried.trial_id] = record
-                refused.append(record)
+                self.records[tried.trial_id] = replace(self.records[tried.trial_id], outcome=outcome)
+                refused.append(tried.trial_id)
         return refused
 
     def drop_reused(self) -> None:

@@ -22,8 +22,8 @@ from autotune.estimate.arm_names import names_of_arms
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
-from autotune.estimate.speed_model import Floats, SpeedModel
-from autotune.space.levers import BY_NAME, LEVERS, compiles, levers_of, memory_class, never_slower
+from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
+from autotune.space.levers import memory_class, never_slower
 from autotune.space.space import LARGEST_FREE_BATCH, Space
 
 # First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.
@@ -201,7 +201,6 @@ _LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
-_PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
 
 
 class Acquisition:
@@ -276,7 +275,7 @@ class Acquisition:
         gains, expected = model.expected(among, wanted)
         expected = np.minimum(expected, 20.0)
         steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
-        extra = np.array([self._extra_seconds(history, candidate.arm) for candidate in among])
+        extra = np.array([extra_seconds(history, candidate.arm) for candidate in among])
         seconds = _TRIAL_SECONDS + steps + extra
         if best is None:
             return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
@@ -321,21 +320,6 @@ class Acquisition:
             and not (t.measurement and t.measurement.allocation_retries)
             for t in history.believed()
         )
-
-    def _extra_seconds(self, history: History, arm: Arm) -> float:
-        """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
-        has = levers_of(arm, _PRIORS)
-        if not has:
-            return 0.0
-        wholes = {BY_NAME[name].part_of for name in has}
-        compiler = {name for name in has if "torch_compile" in (name, BY_NAME[name].part_of)}
-        if compiles(arm):
-            for tried in reversed(history.tried):
-                like = levers_of(tried.candidate.arm, _PRIORS)
-                took = tried.measurement.compile_seconds if tried.measurement else None
-                if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
-                    return took
-        return max((_PRIORS[name].seconds for name in has - wholes), default=0.0)
 
 
 def pinned(space: Space, history: History, best: Tried) -> Candidate | None:

@@ -122,7 +122,7 @@ class TestBelieved:
             assert history.believed() == [in_full]
             speed = history.speed(in_full.candidate)
             assert speed is not None
-            assert (speed.processes, history.processes(in_full.candidate)) == (1, 2)
+            assert (speed.processes, history.pool.processes(in_full.candidate)) == (1, 2)
 
     def test_else_the_latest_counts(self) -> None:
         first, second = completed(BF16, 32, speed=110), completed(BF16, 32, speed=100)
