@@ -87,8 +87,10 @@ class Judge:
         That costs communication. It is worth a trial only where keeping whole gradients while accumulating does not
         fit.
         """
-        plain = self._space.without_sync(candidate)
-        return plain is not None and not (candidate.accumulates and self._history.is_ruled_out(plain))
+        plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
+        if not candidate.arm.sync_each_batch or not self._space.contains(plain):
+            return False
+        return not (candidate.accumulates and self._history.is_ruled_out(plain))
 
     def is_doubtful(self, arm: Arm) -> bool:
         """Return whether an arm failed at several batches and completed at none."""

@@ -589,11 +589,6 @@ def why_not(row: Lever, training: Training) -> str | None:
     return training.obstacles.get(row.name) or next(told, None)
 
 
-def needs_few_shapes(arm: Arm) -> bool:
-    """Return whether an arm is for batches of few shapes, and does nothing to have few."""
-    return arm.cuda_graphs and arm.length_multiple is None
-
-
 def applied_settings(arm: Arm) -> dict[str, Any]:
     """Return the arguments of ``autotune.training.apply`` that training with an arm needs."""
     return {

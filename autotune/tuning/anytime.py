@@ -68,11 +68,6 @@ class Idea:
         return _LEAST_LIMIT_SECONDS + _LIMIT_TIMES * self.seconds
 
     @property
-    def is_worth_it(self) -> bool:
-        """Whether it promises more than its trial costs."""
-        return self.gain - 1 > self.seconds * _GAIN_A_SECOND
-
-    @property
     def name(self) -> str:
         """What the lever is called, and what else changes with it."""
         name, one = _name(self.lever), self.candidate
@@ -160,8 +155,8 @@ class Anytime:
         ideas = [
             idea
             for idea in self.ideas(history, among, best, usual_seconds)
-            if idea.is_worth_it
-            and idea.gain > 1 + history.tolerance
+            # It has to promise more than its trial costs.
+            if idea.gain - 1 > max(idea.seconds * _GAIN_A_SECOND, history.tolerance)
             and self.has_time(idea.seconds, spent_seconds)
             and judge.is_open(idea.candidate)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from autotune.core.units import format_bytes, format_rate, format_seconds, plura
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.gpu_time import calibrated
-from autotune.estimate.history import History, Tried, batch_of, cap_of
+from autotune.estimate.history import History, batch_of, cap_of
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_time import StepForecast
 from autotune.execution import Event, Executor, TrialJob
@@ -31,6 +31,7 @@ from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.environment import is_of_kind
 from autotune.tuning.forecast import Forecast, LookAhead
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look import Looker, Rehearse
@@ -208,7 +209,7 @@ class Search:
             trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
             where, outcome = trial.environment_id, trial.outcome
             if where not in is_alike:
-                is_alike[where] = self._prepared.is_of_kind(self._store.environment(where))
+                is_alike[where] = is_of_kind(self._store.environment(where), self._prepared.environment)
             if not is_alike[where] or outcome is None:
                 continue
             if self._history.memory is not None:
@@ -230,7 +231,7 @@ class Search:
         """Return which arms had no trial and why, where the search ended because nothing was worth one."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
-        return (*left_out_arms(self._prepared.space, self._history), *self._plan.left_out_levers())
+        return (*left_out_arms(self._prepared.space, self._history), *self._plan.anytime.left_out(self._history))
 
     def _stop_after(self, error: BaseException) -> None:
         """End the running trials after an error or a signal, and record what can be recorded.
@@ -242,20 +243,18 @@ class Search:
             if running:
                 self._executor.close()
             for trial in running.values():
-                outcome = Failed("interrupted", self._stopped(trial))
+                now = self._clock()
+                doing, seconds = trial.progress.describe(now - trial.said_seconds), now - trial.started_seconds
+                outcome = Failed(
+                    "interrupted", f"the search was stopped after {format_seconds(seconds)} of this trial ({doing})"
+                )
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
-                self._records.finish(trial.trial, trial.record, outcome, self._clock() - trial.started_seconds)
+                self._records.finish(trial.trial, trial.record, outcome, seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
                 self._observer.note(f"the end of the search is not recorded: {second.message}")
-
-    def _stopped(self, trial: _Running) -> str:
-        """Say what a trial that is stopped did last."""
-        now = self._clock()
-        doing = trial.progress.describe(now - trial.said_seconds)
-        return f"the search was stopped after {format_seconds(now - trial.started_seconds)} of this trial ({doing})"
 
     # The loop
 
@@ -301,7 +300,7 @@ class Search:
 
         ``None`` where that depends on running trials.
         """
-        while (placement := self._free_slot()) is not None:
+        while len(self._running) < len(self._executor.slots):
             stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
             if stop is not None:
                 return stop
@@ -315,7 +314,7 @@ class Search:
                 self._observer.note(step.why)
             elif step.stage == "search":
                 self._say_level(step.candidate)
-            self._try(step, placement)
+            self._try(step)
         return None
 
     def _answer_first(self) -> None:
@@ -334,12 +333,6 @@ class Search:
             best.trial_id if best else None, baseline.trial_id if baseline else None, self._plan.elapsed_seconds()
         )
 
-    def _free_slot(self) -> Placement | None:
-        free = list(self._executor.slots)
-        for trial in self._running.values():
-            free.remove(trial.placement)
-        return free[0] if free else None
-
     def _say_level(self, candidate: Candidate) -> None:
         """Tell the observer that the search continues at a smaller multiple, and why."""
         batches = self._prepared.space.batches
@@ -354,7 +347,7 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _try(self, step: Step, placement: Placement) -> None:
+    def _try(self, step: Step) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
         candidate, stage, study = step.candidate, step.stage, self._records.study
         if (control := self._next_control(step)) is not None:
@@ -377,8 +370,12 @@ class Search:
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             if is_exact and self._known(candidate, "final", effort) is not None:
                 # Every process that measured it counts, not the latest alone.
-                self._try(replace(step, stage="final"), placement)
+                self._try(replace(step, stage="final"))
             return
+        free = list(self._executor.slots)
+        for running in self._running.values():
+            free.remove(running.placement)
+        placement = free[0]
         with self._interruption.held():
             self._store.start_trial(record)
             now = self._clock()
@@ -544,19 +541,16 @@ def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folde
             )
         if not is_certain:
             return NoResultError(f"no candidate was run: {stop.sentence}", "raise --trials or --time-budget")
+    reused = sum(source_of(t.outcome) is not None for t in tried)
+    run = len(tried) - reused
     return NothingFitsError(
         f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
-        f"({format_bytes(ceiling.cap_bytes)} less headroom); {_how_many(tried)}"
+        f"({format_bytes(ceiling.cap_bytes)} less headroom); {plural(run, 'trial')} "
+        f"{'was' if run == 1 else 'were'} run"
+        + (f", {reused} reused" if reused else "")
         + (f", {len(failed)} of them failed" if failed else ""),
         _what_may_help(request, is_certain=is_certain),
     )
-
-
-def _how_many(tried: Sequence[Tried]) -> str:
-    """Return ``26 trials were run`` or ``4 trials were run, 22 reused``."""
-    reused = sum(source_of(t.outcome) is not None for t in tried)
-    run = len(tried) - reused
-    return f"{plural(run, 'trial')} {'was' if run == 1 else 'were'} run" + (f", {reused} reused" if reused else "")
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.stop import LeftOut, Stop, StopReason
+from autotune.core.stop import Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
@@ -74,7 +74,7 @@ class Plan:
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._has_begun = False
         is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
-        self._anytime = Anytime(
+        self.anytime = Anytime(
             prepared.space,
             prepared.model.checkpointing_layers,
             compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
@@ -95,7 +95,7 @@ class Plan:
         if self.pending.pop(trial.id, None) is not None:
             self.history.end(trial.candidate)
         self.records[trial.id] = trial
-        if self._anytime.is_late(trial.candidate):
+        if self.anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
         counts = self._again.take(trial) if trial.outcome is not None else None
@@ -123,7 +123,7 @@ class Plan:
         """Go on without settings that a candidate has, since they make another training.
 
         Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
-        self._anytime.leave_out(levers)
+        self.anytime.leave_out(levers)
         refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -148,7 +148,7 @@ class Plan:
             # A trial that is owed is this one again.
             return None
         self._idea = None
-        gain = self._anytime.learn(idea, self.history, self.in_space)
+        gain = self.anytime.learn(idea, self.history, self.in_space)
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
@@ -241,13 +241,13 @@ class Plan:
     @property
     def has_first_answer(self) -> bool:
         """Whether all but levers was tried, so that the best so far is an answer, and there are levers to try."""
-        if not self._has_answer and self._anytime.has_levers and not self.pending and self._is_settled:
+        if not self._has_answer and self.anytime.has_levers and not self.pending and self._is_settled:
             self._has_answer = self.best() is not None
         return self._has_answer
 
     def arms_that_save(self) -> list[Arm]:
         """Return the arms of the next levers whose memory decides which of them are worth a trial."""
-        return self._anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
+        return self.anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
 
     def _next_idea(self) -> Idea | None:
         """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
@@ -256,16 +256,12 @@ class Plan:
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
         usual = statistics.median(seconds) if seconds else 0.0
         spent = self._seconds_with_levers
-        return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+        return self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
 
     @property
     def _seconds_with_levers(self) -> float:
         """The seconds that trials with levers have taken."""
-        return sum(t.seconds or 0.0 for t in self.records.values() if self._anytime.is_late(t.candidate))
-
-    def left_out_levers(self) -> tuple[LeftOut, ...]:
-        """Return the levers that failed, with the reason of each."""
-        return self._anytime.left_out(self.history)
+        return sum(t.seconds or 0.0 for t in self.records.values() if self.anytime.is_late(t.candidate))
 
     @property
     def owes_baseline(self) -> bool:
@@ -319,9 +315,12 @@ class Plan:
         if best is None:
             return None
         if self._may_have_variants(best):
-            variant = self._next_loader(best) or self._next_pinned(best)
-            if variant is not None:
+            if (variant := self._next_loader(best)) is not None:
                 return Step("search", variant)
+            # Pinned to one core, once all else is done, if it is host-bound.
+            on_one_core = pinned(self._space, self.history, best)
+            if on_one_core is not None and not self.history.attempts(on_one_core) and self._is_settled:
+                return Step("search", on_one_core)
         if self._request.objective != "throughput":
             return None
         return self._final(best)
@@ -351,10 +350,10 @@ class Plan:
 
     def _may_have_variants(self, best: Tried) -> bool:
         """Return whether there is time for a variant of the winner; with levers it compiles again, if from a cache."""
-        if not self._anytime.is_late(best.candidate):
+        if not self.anytime.is_late(best.candidate):
             return True
         seconds = self.records[best.trial_id].seconds or 0.0
-        return self._anytime.has_time(seconds, self._seconds_with_levers)
+        return self.anytime.has_time(seconds, self._seconds_with_levers)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
         """Return the winner with more data loader workers, once all else is done, if it waits for data.
@@ -372,9 +371,3 @@ class Plan:
         cores = self._prepared.usable_cores
         more = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
         return more if more is not None and self._is_settled else None
-
-    def _next_pinned(self, best: Tried) -> Candidate | None:
-        """Return the winner pinned to one core, once all else is done, if it is host-bound."""
-        candidate = pinned(self._space, self.history, best)
-        is_open = candidate is not None and not self.history.attempts(candidate) and self._is_settled
-        return candidate if is_open else None

@@ -21,7 +21,7 @@ from autotune.space.features import FLASH_ATTENTION, goes_together
 from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, ROW_MULTIPLE, Training, levers_of
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
-from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
+from autotune.tuning.environment import describe_environment
 from autotune.tuning.own_code import batches_of, check_engine_fits, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits, shared
@@ -63,15 +63,6 @@ class Prepared:
         """The number of cores that a trial may run on, where it runs."""
         cores: int | None = self.environment.get("host", {}).get("usable_cores")
         return cores or usable_cores()
-
-    @property
-    def environment_fingerprint(self) -> str:
-        """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
-        return environment_fingerprint(self.environment)
-
-    def is_of_kind(self, environment: Document) -> bool:
-        """Return whether an environment differs from that of this machine in the machine alone."""
-        return kind_fingerprint(environment) == kind_fingerprint(self.environment)
 
 
 def _measurement_revision(request: SearchRequest) -> int:

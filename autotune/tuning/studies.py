@@ -33,6 +33,7 @@ from autotune.tuning.allowed import check_request
 from autotune.tuning.environment import (
     comparable_environment,
     describe_environment,
+    environment_fingerprint,
     is_same_machine,
     measured_environment,
 )
@@ -77,7 +78,7 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
     study = StudyRecord(
         name=request.study,
         workload_id=store.intern_workload(request.workload.recorded_document(), request.workload.fingerprint()),
-        environment_id=store.intern_environment(prepared.environment, prepared.environment_fingerprint),
+        environment_id=store.intern_environment(prepared.environment, environment_fingerprint(prepared.environment)),
         request=request.document(),
         ceiling=prepared.ceiling.document(),
         autotune_version=__version__,
@@ -88,11 +89,11 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
 
 def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
     recorded_environment = store.environment(known.environment_id)
-    _check_is_the_same(known, prepared, store, recorded_environment)
+    _refuse_changes(known, changes_since(prepared, known.request, store.workload_of(known), recorded_environment))
     store.lose_running_trials(known.id)
     notes = []
     if not is_same_machine(recorded_environment, prepared.environment):
-        here = store.intern_environment(prepared.environment, prepared.environment_fingerprint)
+        here = store.intern_environment(prepared.environment, environment_fingerprint(prepared.environment))
         known = replace(known, environment_id=here)
     recorded = Ceiling.from_document(known.ceiling)
     if recorded.line_bytes > prepared.ceiling.cap_bytes:
@@ -115,12 +116,6 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
     # Verdicts under two ceilings cannot be compared, so the study keeps its own.
     own = tuple(trial for trial in trials if trial not in elsewhere)
     return Opened(study, replace(prepared, ceiling=recorded), own, elsewhere, tuple(notes))
-
-
-def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store, environment: Document) -> None:
-    """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
-    workload = store.workload_of(known)
-    _refuse_changes(known, changes_since(prepared, known.request, workload, environment))
 
 
 def check_source(store: Store, name: str, request: SearchRequest) -> None:

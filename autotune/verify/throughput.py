@@ -120,15 +120,6 @@ class Verification:
             each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
         return mean_speed(self.samples_per_second, each)
 
-    def changed_packages(self) -> list[str]:
-        """Name the libraries whose versions are not those of the search, each with both versions."""
-        recorded = self.target.report.environment["packages"]
-        return [
-            f"{name} {version or 'none'}, now {now or 'none'}"
-            for name, now in self.obtained.packages.items()
-            if (version := recorded.get(name)) != now
-        ]
-
     def _new_seconds(self, new_shapes: int) -> float:
         """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
         return new_shapes * (self.target.promised.new_shape_seconds or 0.0)
@@ -206,16 +197,6 @@ class Verification:
         if self.misses() or self.speed is None:
             return "missed"
         return compare(self.promise, self.speed)
-
-    def verdict_line(self) -> str:
-        """Say the result of a run without a miss in one sentence, and how certain it is."""
-        match self.verdict():
-            case "cannot_tell":
-                return f"cannot tell: {self.why()}"
-            case "faster":
-                return f"faster than promised: {self.why()}"
-            case _:
-                return "kept: a stock Trainer does what was promised"
 
     def why(self) -> str | None:
         """Say why the intervals cannot tell, or how the run is faster; ``None`` for any other verdict."""
@@ -312,8 +293,13 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
 
 def notes(verification: Verification) -> list[str]:
     """Return notes that limit the validity of the comparison."""
-    notes = []
-    if changed := verification.changed_packages():
+    notes, recorded = [], verification.target.report.environment["packages"]
+    changed = [
+        f"{name} {version or 'none'}, now {now or 'none'}"
+        for name, now in verification.obtained.packages.items()
+        if (version := recorded.get(name)) != now
+    ]
+    if changed:
         notes.append(f"the study was measured with {'; '.join(changed)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_shape_seconds:
@@ -370,4 +356,7 @@ def verification_lines(verification: Verification) -> list[str]:
             lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
-    return lines if verification.misses() else [*lines, verification.verdict_line()]
+    if verification.misses():
+        return lines
+    words = {"cannot_tell": "cannot tell", "faster": "faster than promised"}.get(verification.verdict())
+    return [*lines, f"{words}: {verification.why()}" if words else "kept: a stock Trainer does what was promised"]

@@ -23,6 +23,7 @@ from autotune.core.workload import Workload
 from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE, with_lever
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
+from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.forecast import most_predictions
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.own_code import told_of_engine
@@ -201,7 +202,7 @@ class TestFingerprint:
     def test_does_not_depend_on_what_a_card_is_called(self, name: str) -> None:
         given = prepared()
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
-        assert other.environment_fingerprint == given.environment_fingerprint
+        assert environment_fingerprint(other.environment) == environment_fingerprint(given.environment)
 
     def test_trials_that_switched_tf32_off_on_a_gpu_are_of_another_environment(self) -> None:
         assert prepared().environment["measurement_revision"] >= TF32_UNSET_REVISION
@@ -213,7 +214,7 @@ class TestFingerprint:
         given = prepared()
         assert name in given.environment
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
-        assert other.environment_fingerprint != given.environment_fingerprint
+        assert environment_fingerprint(other.environment) != environment_fingerprint(given.environment)
 
 
 class TestRefused:
