@@ -20,8 +20,7 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autotune.training.adapters import without_adapters
-from autotune.training.batches import IGNORED
+from autotune.training.batches import IGNORED, without_adapters
 from autotune.training.during import during_training
 from autotune.training.errors import SettingUnavailableError
 

@@ -10,12 +10,11 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode
 from autotune.devices.host import host_memory
 from autotune.store.location import resolve_location, shown_location
-from autotune.tuning.dataset import read_data
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.predictions import batches_of, gpu_document
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
-from autotune.tuning.run import log_folder, on_this_machine, study_names
+from autotune.tuning.run import log_folder, on_this_machine, read_data, study_names
 
 
 def dry_run_document(request: SearchRequest, storage: str) -> dict[str, Any]:
