@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from autotune.core.candidate import Candidate
 from autotune.core.ceiling import Ceiling
@@ -29,7 +29,7 @@ from autotune.estimate.step_time import StepForecast
 from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
-from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.records import Stage, StudyRecord, TrialRecord, now
 from autotune.store.repository import Store
 from autotune.tuning.environment import is_of_kind
 from autotune.tuning.forecast import Forecast, LookAhead
@@ -218,13 +218,14 @@ class Search:
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _close(self, stop: Stop) -> None:
-        best, baseline = self._plan.best(), self._plan.baseline()
-        self._records.close(
-            stop,
+        # A signal may come between a trial's record and its run, or while its end is written.
+        self._store.lose_running_trials(self._records.study.id, "the search was stopped during this trial")
+        self._keep_best(
+            state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
+            stop_reason=stop.reason,
+            stopped_because=stop.sentence,
             left_out=self._left_out(stop),
-            best_trial_id=best.trial_id if best else None,
-            baseline_trial_id=baseline.trial_id if baseline else None,
-            seconds=self._plan.elapsed_seconds(),
+            ended_at=now(),
         )
 
     def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
@@ -277,7 +278,8 @@ class Search:
         look = replace(verdict.look, seconds=verdict.look.seconds + (before.seconds if before else 0.0))
         if before is not None:
             look = replace(look, ruled_out=(*before.ruled_out, *look.ruled_out))
-        self._records.keep_look(look)
+        # It is written with the end of the search, as a rehearsal is.
+        self._records.study = replace(self._records.study, look=look)
         if not verdict.levers:
             return False
         why = f"another training: {'; '.join(verdict.look.ruled_out)}"
@@ -293,7 +295,8 @@ class Search:
         if self._rehearse is None or best is None or self._interruption.asked:
             return
         if (rehearsal := self._rehearse(best.candidate, self._plan.elapsed_seconds())) is not None:
-            self._records.keep_look(replace(look or Look(), rehearsal=rehearsal))
+            look = replace(look or Look(), rehearsal=rehearsal)
+            self._records.study = replace(self._records.study, look=look)
 
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free; return why the search starts no more.
@@ -327,10 +330,14 @@ class Search:
         self._observer.note(f"answer after {seconds}: {rate} {unit}, {best.candidate.describe()}; going on …")
         self._keep_best()
 
-    def _keep_best(self) -> None:
+    def _keep_best(self, **changes: Any) -> None:
+        """Record the best trial so far, and other values of the study."""
         best, baseline = self._plan.best(), self._plan.baseline()
-        self._records.keep_best(
-            best.trial_id if best else None, baseline.trial_id if baseline else None, self._plan.elapsed_seconds()
+        self._records.write(
+            best_trial_id=best.trial_id if best else None,
+            baseline_trial_id=baseline.trial_id if baseline else None,
+            seconds=self._plan.elapsed_seconds(),
+            **changes,
         )
 
     def _say_level(self, candidate: Candidate) -> None:

@@ -19,10 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
-from autotune.core.look import Look
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
 from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
-from autotune.core.stop import LeftOut, Stop, StopReason
+from autotune.core.stop import Stop, StopReason
 from autotune.core.units import GIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
@@ -30,7 +29,7 @@ from autotune.space.levers import BY_NAME, LEVERS, changed
 from autotune.space.space import Space
 from autotune.store.engine import storage_errors
 from autotune.store.optuna_private import METRIC_NAMES_KEY, create_trial, id_of_study
-from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, StudyRecord, TrialRecord, new_id, now
+from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, StudyRecord, TrialRecord, new_id
 from autotune.store.repository import Store
 
 # The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
@@ -206,14 +205,9 @@ def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str
         attributes["samples_per_second"] = measured.samples_per_second
         attributes["step_seconds"] = measured.step_seconds
         attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
-        if measured.joules_per_sample is not None:
-            attributes["joules_per_sample"] = measured.joules_per_sample
-        if measured.gpu_busy_share is not None:
-            attributes["gpu_busy_share"] = measured.gpu_busy_share
-        if measured.cpu_core is not None:
-            attributes["cpu_core"] = measured.cpu_core
-        if measured.skipped_steps is not None:
-            attributes["skipped_steps"] = measured.skipped_steps
+        for name in ("joules_per_sample", "gpu_busy_share", "cpu_core", "skipped_steps"):
+            if (value := getattr(measured, name)) is not None:
+                attributes[name] = value
     elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
         attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
     return attributes
@@ -412,38 +406,7 @@ class StudyRecorder:
         self._optuna.tell(trial, ended.candidate, outcome)
         return ended
 
-    def keep_look(self, look: Look) -> None:
-        """Record what the look before the answer found; it is written with the end of the search."""
-        self.study = replace(self.study, look=look)
-
-    def keep_best(self, best_trial_id: str | None, baseline_trial_id: str | None, seconds: float) -> None:
-        """Record the best trial so far of a search that goes on."""
-        self.study = replace(
-            self.study, best_trial_id=best_trial_id, baseline_trial_id=baseline_trial_id, seconds=seconds
-        )
-        self._store.update_study(self.study)
-
-    def close(
-        self,
-        stop: Stop,
-        *,
-        left_out: tuple[LeftOut, ...],
-        best_trial_id: str | None,
-        baseline_trial_id: str | None,
-        seconds: float,
-    ) -> None:
-        """Record the end of the search."""
-        # A signal may come between a trial's record and its run, or while its end is written.
-        self._store.lose_running_trials(self.study.id, "the search was stopped during this trial")
-        self.study = replace(
-            self.study,
-            state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
-            stop_reason=stop.reason,
-            stopped_because=stop.sentence,
-            left_out=left_out,
-            best_trial_id=best_trial_id,
-            baseline_trial_id=baseline_trial_id,
-            ended_at=now(),
-            seconds=seconds,
-        )
+    def write(self, **changes: Any) -> None:
+        """Record other values of fields of the study."""
+        self.study = replace(self.study, **changes)
         self._store.update_study(self.study)

@@ -156,7 +156,19 @@ def on_this_machine(
 ) -> Iterator[Place]:
     """Make trial servers, which are not started yet, and tell other searches of this one."""
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(server) for server in _servers(request, folder, note, warm)]
+        # Not started yet; each has a log of its own. The first may be the one that ``warm`` has.
+        servers = []
+        for number, placement in enumerate(request.slots):
+            starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
+            server = TrialServer(
+                placement,
+                request.workload,
+                folder if number == 0 else folder / f"server-{number}",
+                functools.partial(note, starting),
+                warm if number == 0 else None,
+                protection="none" if request.unprotected else None,
+            )
+            servers.append(stack.enter_context(server))
         presence = stack.enter_context(Presence(request.device.uuid))
         for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:
             stack.enter_context(Presence(uuid))
@@ -168,31 +180,6 @@ def on_this_machine(
             return WatchedExecutor(LocalExecutor(servers), context_bytes, note, lambda: interruption.asked, shared)
 
         yield Place(servers, make_executor)
-
-
-def _servers(
-    request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
-) -> list[TrialServer]:
-    """Return a trial server for each place where trials run, not started yet; each has a log of its own.
-
-    The first may be the one that ``warm`` has.
-    """
-    servers = []
-    for number, placement in enumerate(request.slots):
-        starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
-        logs = folder if number == 0 else folder / f"server-{number}"
-        on_start = functools.partial(note, starting)
-        servers.append(
-            TrialServer(
-                placement,
-                request.workload,
-                logs,
-                on_start,
-                warm if number == 0 else None,
-                protection="none" if request.unprotected else None,
-            )
-        )
-    return servers
 
 
 def _prepare_and_search(
