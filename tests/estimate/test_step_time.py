@@ -8,13 +8,14 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from published import FITTED, is_inside, published_predictions
+from published import FITTED, calibrated_errors, is_inside, published_predictions
 from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operations
 from several_gpus import grids, several
 from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import STRATEGIES, Arm, Candidate, Strategy
 from autotune.core.ceiling import Ceiling
+from autotune.core.chip import Calibration
 from autotune.core.errors import InvalidRequestError
 from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.core.prediction import MemoryPrediction, Operation, Operations, PredictionAnswer
@@ -22,7 +23,7 @@ from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, chip_of_device, find_chip
 from autotune.estimate.data_parallel import exchange, gathering
-from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel
+from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, calibrated
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.estimate.step_time import HostSpeed, StepForecast, StepTimeModel
 
@@ -342,3 +343,41 @@ def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> 
     assert (model.knows(Arm()), model.knows(candidate(2).arm)) == (True, False)
     assert chip.rates is not None
     assert exchange(traced, replace(chip, rates=replace(chip.rates, link=CHIPS["h200"].rates.link)), 2).all_reduce > 0  # type: ignore[union-attr]
+
+
+SIZE = 4096
+
+
+def measured(**flops: float) -> Calibration:
+    return Calibration(SIZE, flops, None, 2e-6, 4e-6)
+
+
+def seconds(name: str, precision: str, calibration: Calibration | None) -> float:
+    """Predicted seconds of the product that is measured."""
+    rates = calibrated(CHIPS[name], calibration).rates
+    assert rates is not None
+    dtype = "float16" if precision == "fp16" else "float32"
+    product = Operation("forward", "matrix_product", dtype, (0, 0), (0, 0), ((0, 1), *[(0, SIZE)] * 3), 1)
+    return GpuModel(rates, precision).seconds(product, 1)  # type: ignore[arg-type]
+
+
+def test_a_measured_product_is_predicted_as_it_was_measured() -> None:
+    known = measured(half=200e12, tf32=116e12, fp32=18e12)
+    for precision, flops in (("fp16", 200e12), ("tf32", 116e12), ("fp32", 18e12)):
+        assert seconds("a100-80gb", precision, known) == pytest.approx(2 * SIZE**3 / flops, rel=0.02)
+
+
+def test_what_was_not_measured_or_is_not_believed_stays() -> None:
+    plain = seconds("a100-80gb", "fp16", None)
+    assert seconds("a100-80gb", "fp16", measured(tf32=116e12)) == plain
+    assert seconds("a100-80gb", "fp16", measured(half=20e12)) == plain
+    chip = CHIPS["h200"]
+    assert calibrated(chip, measured(half=500e12)) is chip
+
+
+def test_published_micro_benchmarks_correct_published_throughputs() -> None:
+    for precision, before, after in calibrated_errors():
+        if precision == "fp16":
+            assert after < before + 0.02
+        else:
+            assert after < before
