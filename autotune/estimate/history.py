@@ -87,14 +87,6 @@ class History:
         self.tried.clear()
         self._summed_up = None
 
-    def begin(self, candidate: Candidate) -> None:
-        """Take down that a trial of the candidate is under way."""
-        self.pending.append(candidate)
-
-    def end(self, candidate: Candidate) -> None:
-        """Take down that a trial of the candidate has ended."""
-        self.pending.remove(candidate)
-
     def attempts(self, candidate: Candidate) -> int:
         """Return how many trials of exactly this candidate ended, whichever way, or are under way."""
         return len(self.outcomes_of(candidate)) + self.pending.count(candidate)

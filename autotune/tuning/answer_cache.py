@@ -165,20 +165,18 @@ class AnswerCache:
         if self.problem is not None:
             return
         try:
-            self._writable().keep(key, answer)
+            writable = self._storage
+            if isinstance(writable, str):
+                if self._store is None:
+                    # Imports Alembic and Optuna, which reading does not need.
+                    from autotune.store.opening import open_store
+
+                    self._store = open_store(writable, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
+                writable = self._store.answers
+            writable.keep(key, answer)
             self._is_readable = True
         except StorageError as error:
             self.problem = error
-
-    def _writable(self) -> Answers:
-        if not isinstance(self._storage, str):
-            return self._storage
-        if self._store is None:
-            # Imports Alembic and Optuna, which reading does not need.
-            from autotune.store.opening import open_store
-
-            self._store = open_store(self._storage, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
-        return self._store.answers
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,6 @@ def as_looked_at(arm: Arm, *, as_measured: bool = False) -> Arm:
     return changed(plain, attn_implementation="sdpa") if arm.attn_implementation == FLASH_ATTENTION else plain
 
 
-def _levers_between(asked: Arm, winner: Arm) -> list[str]:
-    """Return the fields in which two arms differ, without the optimizer and what is part of another field."""
-    names = [field.name for field in dataclasses.fields(Arm)]
-    differing = [name for name in names if name != "optim" and getattr(asked, name) != getattr(winner, name)]
-    return [name for name in differing if BY_NAME[name].part_of not in differing]
-
-
 class Looker:
     """Looks at winners of one search."""
 
@@ -126,7 +119,10 @@ class Looker:
             split = winners
         is_measured = self._work.as_measured
         arm, winners_arm = (as_looked_at(each.arm, as_measured=is_measured) for each in (self._asked, winner))
-        levers = _levers_between(arm, winners_arm)
+        # The fields in which the two differ, without the optimizer and what is part of another field.
+        names = [field.name for field in dataclasses.fields(Arm)]
+        differing = [name for name in names if name != "optim" and getattr(arm, name) != getattr(winners_arm, name)]
+        levers = [name for name in differing if BY_NAME[name].part_of not in differing]
         if not levers and split == winners:
             return Verdict(Look())
         own = Candidate(arm, *split)

@@ -88,12 +88,12 @@ class Plan:
         """Record that a trial was started."""
         self._has_begun = True
         self.pending[trial.id] = trial
-        self.history.begin(trial.candidate)
+        self.history.pending.append(trial.candidate)
 
     def take(self, trial: TrialRecord) -> None:
         """Record a trial that ended, unless it says nothing about its candidate and is repeated."""
         if self.pending.pop(trial.id, None) is not None:
-            self.history.end(trial.candidate)
+            self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
         if self.anytime.is_late(trial.candidate):
             # A study that goes on.

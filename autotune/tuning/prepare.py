@@ -101,10 +101,14 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         # What the user's code compiles stays compiled, unless something else was asked for.
         late -= {"torch_compile"}
         settings |= {"torch_compile": True, "torch_compile_mode": model.own.torch_compile_mode}
+    default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
+    attentions = request.attn_implementations or (default_attention,)
+    if request.workload.source is not None:
+        attentions = model.attn_implementations
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
-        _attentions(request, model),
+        attentions,
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if is_cpu or "expandable_segments" in late else request.expandable_segments,
@@ -124,7 +128,6 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
                 "allow one of these precisions with checkpointing, or leave it out",
             )
     arms = arms_with_strategies(arms, request, model)
-    default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     batches, own = batches_of(request, model), model.own_candidate
     if request.workload.source is not None and own is None:
         # A loop keeps its optimizer in the baseline, too; a script may have no name for fp32.
@@ -153,13 +156,6 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         facts.chip,
         facts.calibration,
     )
-
-
-def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
-    implementations = model.attn_implementations
-    if request.workload.source is not None:
-        return implementations
-    return request.attn_implementations or (("sdpa",) if "sdpa" in implementations else ("eager",))
 
 
 # Of a GPU's rated arithmetic in bf16 that padding costs. bert-base took 3.6 us a token and Qwen2.5-0.5B 20 us, six

@@ -108,24 +108,19 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
     Where every parameter was seen to get a gradient, DDP need not look for unused ones in each step; where no buffer
     was seen to change, rank 0 has none to send. Neither changes a value.
     """
-    ranks = request.ranks
+    arm = replace(arm, strategy=strategy, ranks=request.ranks)
     if strategy == "ddp":
         uses_all = model.after_step.unused_parameters == ()
         return replace(
             arm,
-            strategy=strategy,
-            ranks=ranks,
             ddp_find_unused_parameters=_is_copy_large(request, model) if uses_all else None,
             ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
     if strategy in ZERO_STAGES:
-        return replace(arm, strategy=strategy, ranks=ranks)
-    layers = ",".join(model.layer_classes)
+        return arm
     return replace(
         arm,
-        strategy=strategy,
-        ranks=ranks,
-        transformer_layer_cls_to_wrap=layers,
+        transformer_layer_cls_to_wrap=",".join(model.layer_classes),
         sync_each_batch=syncs,
         context_parallel=request.context_parallel,
     )

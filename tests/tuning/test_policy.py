@@ -359,7 +359,7 @@ def test_what_is_never_faster_and_beside_a_trial_that_promises_as_much_is_not_tr
     space = Space((Arm("bf16"), Arm("fp16"), Arm("tf32")), Batches(16))
     first = Acquisition(space).next(history)
     assert first == Candidate(Arm("bf16"), 16)
-    history.begin(first)
+    history.pending.append(first)
     beside = Acquisition(space).next(history)
     assert beside is None or beside.arm.precision == "bf16"
 

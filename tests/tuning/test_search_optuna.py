@@ -337,10 +337,10 @@ def test_what_is_refused_beside_a_trial_may_be_worth_one_after_it() -> None:
     policy, history = policy_of(make_sampler("random", 3, is_parallel=True), Skips()), history_of()
     under_way: list[Candidate] = []
     while (candidate := policy.next(history)) is not None:
-        history.begin(candidate)
+        history.pending.append(candidate)
         under_way.append(candidate)
     for each in under_way:
-        history.end(each)
+        history.pending.remove(each)
     assert policy.next(history) in under_way
 
 
