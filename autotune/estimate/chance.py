@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, Tried
+from autotune.estimate.speed_model import below
 from autotune.space.levers import PRIORS, levers_of, memory_class, needs_at_least, without
 from autotune.space.precision_names import HALF
 
@@ -98,7 +100,7 @@ class _Peaks:
         def under(at: int, share: float, factor: float) -> float:
             times = 1 - share + share * factor * at / self.at
             doubt = 0.04 + 0.02 * abs(math.log2(at / self.at))
-            return _normal((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
+            return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
         shares = _SHARES if self.slope is None else (self.slope,)
         factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
@@ -193,16 +195,16 @@ class Chances:
         if not own and levers_of(candidate.arm, PRIORS) and (alike or self._ratios):
             # Untraced levers add a doubt of their own.
             doubt = _UNTRACED * (1.0 if candidate.arm.torch_compile and not alike else 0.4)
-            return _normal((room - (_mean(alike) if alike else 0.0)) / doubt)
+            return below((room - (fmean(alike) if alike else 0.0)) / doubt)
         if memory.trusted(candidate.arm):
             width = _CHECKED * (1.5 if candidate.arm.gradient_checkpointing else 1.0)
-            return _normal((room - (_mean(own) if own else 0.005)) / width)
+            return below((room - (fmean(own) if own else 0.005)) / width)
         ratios = own or [ratio for _, ratio in self._ratios]
         if ratios:
-            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * _normal((room - _mean(ratios)) / _DISTRUSTED)
+            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * below((room - fmean(ratios)) / _DISTRUSTED)
         if self._contradicted:
-            return self._by_peaks(candidate) * min(1.0, 0.3 + _normal((room - 0.7) / _DISTRUSTED))
-        return _UNCHECKED_RIGHT * _normal((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
+            return self._by_peaks(candidate) * min(1.0, 0.3 + below((room - 0.7) / _DISTRUSTED))
+        return _UNCHECKED_RIGHT * below((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return how likely it fits by measured peaks."""
@@ -261,11 +263,3 @@ class Chances:
                 one = 1.0 if len(names) == 1 else _LEVER_FAILS / (1 - (1 - _LEVER_FAILS) ** len(names))
                 blame |= {name: max(one, blame.get(name, 0.0)) for name in names}
         return blame
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _normal(z: float) -> float:
-    return 0.5 * math.erfc(-z / math.sqrt(2))

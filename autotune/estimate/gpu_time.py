@@ -249,7 +249,7 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
     )
 
 
-_FITTED_CHIP = "h200"
+FITTED_CHIP = "h200"
 """Constants were fitted to it, so that nothing is to be corrected there."""
 _MOST = 1.6
 """A measured rate further from the predicted one than the interval of other GPUs reaches is not believed."""
@@ -264,7 +264,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
     data to say how.
     """
     rates = chip.rates
-    if measured is None or rates is None or chip.name.lower() == _FITTED_CHIP:
+    if measured is None or rates is None or chip.name.lower() == FITTED_CHIP:
         return chip
     kinds: tuple[tuple[str, Precision, str], ...] = (
         ("half", "fp16", "float16"),

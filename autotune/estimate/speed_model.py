@@ -266,8 +266,8 @@ class SpeedModel:
             gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
             gpu += self._gpu_mean(at)
             error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
-            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * _below((total - host) / doubt)
-            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * _below((total - gpu) / error)
+            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * below((total - host) / doubt)
+            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * below((total - gpu) / error)
             share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
             if share > _SURELY_NOT:
                 self._gpu.observe(at, total - self._gpu_mean(at), noise + 1 - share)
@@ -278,7 +278,7 @@ class SpeedModel:
         if bound > 4:
             return
         # The host's time is below the step's: a truncated normal distribution, by its first two moments.
-        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / _below(bound) if bound > -6 else -bound
+        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / below(bound) if bound > -6 else -bound
         mean = host - doubt * hazard
         variance = max(1e-4 * doubt**2, doubt**2 * (1 - bound * hazard - hazard**2))
         precision = 1 / variance - 1 / doubt**2
@@ -369,7 +369,8 @@ def extra_seconds(history: History, arm: Arm) -> float:
     return max((PRIORS[name].seconds for name in has - wholes), default=0.0)
 
 
-def _below(z: float) -> float:
+def below(z: float) -> float:
+    """Return the standard normal distribution function."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
@@ -18,7 +18,7 @@ from autotune.core.chip import Chip, Rates
 from autotune.core.device import Precision
 from autotune.core.prediction import Operations
 from autotune.estimate.data_parallel import Case, exchange, gathering
-from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, gpu_time
+from autotune.estimate.gpu_time import EFFICIENCIES, FITTED_CHIP, GpuModel, GpuTime, gpu_time
 from autotune.estimate.memory import MemoryModel
 
 Limiter = Literal["matrix products", "memory traffic", "host", "network"]
@@ -63,15 +63,7 @@ class HostSpeed:
 
     def scaled(self, factor: float) -> HostSpeed:
         """Return a host that is slower by ``factor``."""
-        return HostSpeed(
-            self.forward_seconds * factor,
-            self.backward_seconds * factor,
-            self.recomputation_seconds * factor,
-            self.micro_step_seconds * factor,
-            self.step_seconds * factor,
-            self.tensor_seconds * factor,
-            self.sharding_seconds * factor,
-        )
+        return HostSpeed(*(seconds * factor for seconds in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,6 @@ MEASURED_CHIP = Doubt((0.86, 1.14), (0.6, 1.8))
 # On other chips the shares of the specified rates are assumed to be those of the H200. A factor of 1.6 either way held
 # 96 of 100 published throughputs of 18 other GPUs (studies/published.py), which are of other training code mostly.
 OTHER_CHIP = Doubt((0.62, 1.6), (0.6, 1.8))
-_FITTED_CHIP = "h200"
 
 _CASES: tuple[Case, ...] = ("best", "usual", "worst")
 # Factors by which several ranks are slower than one, besides what the exchange adds: they wait for the slowest, share
@@ -177,7 +168,7 @@ class StepTimeModel:
         self._chip = chip
         self._rates = chip.rates
         self._host = host or HostSpeed()
-        self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == _FITTED_CHIP else OTHER_CHIP)
+        self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == FITTED_CHIP else OTHER_CHIP)
         self._models: dict[Precision, GpuModel] = {}
 
     def knows(self, arm: Arm) -> bool:
