@@ -44,36 +44,28 @@ _CASES: tuple[Case, ...] = ("worst", "usual", "best")
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds that the gradients of a step need between ranks, if nothing else runs."""
-
-    all_reduce: float
-    last_bucket: float
-    copies: float
-
-    def added_seconds(self, backward_seconds: float, *, overlaps: bool = True) -> float:
-        """Return how much longer a step takes whose last backward pass takes this long."""
-        hidden = backward_seconds if overlaps else 0.0
-        return self.copies + max(self.last_bucket, self.all_reduce - hidden)
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """What FSDP adds to the steps of a rank. Seconds of communication, and of the host for its calls."""
+    """What communication adds to the steps of a rank, in seconds."""
 
     exchanged: float
-    """Seconds of a whole step for which weights are gathered and gradients reduced, hidden or not."""
+    """Of a whole step, for which gradients are reduced and weights gathered if nothing else runs, hidden or not."""
     shown: float
-    """Those of the first gathering and the last reduction, which nothing hides."""
-    host_micro_step: float
-    host_step: float
+    """Of it what nothing hides: the last bucket; under FSDP the first gathering and the last reduction."""
+    copies: float = 0.0
+    """Of gradients into buckets, and back."""
+    host_micro_step: float = 0.0
+    """Of the host, for its calls in a micro-step."""
+    host_step: float = 0.0
 
-    def added_seconds(self, computing_seconds: float, *, overlaps: bool = True) -> float:
-        """Return how much longer a step takes in which the GPU or the host is busy for this long."""
-        hidden = computing_seconds if overlaps else 0.0
-        return max(self.shown, self.exchanged - hidden)
+    def added_seconds(self, busy_seconds: float, *, overlaps: bool = True) -> float:
+        """Return how much longer a step takes in which the GPU or the host is busy for this long meanwhile.
+
+        That is the last backward pass; under FSDP all that is computed.
+        """
+        hidden = busy_seconds if overlaps else 0.0
+        return self.copies + max(self.shown, self.exchanged - hidden)
 
 
-def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Case = "usual") -> Gathering:
+def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Case = "usual") -> Exchange:
     """Return what FSDP adds to a candidate's steps on GPUs of one host; raises as ``exchange`` does.
 
     In a ring each rank receives all parts of the others once. In bf16 and fp16 weights are gathered and gradients
@@ -89,7 +81,7 @@ def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Ca
     units = max(1, tensors // _PARAMETERS_OF_LAYER)
     least = (gathers + reductions) * units * _SMALLEST_WORK_SECONDS
     host = _GATHER_HOST_SECONDS + (0.0 if arm.strategy == "fsdp-keep" else _GATHER_AGAIN_HOST_SECONDS)
-    return Gathering(
+    return Exchange(
         exchanged=least + (gathers + reductions) * sent / rate,
         shown=2 * (_SMALLEST_WORK_SECONDS + sent / units / rate),
         host_micro_step=host * tensors,
@@ -117,7 +109,7 @@ def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual
     buckets = max(1, -(-operations.gradient_bytes // _BUCKET_BYTES))
     least = buckets * _SMALLEST_WORK_SECONDS
     return Exchange(
-        all_reduce=least + sent * operations.gradient_bytes / rate,
-        last_bucket=_SMALLEST_WORK_SECONDS + sent * min(_BUCKET_BYTES, operations.gradient_bytes) / rate,
+        exchanged=least + sent * operations.gradient_bytes / rate,
+        shown=_SMALLEST_WORK_SECONDS + sent * min(_BUCKET_BYTES, operations.gradient_bytes) / rate,
         copies=_COPIES * operations.gradient_bytes / (rates.bandwidth_bytes_per_second * EFFICIENCIES.copy),
     )

@@ -205,7 +205,7 @@ class StepTimeModel:
             seconds = seconds * _RANKS_USUAL + usual.added_seconds(backward)
             # Links that are shared, and buckets that are exchanged only after the backward pass.
             high = high * _RANKS_WORST + worst.added_seconds(0.0, overlaps=False)
-            exchanged = usual.all_reduce
+            exchanged = usual.exchanged
         return StepTime(
             candidate,
             seconds,

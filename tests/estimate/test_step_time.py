@@ -271,7 +271,7 @@ def test_recorded_and_published_steps_of_several_gpus_are_in_their_intervals() -
 
 
 def test_a_ring_sends_each_gradient_less_than_twice(traced: Operations) -> None:
-    two, eight = (exchange(traced, CHIPS["h200"], ranks).all_reduce for ranks in (2, 8))
+    two, eight = (exchange(traced, CHIPS["h200"], ranks).exchanged for ranks in (2, 8))
     # 1.34 GB over 450 GB/s, of which 80 % are reached.
     assert two == pytest.approx(1.34e9 / (0.8 * 450e9), rel=0.4)
     assert 1.4 < eight / two < 1.75
@@ -279,8 +279,8 @@ def test_a_ring_sends_each_gradient_less_than_twice(traced: Operations) -> None:
 
 def test_the_backward_pass_hides_the_exchange_but_for_its_last_bucket(traced: Operations) -> None:
     known = exchange(traced, CHIPS["rtx-4090"], 2)
-    assert known.added_seconds(10.0) == pytest.approx(known.copies + known.last_bucket)
-    assert known.added_seconds(0.0) == pytest.approx(known.copies + known.all_reduce)
+    assert known.added_seconds(10.0) == pytest.approx(known.copies + known.shown)
+    assert known.added_seconds(0.0) == pytest.approx(known.copies + known.exchanged)
     assert known.added_seconds(10.0, overlaps=False) == known.added_seconds(0.0)
 
 
@@ -342,7 +342,7 @@ def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> 
     model = StepTimeModel(chip)
     assert (model.knows(Arm()), model.knows(candidate(2).arm)) == (True, False)
     assert chip.rates is not None
-    assert exchange(traced, replace(chip, rates=replace(chip.rates, link=CHIPS["h200"].rates.link)), 2).all_reduce > 0  # type: ignore[union-attr]
+    assert exchange(traced, replace(chip, rates=replace(chip.rates, link=CHIPS["h200"].rates.link)), 2).exchanged > 0  # type: ignore[union-attr]
 
 
 SIZE = 4096
