@@ -38,7 +38,6 @@ from autotune.tuning.look import Looker, Rehearse
 from autotune.tuning.optuna_study import (
     OptunaPolicy,
     OptunaStudy,
-    OptunaTrial,
     StudyRecorder,
     distributions,
     make_sampler,
@@ -86,7 +85,6 @@ class Observer(Protocol):
 class _Running:
     """A running trial."""
 
-    trial: OptunaTrial
     record: TrialRecord
     placement: Placement
     started_seconds: float
@@ -251,7 +249,7 @@ class Search:
                 )
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
-                self._records.finish(trial.trial, trial.record, outcome, seconds)
+                self._records.finish(trial.record, outcome, seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
@@ -359,21 +357,21 @@ class Search:
         candidate, stage, study = step.candidate, step.stage, self._records.study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
-        trial = self._optuna.ask(candidate, stage)
+        trial_id, number = self._optuna.ask(candidate, stage)
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
-            number=trial.number,
+            number=number,
             candidate=candidate,
             workload_id=study.workload_id,
             environment_id=study.environment_id,
             stage=stage,
-            id=trial.trial_id,
-            log_path=str(self._log_folder / f"trial-{trial.number:04d}.log"),
+            id=trial_id,
+            log_path=str(self._log_folder / f"trial-{number:04d}.log"),
         )
         known = self._known(candidate, stage, effort) if control is None else None
         if known is not None:
-            self._take(self._records.reuse(trial, record, known))
+            self._take(self._records.reuse(record, known))
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             if is_exact and self._known(candidate, "final", effort) is not None:
                 # Every process that measured it counts, not the latest alone.
@@ -386,9 +384,9 @@ class Search:
         with self._interruption.held():
             self._store.start_trial(record)
             now = self._clock()
-            self._running[record.id] = _Running(trial, record, placement, now, now, Progress("start"))
+            self._running[record.id] = _Running(record, placement, now, now, Progress("start"))
         self._plan.begin(record)
-        self._observer.trial_begins(trial.number, candidate, stage)
+        self._observer.trial_begins(number, candidate, stage)
         job = self._job(record, effort, placement)
         limit_seconds = min(job.timeout_seconds, step.limit_seconds)
         self._executor.submit(replace(job, timeout_seconds=limit_seconds))
@@ -420,7 +418,7 @@ class Search:
         with self._interruption.held():
             trial = self._running.pop(trial_id)
             report = self._plan.judged(report)
-            ended = self._records.finish(trial.trial, trial.record, report, self._clock() - trial.started_seconds)
+            ended = self._records.finish(trial.record, report, self._clock() - trial.started_seconds)
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -36,17 +36,6 @@ from autotune.store.repository import Store
 CONSTRAINT = "memory_over_line_gib"
 
 
-@dataclass(frozen=True)
-class OptunaTrial:
-    """A trial in Optuna's tables that has not ended."""
-
-    trial_id: str
-    number: int
-    """Optuna's number of the trial within the study."""
-    row_id: int
-    """The key of the trial in Optuna's tables."""
-
-
 class OptunaStudy:
     """The trials of one study in Optuna's tables. The study is created if it does not exist.
 
@@ -59,6 +48,8 @@ class OptunaStudy:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space = space
+        self._rows: dict[str, int] = {}
+        """The keys of trials in Optuna's tables, by their ids."""
         self._objective = objective
         self._ceiling = ceiling
         self._label = store.label
@@ -109,8 +100,8 @@ class OptunaStudy:
             for _ in range(self._storage.get_n_trials(study_id), last + 1):
                 self._study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
-    def ask(self, candidate: Candidate, stage: Stage = "search") -> OptunaTrial:
-        """Write a trial of a candidate that is about to run."""
+    def ask(self, candidate: Candidate, stage: Stage = "search") -> tuple[str, int]:
+        """Write a trial of a candidate that is about to run; return its id, and its number within the study."""
         return self._write(params_of(candidate, self._space), TrialState.RUNNING, {"stage": stage})
 
     def skip(self, params: Mapping[str, Any], why: str, excess: float | None) -> None:
@@ -123,7 +114,7 @@ class OptunaStudy:
         state: TrialState,
         attributes: Mapping[str, str],
         system_attributes: Mapping[str, Any] | None = None,
-    ) -> OptunaTrial:
+    ) -> tuple[str, int]:
         trial_id, moment = new_id(), datetime.now()
         # Not by ``optuna.trial.create_trial``: the baseline's batch need not be one that samplers draw.
         trial = FrozenTrial(
@@ -141,25 +132,25 @@ class OptunaStudy:
         )
         self._check_lease()
         with storage_errors(self._label):
-            row_id, number = create_trial(self._storage, id_of_study(self._study), trial)
-        return OptunaTrial(trial_id, number, row_id)
+            self._rows[trial_id], number = create_trial(self._storage, id_of_study(self._study), trial)
+        return trial_id, number
 
-    def describe(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
+    def describe(self, trial_id: str, candidate: Candidate, outcome: Outcome) -> None:
         """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
         excess = over_line_gib(outcome, self._ceiling, candidate.arm)
         self._check_lease()
         with storage_errors(self._label):
             for name, value in _attributes(candidate, outcome).items():
-                self._storage.set_trial_user_attr(trial.row_id, name, value)
+                self._storage.set_trial_user_attr(self._rows[trial_id], name, value)
             for name, value in constraint_attributes(excess).items():
-                self._storage.set_trial_system_attr(trial.row_id, name, value)
+                self._storage.set_trial_system_attr(self._rows[trial_id], name, value)
 
-    def tell(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
+    def tell(self, trial_id: str, candidate: Candidate, outcome: Outcome) -> None:
         """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
         state, value = state_and_value(candidate, outcome, self._objective)
         self._check_lease()
         with storage_errors(self._label):
-            self._storage.set_trial_state_values(trial.row_id, state, None if value is None else [value])
+            self._storage.set_trial_state_values(self._rows[trial_id], state, None if value is None else [value])
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
@@ -388,22 +379,22 @@ class StudyRecorder:
         self._store = store
         self._optuna = optuna_study
 
-    def finish(self, trial: OptunaTrial, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
+    def finish(self, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
         """Record how a trial ended; return it with its end.
 
         Killed between any two of these, the next run of the study can still set right what is missing.
         """
-        self._optuna.describe(trial, record.candidate, outcome)
+        self._optuna.describe(record.id, record.candidate, outcome)
         self._store.finish_trial(record.id, outcome, seconds)
-        self._optuna.tell(trial, record.candidate, outcome)
+        self._optuna.tell(record.id, record.candidate, outcome)
         return replace(record, outcome=outcome, seconds=seconds)
 
-    def reuse(self, trial: OptunaTrial, record: TrialRecord, outcome: Outcome) -> TrialRecord:
+    def reuse(self, record: TrialRecord, outcome: Outcome) -> TrialRecord:
         """Record an earlier trial's outcome as that of this one, which need not run; return it with its end."""
         ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
-        self._optuna.describe(trial, ended.candidate, outcome)
+        self._optuna.describe(ended.id, ended.candidate, outcome)
         self._store.start_trial(ended)
-        self._optuna.tell(trial, ended.candidate, outcome)
+        self._optuna.tell(ended.id, ended.candidate, outcome)
         return ended
 
     def write(self, **changes: Any) -> None:

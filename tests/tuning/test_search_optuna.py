@@ -64,7 +64,7 @@ def test_a_trial_is_written_at_once(store: Store) -> None:
     assert written.state is TrialState.RUNNING
     assert written.number == asked.number
     assert written.params == params_of(ready.baseline, space)
-    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked.trial_id, "stage": "baseline"}
+    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked[0], "stage": "baseline"}
 
 
 @pytest.mark.usefixtures("optuna_tables")
@@ -87,10 +87,10 @@ def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.
     study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
     # A batch that the sampler itself never proposes.
     unusual = Candidate(Arm("fp32"), 1, 64)
-    trial = study.ask(unusual, "baseline")
-    study.describe(trial, unusual, OutOfMemory("full"))
-    study.tell(trial, unusual, OutOfMemory("full"))
-    history = History(ready.ceiling, [Tried(trial.trial_id, unusual, OutOfMemory("full"))])
+    trial_id, _ = study.ask(unusual, "baseline")
+    study.describe(trial_id, unusual, OutOfMemory("full"))
+    study.tell(trial_id, unusual, OutOfMemory("full"))
+    history = History(ready.ceiling, [Tried(trial_id, unusual, OutOfMemory("full"))])
     assert OptunaPolicy(Noting(), ready.space, space, "throughput", study.skip).next(history) is not None
     assert seen
     assert all(each is filters for each in seen)
