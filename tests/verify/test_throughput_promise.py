@@ -22,10 +22,9 @@ from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict, compare, describe_speed, mean_speed, slack
-from autotune.verify.json_document import verification_document
 from autotune.verify.loss import reference_of
 from autotune.verify.target import Target, placement_of
-from autotune.verify.throughput import Verification, notes, steps_of, verification_lines
+from autotune.verify.throughput import Verification, notes, steps_of, verification_document, verification_lines
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
