@@ -154,7 +154,7 @@ class Search:
             raise
         self._close(stop)
         if self._records.study.state == "finished" and self._plan.best() is None:
-            raise no_result(self._history, self._request, stop, log_folder=self._log_folder)
+            raise _no_result(self._history, self._request, stop, log_folder=self._log_folder)
         return self._records.study
 
     # The study
@@ -532,7 +532,7 @@ class Search:
         return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
 
 
-def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
+def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
     """Return the error that says why a search has nothing to recommend."""
     # No candidate was left to try.
     is_certain = stop.reason is StopReason.NOTHING_LEFT
