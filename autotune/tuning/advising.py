@@ -238,14 +238,9 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
             needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
             least = min(needed, least or needed)
             if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
-                steps.append(speeds.predict(operations, _of_ranks(candidate, count)))
+                shared = replace(arm, strategy="ddp", ranks=count) if count > 1 else arm
+                steps.append(speeds.predict(operations, replace(candidate, arm=shared)))
     return steps, least
-
-
-def _of_ranks(candidate: Candidate, count: int) -> Candidate:
-    if count == 1:
-        return candidate
-    return replace(candidate, arm=replace(candidate.arm, strategy="ddp", ranks=count))
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:

@@ -14,7 +14,6 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import autotune
@@ -140,9 +139,7 @@ class AnswerCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for opened in (self._answers, self._store):
             if opened is not None:
                 opened.close()

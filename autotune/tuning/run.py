@@ -17,8 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from autotune.core.candidate import Document
 from autotune.core.dataset_spec import DataFacts, describe_lengths, describe_packing
@@ -123,7 +122,7 @@ def run_search(
         if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
-        stack.enter_context(_LogFolder(folder))
+        stack.enter_context(_log_folder_made(folder))
         place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
@@ -347,39 +346,30 @@ def _check_can_be_made(path: Path, label: str) -> None:
         raise StorageError(f"{label} cannot be made: the folder {folder} cannot be written", _ANOTHER_FILE)
 
 
-class _LogFolder:
-    """The folder of a study's logs, made on entering; taken away after an error that came before any trial."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._made: list[Path] = []
-
-    def __enter__(self) -> Self:
-        try:
-            self._made = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
-            self._path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"no logs can be kept in {self._path}: {error.strerror}", _ANOTHER_FILE) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            # A search that started no process wrote nothing there.
-            with contextlib.suppress(OSError):
-                self._path.rmdir()
-            return
+@contextlib.contextmanager
+def _log_folder_made(path: Path) -> Iterator[None]:
+    """Make the folder of a study's logs; take it away after an error that came before any trial."""
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"no logs can be kept in {path}: {error.strerror}", _ANOTHER_FILE) from error
+    try:
+        yield
+    except (TrialServerError, TrainingSourceError):
         # The hint of these is to look into a log.
-        if issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
-            return
-        if next(self._path.glob("trial-*"), None) is not None:
-            return
-        shutil.rmtree(self._path, ignore_errors=True)
-        for folder in self._made[1:]:
-            # Stays where something else has come into it since.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        raise
+    except BaseException:
+        if path in made and next(path.glob("trial-*"), None) is None:
+            shutil.rmtree(path, ignore_errors=True)
+            for folder in made[1:]:
+                # Stays where something else has come into it since.
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        raise
+    # A search that started no process wrote nothing there.
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def read_data(

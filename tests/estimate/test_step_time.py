@@ -22,10 +22,9 @@ from autotune.core.prediction import MemoryPrediction, Operation, Operations, Pr
 from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, chip_of_device, find_chip
-from autotune.estimate.data_parallel import exchange, gathering
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, calibrated
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.estimate.step_time import HostSpeed, StepForecast, StepTimeModel
+from autotune.estimate.step_time import HostSpeed, StepForecast, StepTimeModel, exchange, gathering
 
 BERT_LARGE = Subject("bert-large-uncased", 512)
 BF16 = Arm("bf16")
