@@ -287,7 +287,9 @@ class StepTimeModel:
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
         if candidate.arm.is_sharded and precision in ("bf16", "fp16"):
             others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
-            gpu = replace(_scaled(gpu, 1 - _share_of_casts(gpu)), by_kind=others)
+            total = sum(gpu.by_kind.values())
+            casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
+            gpu = replace(_scaled(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
         ranks = candidate.arm.ranks
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
@@ -330,12 +332,6 @@ class StepTimeModel:
             sharding_seconds=more.host_micro_step,
             tensor_seconds=self._host.tensor_seconds + more.host_step / tensors,
         )
-
-
-def _share_of_casts(gpu: GpuTime) -> float:
-    """Return the share of the GPU's time that goes into conversions between dtypes."""
-    total = sum(gpu.by_kind.values())
-    return sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS) / total if total else 0.0
 
 
 def _scaled(gpu: GpuTime, factor: float) -> GpuTime:

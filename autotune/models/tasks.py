@@ -20,11 +20,6 @@ _DEFAULT_TILE = 224
 _DEFAULT_SCALE = 2
 
 
-def takes_images(config: dict[str, Any]) -> bool:
-    """Return whether a config is of a model of images and text."""
-    return isinstance(config.get("vision_config"), dict)
-
-
 def is_merging(model_type: str) -> bool:
     """Return whether a model takes the patches of all images of a batch as one list, and their sizes beside it."""
     return model_type in _MERGING
@@ -146,7 +141,7 @@ def infer_task(config: dict[str, Any]) -> Task:
     if model_type in _IMAGE_TYPES:
         return "image-classification"
     architectures = [str(name) for name in config.get("architectures") or ()]
-    if takes_images(config):
+    if isinstance(config.get("vision_config"), dict):
         # One part of such a model may be what the config is for: SiglipForImageClassification.
         return next(filter(None, map(_task_of_ending, architectures)), "image-text-to-text")
     if config.get("is_encoder_decoder"):

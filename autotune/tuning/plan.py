@@ -314,7 +314,9 @@ class Plan:
         best = self.best()
         if best is None:
             return None
-        if self._may_have_variants(best):
+        # With levers a variant compiles again, if from a cache.
+        seconds, spent = self.records[best.trial_id].seconds or 0.0, self._seconds_with_levers
+        if not self.anytime.is_late(best.candidate) or self.anytime.has_time(seconds, spent):
             if (variant := self._next_loader(best)) is not None:
                 return Step("search", variant)
             # Pinned to one core, once all else is done, if it is host-bound.
@@ -347,13 +349,6 @@ class Plan:
             # before levers that doubled the speed.
             return None
         return Step("final", owed[0]) if owed else None
-
-    def _may_have_variants(self, best: Tried) -> bool:
-        """Return whether there is time for a variant of the winner; with levers it compiles again, if from a cache."""
-        if not self.anytime.is_late(best.candidate):
-            return True
-        seconds = self.records[best.trial_id].seconds or 0.0
-        return self.anytime.has_time(seconds, self._seconds_with_levers)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
         """Return the winner with more data loader workers, once all else is done, if it waits for data.
