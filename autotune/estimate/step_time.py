@@ -48,7 +48,7 @@ _PARAMETERS_OF_LAYER = 12
 """Of GPT-2; 16 of BERT and ViT, 9 of Llama."""
 
 Case = Literal["best", "usual", "worst"]
-_BY_SHARE: tuple[Case, ...] = ("worst", "usual", "best")
+_CASES: tuple[Case, ...] = ("worst", "usual", "best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _rate(chip: Chip, case: Case) -> float:
     assert rates is not None
     if rates.link is None:
         raise InvalidRequestError(f"several {chip.name} in one host are not predicted", "ask for one")
-    return rates.link.bytes_per_second * rates.link.shares[_BY_SHARE.index(case)]
+    return rates.link.bytes_per_second * rates.link.shares[_CASES.index(case)]
 
 
 def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
@@ -185,7 +185,6 @@ MEASURED_CHIP = Doubt((0.86, 1.14), (0.6, 1.8))
 # 96 of 100 published throughputs of 18 other GPUs (studies/published.py), which are of other training code mostly.
 OTHER_CHIP = Doubt((0.62, 1.6), (0.6, 1.8))
 
-_CASES: tuple[Case, ...] = ("best", "usual", "worst")
 # Factors by which several ranks are slower than one, besides what the exchange adds: they wait for the slowest, share
 # the host, and the exchange takes multiprocessors. The usual one is from two H200, 5 to 6 % slower than predicted where
 # the GPU limits; the worst one holds 27 of 30 recorded and published cells of nine GPUs (studies/several_gpus.py).
@@ -298,13 +297,13 @@ class StepTimeModel:
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
         if candidate.arm.is_sharded:
-            fast, expected, slow = (gathering(operations, self._chip, candidate, case) for case in _CASES)
+            slow, expected, fast = (gathering(operations, self._chip, candidate, case) for case in _CASES)
             low = low * _SHARDED_BEST + fast.added_seconds(low)
             seconds = seconds * _RANKS_USUAL + expected.added_seconds(seconds)
             high = high * _RANKS_WORST + slow.added_seconds(0.0, overlaps=False)
             exchanged = expected.exchanged
         elif ranks > 1:
-            best, usual, worst = (exchange(operations, self._chip, ranks, case) for case in _CASES)
+            worst, usual, best = (exchange(operations, self._chip, ranks, case) for case in _CASES)
             backward = max(gpu.backward, self._host.micro_step(operations)[1])
             low += best.added_seconds(backward * self._doubt.gpu[0])
             seconds = seconds * _RANKS_USUAL + usual.added_seconds(backward)

@@ -397,7 +397,10 @@ def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Ar
     names: dict[int, str] = {}
     while left:
         shared = {
-            words: [arm for arm in others if has(arm) == words] for has in _IN_COMMON for words in _words(left, has)
+            words: [arm for arm in others if has(arm) == words]
+            for has in _IN_COMMON
+            for words in dict.fromkeys(map(has, left))
+            if words is not None
         }
         whole = {words: of_it for words, of_it in shared.items() if len(of_it) > 1 and {*of_it} <= {*left}}
         if not whole:
@@ -408,7 +411,3 @@ def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Ar
         names[others.index(named[0])] = f"all other {words}" if more else f"all {words}"
         left = [arm for arm in left if arm not in named]
     return tuple(names[place] for place in sorted(names))
-
-
-def _words(arms: Iterable[Arm], has: Callable[[Arm], str | None]) -> dict[str, None]:
-    return dict.fromkeys(words for arm in arms if (words := has(arm)) is not None)
