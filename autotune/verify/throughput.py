@@ -22,8 +22,9 @@ from autotune.execution.oneshot import run_fresh
 from autotune.results.wording import counted_in, rate_unit
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.tuning.exclusive import Wait, take_devices
-from autotune.verify.comparison import (
+from autotune.verify.target import (
     Interval,
+    Target,
     Verdict,
     compare,
     describe_ends,
@@ -31,7 +32,6 @@ from autotune.verify.comparison import (
     mean_speed,
     slack,
 )
-from autotune.verify.target import Target
 
 LEAST_STEPS, _USUAL_STEPS = 10, 100
 # Where no number is given, a stock run takes this long at the promised speed, between those numbers of steps. A choice.

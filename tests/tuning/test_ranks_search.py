@@ -121,7 +121,7 @@ def test_the_command_that_starts_all_ranks_comes_next(searched: Searched, capsys
 
 @pytest.mark.whole
 def test_a_stock_torchrun_trains_as_the_winner_did(searched: Searched, tmp_path: Path) -> None:
-    """``tests/verify/test_torchrun.py`` has torchrun start ranks that import nothing."""
+    """``tests/verify/test_throughput_promise.py`` has torchrun start ranks that import nothing."""
     target = target_of(searched.report, placement_of(searched.report))
     verification = verify(target, 20, tmp_path / "verify.log")
     assert verification.obtained.state == "completed"
