@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from recorded_steps import Published, operations_key, published, recorded_operations
 from step_times import error_line
 
+from autotune.core.chip import Calibration
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.calibration import Calibration, calibrated
-from autotune.estimate.grades import SCALED_DOUBT
+from autotune.estimate.advice import SCALED_DOUBT
+from autotune.estimate.gpu_time import calibrated
 from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
 
 FITTED = "h200"

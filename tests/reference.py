@@ -45,7 +45,8 @@ from autotune.results.predicted import (
 )
 from autotune.space.training_arguments import TunedArguments
 from autotune.tuning.request import recorded_options, recorded_type
-from autotune.verify.json_document import LossComparisonDocument, VerificationDocument
+from autotune.verify.loss import LossComparisonDocument
+from autotune.verify.throughput import VerificationDocument
 
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"

@@ -29,7 +29,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     from autotune.results.report import load_report
     from autotune.results.text import report_lines
     from autotune.store.opening import open_store
-    from autotune.tuning.stored_predictions import stored_prediction
+    from autotune.tuning.predictions import stored_prediction
 
     if (service := service_of(ctx)) is not None:
         from autotune.cli.remote import print_report

@@ -85,7 +85,7 @@ def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> No
     from autotune.cli.view import waiting
     from autotune.results.prediction_text import prediction_lines
     from autotune.results.prediction_view import gpu_view
-    from autotune.tuning.dry_run import dry_run_document
+    from autotune.tuning.run import dry_run_document
 
     with waiting(f"looking at {request.workload.model}"):
         document = dry_run_document(request, storage)

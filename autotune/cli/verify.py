@@ -57,8 +57,7 @@ def verify(
         verify_remotely(server, study or study_or_file, steps, as_json=as_json)
         return
     from autotune.store.opening import open_store
-    from autotune.verify.json_document import verification_document
-    from autotune.verify.throughput import verification_lines
+    from autotune.verify.throughput import verification_document, verification_lines
 
     with open_store(storage, create=False) as store:
         target = _target(store, study_or_file, study)
@@ -94,9 +93,8 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.json_document import report_document
-    from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
-    from autotune.verify.throughput import verification_lines
+    from autotune.verify.throughput import verification_document, verification_lines
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
@@ -130,8 +128,7 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses and print the result; raises where the two do not train alike."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
-    from autotune.verify.json_document import comparison_document
-    from autotune.verify.loss import check_can_compare, compare_losses
+    from autotune.verify.loss import check_can_compare, compare_losses, comparison_document
 
     check_can_compare(target)
     name = target.report.study.name

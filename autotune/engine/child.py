@@ -305,9 +305,8 @@ def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
 def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
     """Run a stock Trainer as a study exports it, and report the result."""
     from autotune.results.report import load_report
-    from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
-    from autotune.verify.throughput import verification_lines, verify
+    from autotune.verify.throughput import verification_document, verification_lines, verify
 
     with open_store(storage) as store:
         report = load_report(store, work.study)

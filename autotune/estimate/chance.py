@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, Tried
-from autotune.space.levers import LEVERS, levers_of, memory_class, needs_at_least, without
+from autotune.estimate.speed_model import below
+from autotune.space.levers import PRIORS, levers_of, memory_class, needs_at_least, without
 from autotune.space.precision_names import HALF
 
-_LEVER_NAMES = tuple(row.name for row in LEVERS if row.prior is not None)
 _LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.1, 0.03, 0.05
 """How likely a lever cannot run with a training, an arm, a single candidate, all batches from some size on. Choices."""
 _CHECKED, _RIGHT, _DISTRUSTED = 0.02, 0.05, 0.2
@@ -99,7 +100,7 @@ class _Peaks:
         def under(at: int, share: float, factor: float) -> float:
             times = 1 - share + share * factor * at / self.at
             doubt = 0.04 + 0.02 * abs(math.log2(at / self.at))
-            return _normal((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
+            return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
         shares = _SHARES if self.slope is None else (self.slope,)
         factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
@@ -181,7 +182,7 @@ class Chances:
             # Compiled code is not traced: it keeps no more than the same layers do otherwise.
             candidate = replace(candidate, arm=without(candidate.arm, ["torch_compile"]))
         predicted = memory.prediction(candidate)
-        if predicted is None and (arm := without(candidate.arm, _LEVER_NAMES)) != candidate.arm:
+        if predicted is None and (arm := without(candidate.arm, PRIORS)) != candidate.arm:
             predicted = memory.prediction(replace(candidate, arm=arm))
         return predicted.peak_reserved_bytes if predicted else None
 
@@ -191,19 +192,19 @@ class Chances:
         room = self._line - predicted
         own = [ratio for arm, ratio in self._ratios if arm == memory_class(candidate.arm)]
         alike = own or [ratio for arm, ratio in self._ratios if arm.torch_compile == candidate.arm.torch_compile]
-        if not own and levers_of(candidate.arm, _LEVER_NAMES) and (alike or self._ratios):
+        if not own and levers_of(candidate.arm, PRIORS) and (alike or self._ratios):
             # Untraced levers add a doubt of their own.
             doubt = _UNTRACED * (1.0 if candidate.arm.torch_compile and not alike else 0.4)
-            return _normal((room - (_mean(alike) if alike else 0.0)) / doubt)
+            return below((room - (fmean(alike) if alike else 0.0)) / doubt)
         if memory.trusted(candidate.arm):
             width = _CHECKED * (1.5 if candidate.arm.gradient_checkpointing else 1.0)
-            return _normal((room - (_mean(own) if own else 0.005)) / width)
+            return below((room - (fmean(own) if own else 0.005)) / width)
         ratios = own or [ratio for _, ratio in self._ratios]
         if ratios:
-            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * _normal((room - _mean(ratios)) / _DISTRUSTED)
+            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * below((room - fmean(ratios)) / _DISTRUSTED)
         if self._contradicted:
-            return self._by_peaks(candidate) * min(1.0, 0.3 + _normal((room - 0.7) / _DISTRUSTED))
-        return _UNCHECKED_RIGHT * _normal((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
+            return self._by_peaks(candidate) * min(1.0, 0.3 + below((room - 0.7) / _DISTRUSTED))
+        return _UNCHECKED_RIGHT * below((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return how likely it fits by measured peaks."""
@@ -217,7 +218,7 @@ class Chances:
         An arm may be broken, every batch from some size on may be, or a candidate by itself.
         """
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        chance = math.prod(1 - self._blame.get(name, _LEVER_FAILS) for name in levers_of(arm, _LEVER_NAMES))
+        chance = math.prod(1 - self._blame.get(name, _LEVER_FAILS) for name in levers_of(arm, PRIORS))
         if not self._failures:
             return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
         total = runs = 0.0
@@ -250,23 +251,15 @@ class Chances:
 
         A lever that completed once does not. Of a failure each lever that never completed may be the cause.
         """
-        proven = {n for t in self._history.tried if t.measurement for n in levers_of(t.candidate.arm, _LEVER_NAMES)}
+        proven = {n for t in self._history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
         blame = dict.fromkeys(proven, 0.0)
         suspects: list[Collection[str]] = [
             unproven
             for t in self._history.tried
-            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, _LEVER_NAMES) - proven)
+            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - proven)
         ]
         for names in sorted(suspects, key=len):
             if not any(blame.get(name) == 1.0 for name in names):
                 one = 1.0 if len(names) == 1 else _LEVER_FAILS / (1 - (1 - _LEVER_FAILS) ** len(names))
                 blame |= {name: max(one, blame.get(name, 0.0)) for name in names}
         return blame
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _normal(z: float) -> float:
-    return 0.5 * math.erfc(-z / math.sqrt(2))

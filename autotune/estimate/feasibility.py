@@ -52,9 +52,20 @@ class Judge:
 
     def is_open(self, candidate: Candidate) -> bool:
         """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction."""
-        if self._history.attempts(candidate) or self._history.is_ruled_out(candidate):
-            return False
-        return not self._syncs_needlessly(candidate) and not self.offloads_needlessly(candidate)
+        return self._why_closed(candidate) is None
+
+    def _why_closed(self, candidate: Candidate) -> Refusal | None:
+        if self._history.outcomes_of(candidate):
+            return Refusal("tried before")
+        if candidate in self._history.pending:
+            return Refusal("under way")
+        if self._syncs_needlessly(candidate):
+            return Refusal("gradients need not be reduced in each micro-step")
+        if self.offloads_needlessly(candidate):
+            return Refusal("the optimizer state stays on the GPU where that may fit")
+        if (over := self._history.ruled_out_by(candidate)) is not None:
+            return Refusal("known not to fit", over.outcome)
+        return Refusal("predicted not to fit") if self._history.is_ruled_out(candidate) else None
 
     def offloads_needlessly(self, candidate: Candidate) -> bool:
         """Return whether a candidate keeps its optimizer state on the host although something else fits, or may fit.
@@ -76,8 +87,10 @@ class Judge:
         That costs communication. It is worth a trial only where keeping whole gradients while accumulating does not
         fit.
         """
-        plain = self._space.without_sync(candidate)
-        return plain is not None and not (candidate.accumulates and self._history.is_ruled_out(plain))
+        plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
+        if not candidate.arm.sync_each_batch or not self._space.contains(plain):
+            return False
+        return not (candidate.accumulates and self._history.is_ruled_out(plain))
 
     def is_doubtful(self, arm: Arm) -> bool:
         """Return whether an arm failed at several batches and completed at none."""
@@ -166,19 +179,8 @@ class Judge:
         """
         if candidate is None:
             return Refusal("not in the space")
-        if self._history.outcomes_of(candidate):
-            return Refusal("tried before")
-        if candidate in self._history.pending:
-            return Refusal("under way")
-        if self._syncs_needlessly(candidate):
-            return Refusal("gradients need not be reduced in each micro-step")
-        if self.offloads_needlessly(candidate):
-            return Refusal("the optimizer state stays on the GPU where that may fit")
-        over = self._history.ruled_out_by(candidate)
-        if over is not None:
-            return Refusal("known not to fit", over.outcome)
-        if self._history.is_ruled_out(candidate):
-            return Refusal("predicted not to fit")
+        if (closed := self._why_closed(candidate)) is not None:
+            return closed
         level = self._space.batches.level(candidate.per_device_train_batch_size)
         for multiple in self._space.batches.levels():
             if multiple > level and (self.fits_at(multiple) or self._may_fit_at(multiple)):

@@ -11,7 +11,7 @@ from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
-from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.step_time import StepForecast
 from autotune.space.levers import inconvenience, memory_class, needs_at_least
 
 
@@ -87,21 +87,9 @@ class History:
         self.tried.clear()
         self._summed_up = None
 
-    def begin(self, candidate: Candidate) -> None:
-        """Take down that a trial of the candidate is under way."""
-        self.pending.append(candidate)
-
-    def end(self, candidate: Candidate) -> None:
-        """Take down that a trial of the candidate has ended."""
-        self.pending.remove(candidate)
-
     def attempts(self, candidate: Candidate) -> int:
         """Return how many trials of exactly this candidate ended, whichever way, or are under way."""
         return len(self.outcomes_of(candidate)) + self.pending.count(candidate)
-
-    def processes(self, candidate: Candidate) -> int:
-        """Return how many distinct processes measured exactly this candidate; a reused trial counts once."""
-        return self._summary().pool.processes(candidate)
 
     def speed(self, candidate: Candidate) -> Speed | None:
         """Return the pooled speed of all processes of a candidate; ``None`` where none completed."""
@@ -111,10 +99,6 @@ class History:
     def pool(self) -> Pool:
         """The feasible trials, pooled by their candidates."""
         return self._summary().pool
-
-    def busy_share(self, candidate: Candidate) -> float | None:
-        """Return the share of the candidate's step in which the GPU computes; ``None`` where it was not measured."""
-        return self._summary().pool.busy_share(candidate)
 
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Return whether this candidate's step was measured to be host-bound."""

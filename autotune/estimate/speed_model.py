@@ -16,7 +16,7 @@ only together promise it together: no rule says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
@@ -24,13 +24,13 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.core.candidate import PRECISIONS, Candidate
+from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.measured_steps import mean_step
-from autotune.estimate.bottleneck import HOST_BOUND, what_limits
+from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import LEVERS, levers_of, without
+from autotune.space.levers import BY_NAME, PRIORS, compiles, levers_of, without
 
 Floats = NDArray[np.float64]
 
@@ -38,15 +38,6 @@ _FULL = 0.95
 """Share of a step in which a GPU that limits it is busy: 0.92 and 0.89 of BERT-large, up to 0.97 (H200)."""
 _HOST_SECONDS = 0.03
 """Of a micro-step, where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
-_USUAL_PASSING = 0.3
-"""Share of the GPU's time limited by memory traffic, where it was not measured: 0.2 to 0.5 of nine models (H200)."""
-_IN_PASSING = frozenset(
-    ("elementwise", "normalisation", "normalisation_backward", "softmax", "dropout", "reduction", "cast", "copy",
-     "fill", "transpose")
-)  # fmt: skip
-"""Kinds of work that one kernel can do in passing, which a compiler fuses."""
-_LEVERS = tuple(row for row in LEVERS if row.prior is not None)
-_LEVER_NAMES = tuple(row.name for row in _LEVERS)
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,8 @@ class Process:
         """Return what is added to the mean of candidates, and its deviation."""
         names = sorted({name for each in (*self.points, *among) for name in each.amounts})
         index = {name: i for i, name in enumerate(names)}
-        deviations: Floats = np.array([self._deviation(name) for name in names], dtype=np.float64)
+        known = [self.effects[name].deviation if name in self.effects else 0.0 for name in names]
+        deviations: Floats = np.array(known, dtype=np.float64)
 
         def matrix(features: Sequence[Features]) -> Floats:
             out = np.zeros((len(features), len(names)))
@@ -141,9 +133,6 @@ class Process:
         mean = solved.T @ np.array(self.values)
         return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
 
-    def _deviation(self, name: str) -> float:
-        return self.effects[name].deviation if name in self.effects else 0.0
-
     def mean(self, features: Features) -> float:
         """Return what the effects of a candidate's features add up to."""
         return math.fsum(
@@ -162,20 +151,20 @@ class Features:
 
 
 @lru_cache(maxsize=65536)
-def features(candidate: Candidate, layers: int | None = None) -> Features:
-    """Return the features of a candidate, of whose model so many ``layers`` can recompute their activations."""
+def features(candidate: Candidate) -> Features:
+    """Return the features of a candidate."""
     arm = candidate.arm
     amounts: dict[str, float] = {f"{name}={getattr(arm, name)}": 1.0 for name in _FURTHER if getattr(arm, name)}
     amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
     if arm.precision in ("fp16", "fp32"):
         amounts[arm.precision] = 1.0
     if arm.gradient_checkpointing:
-        amounts["recomputing"] = min(1.0, (arm.checkpointed_layers or math.inf) / layers) if layers else 1.0
+        amounts["recomputing"] = 1.0
     if arm.cpu_affinity:
         amounts["pinned"] = 1.0
     amounts["small batch"] = 8 / candidate.per_device_train_batch_size
     amounts["step"] = 8 / candidate.samples_per_step
-    levers = sorted(levers_of(arm, _LEVER_NAMES))
+    levers = sorted(levers_of(arm, PRIORS))
     amounts |= dict.fromkeys(levers, 1.0)
     amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(levers, 2)}
     return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
@@ -190,17 +179,18 @@ _PAIR = 0.05
 class SpeedModel:
     """What the trials of a search show of the speed of every candidate."""
 
-    def __init__(self, history: History, layers: int | None = None) -> None:
-        self._history, self._layers = history, layers
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._is_predicted = history.steps is not None
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
         is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
         """Whether a step has one time alone, since nobody knows the host's part. The baseline is not asked for it."""
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
-        self._passing = _passing(seen)
+        passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
+        self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
         self._gpu_base, self._host_base = self._bases()
-        self._gpu, self._host = self._processes(seen)
+        self._gpu, self._host = self._processes()
         self._learn(seen)
 
     def _bases(self) -> tuple[float, float]:
@@ -214,7 +204,7 @@ class SpeedModel:
         host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual(candidate, _HOST)
         return gpu, host
 
-    def _processes(self, seen: Iterable[Tried]) -> tuple[Process, Process]:
+    def _processes(self) -> tuple[Process, Process]:
         most = _PREDICTED if self._is_predicted else math.inf
         gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
         host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
@@ -223,18 +213,16 @@ class SpeedModel:
             for precision in PRECISIONS:
                 for doubtful in ("not predicted", "recomputing not predicted"):
                     gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
-        for row in _LEVERS:
-            prior = row.prior
-            assert prior is not None
+        for name, prior in PRIORS.items():
             work = self._passing * prior.passing + (1 - self._passing) * prior.computing
-            gpu_effects[row.name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
-            host_effects[row.name] = _lever(prior.host)
-            if row.memory == "reserved":
+            gpu_effects[name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
+            host_effects[name] = _lever(prior.host)
+            if BY_NAME[name].memory == "reserved":
                 # How the allocator reserves memory makes nothing faster.
-                gpu_effects[row.name] = host_effects[row.name] = Effect(0.005, 0.002)
-        for one, other in combinations(sorted(_LEVER_NAMES), 2):
+                gpu_effects[name] = host_effects[name] = Effect(0.005, 0.002)
+        for one, other in combinations(sorted(PRIORS), 2):
             gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
-        for part, whole in ((row.name, row.part_of) for row in _LEVERS if row.part_of):
+        for part, whole in ((name, whole) for name in PRIORS if (whole := BY_NAME[name].part_of)):
             # A part says what it does with its whole.
             for effects in (gpu_effects, host_effects):
                 if whole in effects:
@@ -278,8 +266,8 @@ class SpeedModel:
             gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
             gpu += self._gpu_mean(at)
             error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
-            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * _below((total - host) / doubt)
-            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * _below((total - gpu) / error)
+            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * below((total - host) / doubt)
+            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * below((total - gpu) / error)
             share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
             if share > _SURELY_NOT:
                 self._gpu.observe(at, total - self._gpu_mean(at), noise + 1 - share)
@@ -290,7 +278,7 @@ class SpeedModel:
         if bound > 4:
             return
         # The host's time is below the step's: a truncated normal distribution, by its first two moments.
-        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / _below(bound) if bound > -6 else -bound
+        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / below(bound) if bound > -6 else -bound
         mean = host - doubt * hazard
         variance = max(1e-4 * doubt**2, doubt**2 * (1 - bound * hazard - hazard**2))
         precision = 1 / variance - 1 / doubt**2
@@ -311,7 +299,7 @@ class SpeedModel:
 
     def _features(self, candidate: Candidate) -> Features:
         """Return a candidate's features; of one that is not predicted beside others that are, its doubt as well."""
-        at = features(candidate, self._layers)
+        at = features(candidate)
         if self._is_predicted and self._predicted(candidate) is None:
             doubtful = "recomputing not predicted" if candidate.arm.gradient_checkpointing else "not predicted"
             return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
@@ -337,7 +325,7 @@ class SpeedModel:
         """Return the predicted step of the candidate without levers; ``None`` where there is none."""
         if self._history.steps is None:
             return None
-        plain = without(plain_loader(candidate.arm), (*_LEVER_NAMES, "cpu_affinity"))
+        plain = without(plain_loader(candidate.arm), (*PRIORS, "cpu_affinity"))
         return self._history.steps.predicted(replace(candidate, arm=plain))
 
     # What it says
@@ -367,7 +355,22 @@ class SpeedModel:
         return gains, np.maximum(gpu, host)
 
 
-def _below(z: float) -> float:
+def extra_seconds(history: History, arm: Arm) -> float:
+    """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
+    has = levers_of(arm, PRIORS)
+    compiler = {name for name in has if "torch_compile" in (name, BY_NAME[name].part_of)}
+    if has and compiles(arm):
+        for tried in reversed(history.tried):
+            like = levers_of(tried.candidate.arm, PRIORS)
+            took = tried.measurement.compile_seconds if tried.measurement else None
+            if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
+                return took
+    wholes = {BY_NAME[name].part_of for name in has}
+    return max((PRIORS[name].seconds for name in has - wholes), default=0.0)
+
+
+def below(z: float) -> float:
+    """Return the standard normal distribution function."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
@@ -380,15 +383,6 @@ def _usual(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
 def _lever(factor: float) -> Effect:
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
-
-
-def _passing(seen: Iterable[Tried]) -> float:
-    """Return the share of the GPU's time that goes into work which a compiler can fuse, as measured last."""
-    for tried in reversed(list(seen)):
-        kinds = dict((tried.measurement and tried.measurement.gpu_seconds_by_kind) or ())
-        if total := sum(kinds.values()):
-            return sum(seconds for kind, seconds in kinds.items() if kind in _IN_PASSING) / total
-    return _USUAL_PASSING
 
 
 def _normal(z: Floats) -> Floats:

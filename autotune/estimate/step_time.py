@@ -2,22 +2,127 @@
 
 The Trainer waits for the loss at the end of each micro-step. So a micro-step takes as long as the longest of three: the
 GPU time of all operations; the host's forward pass followed by the GPU's backward pass; the host time of all
-operations. A p-norm smooths the transition between them. Several ranks exchange gradients as well
-(``data_parallel.py``). Waiting for data is not predicted.
+operations. A p-norm smooths the transition between them. Waiting for data is not predicted.
+
+Several ranks communicate and copy gradients and weights as well. DDP reduces the gradients of the last micro-step in
+buckets while the backward pass still runs. What it cannot hide is the last bucket, and whatever the backward pass is
+too short for. FSDP gathers the weights of each layer before it computes, and reduces gradients to the rank that keeps
+them; for that the host has more to do in every micro-step.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.chip import Chip, Rates
 from autotune.core.device import Precision
+from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operations
-from autotune.estimate.data_parallel import Case, exchange, gathering
-from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, gpu_time
+from autotune.estimate.gpu_time import EFFICIENCIES, FITTED_CHIP, GpuModel, GpuTime, gpu_time
+from autotune.estimate.memory import MemoryModel
+
+_BUCKET_BYTES = 25 * 2**20
+"""``bucket_cap_mb`` of DistributedDataParallel, whose default the Trainer keeps."""
+_COPIES = 4
+"""Reads and writes of a gradient: into its bucket, and back (the Trainer leaves ``gradient_as_bucket_view`` off)."""
+_SMALLEST_WORK_SECONDS = 2e-5
+"""Least time of one all-reduce: 20 to 40 microseconds for 8 bytes on PCIe and NVLink hosts (nccl-tests; 42 microseconds
+on eight RTX 4090 in github.com/NVIDIA/nccl/issues/1530)."""
+
+_GATHER_HOST_SECONDS = 2.3e-5
+"""What the host takes for each parameter of a micro-step, to gather it, to free it and to reduce its gradient."""
+_GATHER_AGAIN_HOST_SECONDS = 3.9e-5
+"""What it takes besides where weights are freed after the forward pass and gathered again."""
+_SHARDED_UPDATE_HOST_SECONDS = 8.2e-5
+"""What it takes for each parameter besides in clipping and in the optimizer, whose tensors are then DTensors.
+
+These three are from steps of BERT-large in bf16 on two H200 (studies/landscapes): two with FSDP that frees weights, and
+one that keeps them, compared with two of DDP that the host limited as well. They are divided by 1.55, by which that
+host was slower than the one that ``HostSpeed`` describes."""
+
+_PARAMETERS_OF_LAYER = 12
+"""Of GPT-2; 16 of BERT and ViT, 9 of Llama."""
+
+Case = Literal["best", "usual", "worst"]
+_CASES: tuple[Case, ...] = ("worst", "usual", "best")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What communication adds to the steps of a rank, in seconds."""
+
+    exchanged: float
+    """Of a whole step, for which gradients are reduced and weights gathered if nothing else runs, hidden or not."""
+    shown: float
+    """Of it what nothing hides: the last bucket; under FSDP the first gathering and the last reduction."""
+    copies: float = 0.0
+    """Of gradients into buckets, and back."""
+    host_micro_step: float = 0.0
+    """Of the host, for its calls in a micro-step."""
+    host_step: float = 0.0
+
+    def added_seconds(self, busy_seconds: float, *, overlaps: bool = True) -> float:
+        """Return how much longer a step takes in which the GPU or the host is busy for this long meanwhile.
+
+        That is the last backward pass; under FSDP all that is computed.
+        """
+        hidden = busy_seconds if overlaps else 0.0
+        return self.copies + max(self.shown, self.exchanged - hidden)
+
+
+def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Case = "usual") -> Exchange:
+    """Return what FSDP adds to a candidate's steps on GPUs of one host; raises as ``exchange`` does.
+
+    In a ring each rank receives all parts of the others once. In bf16 and fp16 weights are gathered and gradients
+    reduced in 16 bits (accelerate's mixed precision of FSDP2).
+    """
+    arm = candidate.arm
+    sent = (arm.ranks - 1) / arm.ranks * operations.gradient_bytes
+    sent /= 2 if arm.precision in ("bf16", "fp16") else 1
+    rate = _rate(chip, case)
+    gathers = candidate.gradient_accumulation_steps * (1 if arm.strategy == "fsdp-keep" else 2)
+    reductions = candidate.gradient_accumulation_steps if arm.sync_each_batch else 1
+    tensors = operations.gradient_tensors
+    units = max(1, tensors // _PARAMETERS_OF_LAYER)
+    least = (gathers + reductions) * units * _SMALLEST_WORK_SECONDS
+    host = _GATHER_HOST_SECONDS + (0.0 if arm.strategy == "fsdp-keep" else _GATHER_AGAIN_HOST_SECONDS)
+    return Exchange(
+        exchanged=least + (gathers + reductions) * sent / rate,
+        shown=2 * (_SMALLEST_WORK_SECONDS + sent / units / rate),
+        host_micro_step=host * tensors,
+        host_step=_SHARDED_UPDATE_HOST_SECONDS * tensors,
+    )
+
+
+def _rate(chip: Chip, case: Case) -> float:
+    """Return the bytes a second that a rank sends; raises ``InvalidRequestError`` for GPUs that have no link."""
+    rates = chip.rates
+    assert rates is not None
+    if rates.link is None:
+        raise InvalidRequestError(f"several {chip.name} in one host are not predicted", "ask for one")
+    return rates.link.bytes_per_second * rates.link.shares[_CASES.index(case)]
+
+
+def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
+    """Return the exchange of gradients between ranks on GPUs of one host.
+
+    A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs that have no link.
+    """
+    rate, rates = _rate(chip, case), chip.rates
+    assert rates is not None
+    sent = 2 * (ranks - 1) / ranks
+    buckets = max(1, -(-operations.gradient_bytes // _BUCKET_BYTES))
+    least = buckets * _SMALLEST_WORK_SECONDS
+    return Exchange(
+        exchanged=least + sent * operations.gradient_bytes / rate,
+        shown=_SMALLEST_WORK_SECONDS + sent * min(_BUCKET_BYTES, operations.gradient_bytes) / rate,
+        copies=_COPIES * operations.gradient_bytes / (rates.bandwidth_bytes_per_second * EFFICIENCIES.copy),
+    )
+
 
 Limiter = Literal["matrix products", "memory traffic", "host", "network"]
 
@@ -61,15 +166,7 @@ class HostSpeed:
 
     def scaled(self, factor: float) -> HostSpeed:
         """Return a host that is slower by ``factor``."""
-        return HostSpeed(
-            self.forward_seconds * factor,
-            self.backward_seconds * factor,
-            self.recomputation_seconds * factor,
-            self.micro_step_seconds * factor,
-            self.step_seconds * factor,
-            self.tensor_seconds * factor,
-            self.sharding_seconds * factor,
-        )
+        return HostSpeed(*(seconds * factor for seconds in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +184,7 @@ MEASURED_CHIP = Doubt((0.86, 1.14), (0.6, 1.8))
 # On other chips the shares of the specified rates are assumed to be those of the H200. A factor of 1.6 either way held
 # 96 of 100 published throughputs of 18 other GPUs (studies/published.py), which are of other training code mostly.
 OTHER_CHIP = Doubt((0.62, 1.6), (0.6, 1.8))
-_FITTED_CHIP = "h200"
 
-_CASES: tuple[Case, ...] = ("best", "usual", "worst")
 # Factors by which several ranks are slower than one, besides what the exchange adds: they wait for the slowest, share
 # the host, and the exchange takes multiprocessors. The usual one is from two H200, 5 to 6 % slower than predicted where
 # the GPU limits; the worst one holds 27 of 30 recorded and published cells of nine GPUs (studies/several_gpus.py).
@@ -175,7 +270,7 @@ class StepTimeModel:
         self._chip = chip
         self._rates = chip.rates
         self._host = host or HostSpeed()
-        self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == _FITTED_CHIP else OTHER_CHIP)
+        self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == FITTED_CHIP else OTHER_CHIP)
         self._models: dict[Precision, GpuModel] = {}
 
     def knows(self, arm: Arm) -> bool:
@@ -191,7 +286,9 @@ class StepTimeModel:
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
         if candidate.arm.is_sharded and precision in ("bf16", "fp16"):
             others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
-            gpu = replace(_scaled(gpu, 1 - _share_of_casts(gpu)), by_kind=others)
+            total = sum(gpu.by_kind.values())
+            casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
+            gpu = replace(_scaled(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
         ranks = candidate.arm.ranks
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
@@ -200,19 +297,19 @@ class StepTimeModel:
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
         if candidate.arm.is_sharded:
-            fast, expected, slow = (gathering(operations, self._chip, candidate, case) for case in _CASES)
+            slow, expected, fast = (gathering(operations, self._chip, candidate, case) for case in _CASES)
             low = low * _SHARDED_BEST + fast.added_seconds(low)
             seconds = seconds * _RANKS_USUAL + expected.added_seconds(seconds)
             high = high * _RANKS_WORST + slow.added_seconds(0.0, overlaps=False)
             exchanged = expected.exchanged
         elif ranks > 1:
-            best, usual, worst = (exchange(operations, self._chip, ranks, case) for case in _CASES)
+            worst, usual, best = (exchange(operations, self._chip, ranks, case) for case in _CASES)
             backward = max(gpu.backward, self._host.micro_step(operations)[1])
             low += best.added_seconds(backward * self._doubt.gpu[0])
             seconds = seconds * _RANKS_USUAL + usual.added_seconds(backward)
             # Links that are shared, and buckets that are exchanged only after the backward pass.
             high = high * _RANKS_WORST + worst.added_seconds(0.0, overlaps=False)
-            exchanged = usual.all_reduce
+            exchanged = usual.exchanged
         return StepTime(
             candidate,
             seconds,
@@ -234,12 +331,6 @@ class StepTimeModel:
             sharding_seconds=more.host_micro_step,
             tensor_seconds=self._host.tensor_seconds + more.host_step / tensors,
         )
-
-
-def _share_of_casts(gpu: GpuTime) -> float:
-    """Return the share of the GPU's time that goes into conversions between dtypes."""
-    total = sum(gpu.by_kind.values())
-    return sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS) / total if total else 0.0
 
 
 def _scaled(gpu: GpuTime, factor: float) -> GpuTime:
@@ -266,3 +357,25 @@ def _longest(*seconds: float) -> float:
     most = max(seconds)
     total: float = math.fsum((s / most) ** _CORNER for s in seconds)
     return most * math.pow(total, 1 / _CORNER)
+
+
+class StepForecast:
+    """Predicted step times of candidates, each computed once."""
+
+    def __init__(self, memory: MemoryModel, chip: Chip) -> None:
+        self._memory = memory
+        self._model = StepTimeModel(chip)
+        self._known: dict[Candidate, StepTime] = {}
+
+    def predicted(self, candidate: Candidate) -> StepTime | None:
+        """Return the predicted step of a candidate; ``None`` where its operations are not known, or not yet."""
+        if candidate not in self._known:
+            operations = self._memory.operations(candidate.arm)
+            if operations is None or not self._model.knows(candidate.arm):
+                return None
+            self._known[candidate] = self._model.predict(operations, candidate)
+        return self._known[candidate]
+
+    def known(self) -> Iterable[StepTime]:
+        """Return the steps that were predicted."""
+        return self._known.values()

@@ -9,7 +9,7 @@ from autotune.core.units import format_bytes, format_rate
 from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
 from autotune.results.prediction_view import ArmView, BatchView, GpuView
 
-# Measured against recorded peaks; see studies/landscapes and tests/estimate/test_predicted_memory.py.
+# Measured against recorded peaks; see studies/landscapes and tests/estimate/test_rank_memory.py.
 ACCURACY = (
     "of 295 peaks on an H200 the allocated bytes were predicted within 0.4 % at worst, the reserved bytes within 3 % "
     "in 96 of 100 and within 8 % at worst"

@@ -178,7 +178,7 @@ def trial_view(report: Report, trial: TrialRecord) -> TrialView:
         if trial.candidate.arm.expandable_segments:
             # It could reserve no more than the line, so at least the headroom was left.
             headroom_bytes = report.ceiling.headroom_bytes
-        share = measured.gpu_busy_share or report.history.busy_share(trial.candidate)
+        share = measured.gpu_busy_share or report.history.pool.busy_share(trial.candidate)
         limit = what_limits(replace(measured, gpu_busy_share=share))
     return TrialView(
         record=trial,

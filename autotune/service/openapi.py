@@ -26,7 +26,7 @@ from autotune.service.documents import (
 from autotune.service.predictions import NAMES
 from autotune.service.problems import MEDIA_TYPE
 from autotune.service.requests import OPTION_NAMES
-from autotune.verify.json_document import VerificationDocument
+from autotune.verify.throughput import VerificationDocument
 
 
 class TrialsDocument(TypedDict):

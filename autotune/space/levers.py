@@ -81,6 +81,10 @@ class Training:
         )
 
 
+Obstacle = tuple[Callable[[Training], bool], str]
+"""Which trainings cannot have a lever, and why, as a format of the training."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prior:
     """What a lever is expected to do before this search has measured it."""
@@ -142,8 +146,8 @@ class Lever:
     """Other settings that have to be at their defaults beside it."""
     is_applied: bool = False
     """Whether ``autotune.training.apply`` sets it, under its name."""
-    obstacle: Callable[[Training], str | None] | None = None
-    """Why a training cannot have it, in words; ``None`` where it can."""
+    obstacles: tuple[Obstacle, ...] = ()
+    """Why a training cannot have it; the first that applies is told."""
     option: str | None = None
     """The option of a search, of a lever that ``auto`` tries on the best candidates only."""
     prior: Prior | None = None
@@ -182,97 +186,17 @@ def _checkpointed(arm: Arm) -> float:
     return (arm.checkpointed_layers or math.inf) if arm.gradient_checkpointing else 0
 
 
-def _allocates_elsewhere(training: Training) -> str | None:
-    if training.device_kind != "cuda":
-        return f"{training.device_kind} has no allocator with expandable segments"
-    return "it is searched on one GPU" if training.ranks > 1 else None
+def _without_trainer(words: str) -> Obstacle:
+    return lambda t: not t.has_trainer, words
 
 
-def _no_graphs(training: Training) -> str | None:
-    if training.device_kind != "cuda":
-        return f"{training.device_kind} has no CUDA graphs"
-    if not training.has_trainer:
-        return "only the steps of a Trainer are captured"
-    if training.shapes_vary:
-        return "batches differ in length, and a graph has one shape; with --lever length_multiple they have few"
-    return "several ranks are not captured" if training.ranks > 1 else None
+def _without_gpu(lacks: str) -> Obstacle:
+    return lambda t: t.device_kind != "cuda", f"{{0.device_kind}} has no {lacks}"
 
 
-def _no_layers_to_choose(training: Training) -> str | None:
-    if training.is_own_code:
-        return "your own code decides which layers recompute"
-    return None if (training.layers or 0) > 1 else "the layers of this model cannot be told apart"
-
-
-def _nothing_to_offload(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "your own loop decides where activations are kept"
-    if training.device_kind != "cuda":
-        return f"activations on {training.device_kind} are in the host's memory already"
-    return "it is searched on one GPU" if training.ranks > 1 else None
-
-
-def _casts_nothing(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "your own loop has its own autocast"
-    if training.ranks > 1:
-        return "it is searched on one GPU"
-    return None if training.dtype == "float32" else f"autocast does not cast {training.dtype} weights"
-
-
-def _needs_mask(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "only a Trainer's batches are changed"
-    if training.packs:
-        return "samples are packed, which are kept apart by their positions"
-    return "samples are padded, which the mask hides" if training.pads else None
-
-
-def _has_one_length(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "only a Trainer's batches are changed"
-    if training.task == "image-text-to-text":
-        return "batches of images and text are not padded further"
-    return "batches have one length" if training.is_read and not training.shapes_vary else None
-
-
-def _nothing_to_join(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "only a Trainer's batches are changed"
-    if training.task not in ("causal-lm", "own"):
-        return f"samples of {training.task} are not put in one row"
-    return "no sample is padded" if training.is_read and not (training.pads or training.packs) else None
-
-
-def _no_logits(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "your own loop computes its loss"
-    if training.is_own_code:
-        return None
-    if training.task == "image-text-to-text":
-        return "it is not supported for models of images and text"
-    return None if training.task == "causal-lm" else f"{training.task} has no loss over a vocabulary for every token"
-
-
-def _predicts_all(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "your own loop computes its loss"
-    return None if training.task in ("masked-lm", "own") else f"{training.task} masks no tokens"
-
-
-def _no_cudnn(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "only for a Trainer; set TORCH_CUDNN_SDPA_ENABLED=0 in the environment of your own loop"
-    return None if training.device_kind == "cuda" else f"{training.device_kind} has no cuDNN"
-
-
-def _no_float8(training: Training) -> str | None:
-    if not training.has_trainer:
-        return "your own loop decides how its products are computed"
-    if training.device_kind != "cuda":
-        return f"{training.device_kind} has no FP8 units"
-    return "it is searched on one GPU" if training.ranks > 1 else None
-
+_ON_SEVERAL_GPUS: Obstacle = (lambda t: t.ranks > 1, "it is searched on one GPU")
+_OWN_BATCHES = _without_trainer("only a Trainer's batches are changed")
+_OWN_LOSS = _without_trainer("your own loop computes its loss")
 
 LENGTH_MULTIPLE = 64
 """Tokens of whose multiples batches have their lengths: few shapes, and 3 to 6 % more tokens on an H100's 512 to 1,024
@@ -307,8 +231,8 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "expandable_segments", memory="reserved", saving=lambda arm: arm.expandable_segments,
-        never_slower=lambda arm: False, preference=5, is_optunas=True, obstacle=_allocates_elsewhere,
-        option="expandable_segments",
+        never_slower=lambda arm: False, preference=5, is_optunas=True, option="expandable_segments",
+        obstacles=(_without_gpu("allocator with expandable segments"), _ON_SEVERAL_GPUS),
         # They are never faster at the same batch, so that they are tried for more memory alone.
         prior=Prior(
             "expandable segments", "H200: 0.3 to 4.5 % more reserved than allocated; without, Qwen3-32B with QLoRA "
@@ -374,7 +298,11 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "checkpointed_layers", (), part_of="gradient_checkpointing", is_applied=True, saving=_checkpointed,
-        obstacle=_no_layers_to_choose, is_traced=operator.not_, option="partial_checkpointing",
+        is_traced=operator.not_, option="partial_checkpointing",
+        obstacles=(
+            (lambda t: t.is_own_code, "your own code decides which layers recompute"),
+            (lambda t: (t.layers or 0) <= 1, "the layers of this model cannot be told apart"),
+        ),
         prior=Prior(
             "checkpointing fewer layers", "H200, 23 November 2026: 1.4 × LoRA of an 8B model with every second layer"
         ),
@@ -382,21 +310,37 @@ LEVERS: tuple[Lever, ...] = (
     # Asked for by name: what the copies between GPU and host cost was not measured.
     Lever(
         "offload_activations", part_of="gradient_checkpointing", saving=lambda arm: arm.offload_activations,
-        never_slower=lambda arm: False, preference=13, excludes=("torch_compile",), obstacle=_nothing_to_offload,
+        never_slower=lambda arm: False, preference=13, excludes=("torch_compile",),
         option="offload_activations",
+        obstacles=(
+            _without_trainer("your own loop decides where activations are kept"),
+            (lambda t: t.device_kind != "cuda", "activations on {0.device_kind} are in the host's memory already"),
+            _ON_SEVERAL_GPUS,
+        ),
     ),
     # A checkpointed layer casts its weights again when it recomputes, so that the copies serve nothing meanwhile.
     Lever(
         "uncached_casts", part_of="gradient_checkpointing", is_idle=lambda arm: arm.precision not in HALF,
-        is_applied=True, saving=lambda arm: arm.uncached_casts, preference=14, obstacle=_casts_nothing,
+        is_applied=True, saving=lambda arm: arm.uncached_casts, preference=14,
+        obstacles=(
+            _without_trainer("your own loop has its own autocast"), _ON_SEVERAL_GPUS,
+            (lambda t: t.dtype != "float32", "autocast does not cast {0.dtype} weights"),
+        ),
         option="uncached_casts", is_resort=True,
         prior=Prior("uncached casts", "by the sizes of tensors: up to 2 bytes a parameter less memory, the same speed"),
     ),
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(
         "cuda_graphs", is_applied=True, saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
-        excludes=("torch_compile_mode", "offload_activations", "use_liger_kernel"), obstacle=_no_graphs,
-        option="cuda_graphs",
+        excludes=("torch_compile_mode", "offload_activations", "use_liger_kernel"), option="cuda_graphs",
+        obstacles=(
+            _without_gpu("CUDA graphs"), _without_trainer("only the steps of a Trainer are captured"),
+            (
+                lambda t: t.shapes_vary,
+                "batches differ in length, and a graph has one shape; with --lever length_multiple they have few",
+            ),
+            (lambda t: t.ranks > 1, "several ranks are not captured"),
+        ),
         prior=Prior(
             "CUDA graphs", "H200, 23 November 2026: 2.3 × bert-base at 128 tokens, 1.07 × BERT-large; 1 s",
             host=0.25, seconds=2.0, is_unmasked=True,
@@ -406,7 +350,12 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "length_multiple", (None, LENGTH_MULTIPLE), is_applied=True, saving=lambda arm: -(arm.length_multiple or 1),
         preference=17, inconvenience=lambda multiple: multiple is not None, is_traced=lambda multiple: multiple is None,
-        obstacle=_has_one_length, option="length_multiple",
+        option="length_multiple",
+        obstacles=(
+            _OWN_BATCHES,
+            (lambda t: t.task == "image-text-to-text", "batches of images and text are not padded further"),
+            (lambda t: t.is_read and not t.shapes_vary, "batches have one length"),
+        ),
         prior=Prior(
             "padding to few lengths",
             "H100, 25 November 2026, mean lengths a third of the longest: 1.32 × bert-base at 512 tokens, 1.42 × "
@@ -415,7 +364,12 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "unpadded", is_applied=True, saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_,
-        excludes=("length_multiple",), obstacle=_needs_mask, option="unpadded",
+        excludes=("length_multiple",), option="unpadded",
+        obstacles=(
+            _OWN_BATCHES,
+            (lambda t: t.packs, "samples are packed, which are kept apart by their positions"),
+            (lambda t: t.pads, "samples are padded, which the mask hides"),
+        ),
         prior=Prior("passing no mask", "an estimate; compiled code and graphs need it", passing=0.97),
     ),
     # Which kernels run decides what is allocated.
@@ -424,7 +378,12 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "padding_free", is_applied=True, saving=lambda arm: arm.padding_free, preference=11, is_traced=operator.not_,
-        excludes=("unpadded", "use_liger_kernel"), obstacle=_nothing_to_join, option="padding_free",
+        excludes=("unpadded", "use_liger_kernel"), option="padding_free",
+        obstacles=(
+            _OWN_BATCHES,
+            (lambda t: t.task not in ("causal-lm", "own"), "samples of {0.task} are not put in one row"),
+            (lambda t: t.is_read and not (t.pads or t.packs), "no sample is padded"),
+        ),
         prior=Prior(
             "rows without padding",
             "H100, 25 November 2026: Qwen2.5-0.5B at 1,024 tokens, a third of them in the mean: 1.6 ×, and 1.8 × what "
@@ -434,7 +393,18 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10,
-        excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss", is_resort=True,
+        excludes=("use_liger_kernel",), option="fused_loss", is_resort=True,
+        obstacles=(
+            _OWN_LOSS,
+            (
+                lambda t: not t.is_own_code and t.task == "image-text-to-text",
+                "it is not supported for models of images and text",
+            ),
+            (
+                lambda t: not t.is_own_code and t.task != "causal-lm",
+                "{0.task} has no loss over a vocabulary for every token",
+            ),
+        ),
         prior=Prior(
             "a fused loss", "H200, 23 November 2026: 33 % less memory for Qwen2.5-0.5B at 8 × 512 tokens; the gain in "
             "speed is an estimate", passing=0.9,
@@ -442,7 +412,10 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "sparse_prediction", is_applied=True, saving=lambda arm: arm.sparse_prediction, preference=15,
-        obstacle=_predicts_all, option="sparse_prediction",
+        option="sparse_prediction",
+        obstacles=(
+            _OWN_LOSS, (lambda t: t.task not in ("masked-lm", "own"), "{0.task} masks no tokens")
+        ),
         prior=Prior(
             "predicting masked tokens alone", "an estimate: the output layers are 29 % of the arithmetic of "
             "roberta-base at 512 tokens, of which three sixteenths are left", computing=0.75, passing=0.7,
@@ -450,7 +423,11 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "cudnn_attention", (True, False), memory="none", is_applied=True, preference=18,
-        obstacle=_no_cudnn, option="cudnn_attention",
+        option="cudnn_attention",
+        obstacles=(
+            _without_trainer("only for a Trainer; set TORCH_CUDNN_SDPA_ENABLED=0 in the environment of your own loop"),
+            _without_gpu("cuDNN"),
+        ),
         prior=Prior(
             "attention without cuDNN",
             "H100, 25 November 2026: an ordinary script's bert-base on texts of different lengths, steps 31 on, 1.66 ×",
@@ -461,7 +438,11 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "float8", is_applied=True, is_idle=lambda arm: arm.precision not in HALF, preference=16,
         is_traced=operator.not_, package=lambda on: "torchao" if on else None, excludes=("use_liger_kernel",),
-        obstacle=_no_float8, option="float8",
+        option="float8",
+        obstacles=(
+            _without_trainer("your own loop decides how its products are computed"), _without_gpu("FP8 units"),
+            _ON_SEVERAL_GPUS,
+        ),
     ),
     # Ring attention exists for CUDA's kernels alone, so that no fake tensor shows what it allocates.
     Lever("context_parallel", (), part_of="strategy", is_traced=lambda count: count == 1),
@@ -469,6 +450,8 @@ LEVERS: tuple[Lever, ...] = (
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}
 BY_NAME = {row.name: row for row in LEVERS}
+PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
+"""What is expected of the levers that are tried on the best candidates."""
 _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), key=lambda row: row.preference or 0)
 
 
@@ -602,12 +585,8 @@ def excluding(arm: Arm) -> str | None:
 
 def why_not(row: Lever, training: Training) -> str | None:
     """Return why a training cannot have a lever, in words; ``None`` where it can."""
-    return training.obstacles.get(row.name) or (row.obstacle(training) if row.obstacle else None)
-
-
-def needs_few_shapes(arm: Arm) -> bool:
-    """Return whether an arm is for batches of few shapes, and does nothing to have few."""
-    return arm.cuda_graphs and arm.length_multiple is None
+    told = (words.format(training) for applies, words in row.obstacles if applies(training))
+    return training.obstacles.get(row.name) or next(told, None)
 
 
 def applied_settings(arm: Arm) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from autotune.space.levers import (
     ROW_MULTIPLE,
     changed,
     excluding,
-    needs_few_shapes,
     without,
 )
 
@@ -241,7 +240,8 @@ class Space:
         batch = candidate.per_device_train_batch_size
         return (
             self.plain(candidate.arm) in self.arms
-            and not (self.shapes_vary and needs_few_shapes(candidate.arm))
+            # Graphs are for batches of few shapes.
+            and not (self.shapes_vary and candidate.arm.cuda_graphs and candidate.arm.length_multiple is None)
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
@@ -249,16 +249,6 @@ class Space:
     def has_arm(self, arm: Arm) -> bool:
         """Return whether an arm is one of this space, with late settings or without, but for those that save memory."""
         return without(plain_loader(arm), self.late - self.resorts) in self.arms
-
-    def without_sync(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate that reduces gradients once a step rather than in each micro-step.
-
-        ``None`` where that is the candidate itself, or no candidate of the space.
-        """
-        if not candidate.arm.sync_each_batch:
-            return None
-        plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
-        return plain if self.contains(plain) else None
 
     def baseline(self, attn_implementation: str) -> Candidate:
         """Return the ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""

@@ -14,16 +14,14 @@ from typing import TypeVar
 from transformers import Trainer
 
 from autotune.training.batches import pad_to_multiples
-from autotune.training.checkpointing import checkpoint_some_layers, keep_no_casts
 from autotune.training.division import divide_by_accumulation, withdraw_division
-from autotune.training.during import leave_out_cudnn_attention
+from autotune.training.during import leave_out_cudnn_attention, leave_out_full_masks
 from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.experts import choose_experts
 from autotune.training.float8 import multiply_in_float8
 from autotune.training.graphs import use_cuda_graphs
-from autotune.training.layers import compile_layers
+from autotune.training.layers import checkpoint_some_layers, compile_layers, keep_no_casts
 from autotune.training.loss import fuse_loss
-from autotune.training.masks import leave_out_full_masks
 from autotune.training.rows import join_samples
 from autotune.training.rows import pack as pack
 from autotune.training.sparse import predict_labelled_tokens

@@ -14,8 +14,13 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from autotune.training.adapters import without_adapters
 from autotune.training.errors import SettingUnavailableError
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model of transformers within peft's, or the model itself where it has no adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
 
 IGNORED = -100
 """The label of a token that does not count."""

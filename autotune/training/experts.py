@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import Trainer
 
-from autotune.training.adapters import without_adapters
+from autotune.training.batches import without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 

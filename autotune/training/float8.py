@@ -19,10 +19,6 @@ _MULTIPLE = 16
 _LEAST_CAPABILITY = (8, 9)
 
 
-def _has_units(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
-
-
 def _fits(module: torch.nn.Module, _name: str) -> bool:
     return isinstance(module, torch.nn.Linear) and not (
         module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
@@ -39,8 +35,10 @@ def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise SettingUnavailableError(f"FP8 needs torchao: {error}") from error
-    if not config.get("emulate") and not _has_units(trainer.args.device):
-        raise SettingUnavailableError(f"{trainer.args.device} has no FP8 units")
+    device = trainer.args.device
+    has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    if not config.get("emulate") and not has_units:
+        raise SettingUnavailableError(f"{device} has no FP8 units")
     model = trainer.accelerator.unwrap_model(trainer.model)
     layers = list(repeated_layers(model))
     if not any(_fits(module, "") for layer in layers for module in layer.modules()):

@@ -20,8 +20,7 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autotune.training.adapters import without_adapters
-from autotune.training.batches import IGNORED
+from autotune.training.batches import IGNORED, without_adapters
 from autotune.training.during import during_training
 from autotune.training.errors import SettingUnavailableError
 
@@ -149,7 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Autocast is off inside of a Function: the same casts by hand.
-        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         used, used_bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
         tokens = max(1, -(-hidden.shape[0] // pieces_of(hidden.shape[0], weight.shape[0])))
         sums = _Sums(
@@ -182,10 +182,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _autocasts(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from autotune.training.adapters import without_adapters
-from autotune.training.batches import IGNORED, change_batches, check_undivided
+from autotune.training.batches import IGNORED, change_batches, check_undivided, without_adapters
 from autotune.training.errors import SettingUnavailableError
 
 POSITIONS = "predicted_positions"

@@ -9,15 +9,16 @@ from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.chip import Chip
 from autotune.core.device import precisions_of
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.prediction import Operations
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes
-from autotune.devices.gpus import ALIASES, CHIPS, TYPICAL_CONTEXT_BYTES, find_chip
+from autotune.core.workload import Workload
+from autotune.devices.gpus import ALIASES, CHIPS, TYPICAL_CONTEXT_BYTES, chip_of_device, find_chip
 from autotune.devices.prices import read_prices
-from autotune.estimate.advice import Offer
-from autotune.estimate.grades import Grades
+from autotune.estimate.advice import Grades, Offer
 from autotune.estimate.memory import MemoryModel
+from autotune.estimate.pooling import Pool, Tried
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
@@ -25,11 +26,32 @@ from autotune.results.prediction_text import experts_line
 from autotune.space.levers import why_unpredictable
 from autotune.space.precision_names import HALF
 from autotune.space.space import Batches
+from autotune.store.measured import measured_trials
 from autotune.tuning.answer_cache import AnswerCache
-from autotune.tuning.measured import measured_pools
 from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.predictions import batches_of, known_chips, of_ranks, predictions
 from autotune.tuning.prepare import Prepared
+
+_LOCK_TIMEOUT_SECONDS = 5.0
+
+
+def measured_pools(storage: str, workload: Workload) -> dict[str, Pool]:
+    """Return the completed trials of a workload by the chip's name; none where the database cannot be read.
+
+    Trials that something disturbed, or whose micro-steps were not all run, count like others: their own spread is part
+    of the interval.
+    """
+    try:
+        found = measured_trials(storage, workload.fingerprint(), _LOCK_TIMEOUT_SECONDS)
+    except StorageError:
+        return {}
+    tried: dict[str, list[Tried]] = {}
+    for trial in found:
+        chip = chip_of_device(trial.device_name)
+        if chip is not None and chip.rates is not None:
+            tried.setdefault(chip.name, []).append(Tried(trial.id, trial.candidate, trial.outcome))
+    return {name: Pool(trials) for name, trials in tried.items()}
+
 
 _PLENTY_BYTES = 2**42
 """Memory of the GPUs that stand for all of their kind: no candidate is left out for want of it."""
@@ -216,14 +238,9 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
             needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
             least = min(needed, least or needed)
             if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
-                steps.append(speeds.predict(operations, _of_ranks(candidate, count)))
+                shared = replace(arm, strategy="ddp", ranks=count) if count > 1 else arm
+                steps.append(speeds.predict(operations, replace(candidate, arm=shared)))
     return steps, least
-
-
-def _of_ranks(candidate: Candidate, count: int) -> Candidate:
-    if count == 1:
-        return candidate
-    return replace(candidate, arm=replace(candidate.arm, strategy="ddp", ranks=count))
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:

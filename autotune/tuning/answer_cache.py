@@ -14,7 +14,6 @@ import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import autotune
@@ -140,9 +139,7 @@ class AnswerCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for opened in (self._answers, self._store):
             if opened is not None:
                 opened.close()
@@ -165,20 +162,18 @@ class AnswerCache:
         if self.problem is not None:
             return
         try:
-            self._writable().keep(key, answer)
+            writable = self._storage
+            if isinstance(writable, str):
+                if self._store is None:
+                    # Imports Alembic and Optuna, which reading does not need.
+                    from autotune.store.opening import open_store
+
+                    self._store = open_store(writable, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
+                writable = self._store.answers
+            writable.keep(key, answer)
             self._is_readable = True
         except StorageError as error:
             self.problem = error
-
-    def _writable(self) -> Answers:
-        if not isinstance(self._storage, str):
-            return self._storage
-        if self._store is None:
-            # Imports Alembic and Optuna, which reading does not need.
-            from autotune.store.opening import open_store
-
-            self._store = open_store(self._storage, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
-        return self._store.answers
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed
 from autotune.core.stop import LeftOut
 from autotune.core.units import format_seconds
+from autotune.estimate.bottleneck import gain_of, gain_of_fewer_layers
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried, speed_of
-from autotune.estimate.lever_gains import gain_of, gain_of_fewer_layers
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import BY_NAME, LEVERS, Lever, changed, compiles, excluding, levers_of, with_lever, without
+from autotune.estimate.speed_model import extra_seconds
+from autotune.space.levers import BY_NAME, LEVERS, PRIORS, Lever, changed, excluding, levers_of, with_lever, without
 from autotune.space.space import Space
 
 _GAIN_A_SECOND = 0.001
@@ -67,11 +68,6 @@ class Idea:
         return _LEAST_LIMIT_SECONDS + _LIMIT_TIMES * self.seconds
 
     @property
-    def is_worth_it(self) -> bool:
-        """Whether it promises more than its trial costs."""
-        return self.gain - 1 > self.seconds * _GAIN_A_SECOND
-
-    @property
     def name(self) -> str:
         """What the lever is called, and what else changes with it."""
         name, one = _name(self.lever), self.candidate
@@ -91,11 +87,10 @@ class Idea:
 
 _BATCH = "batch"
 """What an idea has for a lever where only the batch is another."""
-_WAYS = {row.name: row.prior for row in LEVERS if row.prior is not None}
 
 
 def _name(lever: str) -> str:
-    return _WAYS[lever].called if lever in _WAYS else "another batch with it"
+    return PRIORS[lever].called if lever in PRIORS else "another batch with it"
 
 
 class Anytime:
@@ -160,8 +155,8 @@ class Anytime:
         ideas = [
             idea
             for idea in self.ideas(history, among, best, usual_seconds)
-            if idea.is_worth_it
-            and idea.gain > 1 + history.tolerance
+            # It has to promise more than its trial costs.
+            if idea.gain - 1 > max(idea.seconds * _GAIN_A_SECOND, history.tolerance)
             and self.has_time(idea.seconds, spent_seconds)
             and judge.is_open(idea.candidate)
         ]
@@ -188,7 +183,7 @@ class Anytime:
                 if not self._may_fit(history, root, candidate, way):
                     continue
                 expected = gain * self._learned(way) * speed_of(root) / speed_of(best)
-                seconds = usual_seconds + self._extra_seconds(history, candidate.arm)
+                seconds = usual_seconds + extra_seconds(history, candidate.arm)
                 yield Idea(candidate, way, root.candidate, expected, gain, seconds)
 
     def _expanding(self, history: History, over: Tried) -> Iterator[tuple[str, Candidate, float]]:
@@ -210,7 +205,7 @@ class Anytime:
         rows = self._rows(history, candidate)
         captures = BY_NAME[_GRAPHS] in rows and _ways_of("torch_compile").isdisjoint(self.failures(history))
         for row in rows:
-            prior = _WAYS[row.name]
+            prior = PRIORS[row.name]
             if row.name == _FEWER_LAYERS:
                 yield from self._fewer_layers(history, root)
                 continue
@@ -224,7 +219,7 @@ class Anytime:
             if captures and _owner(row.name) == "torch_compile":
                 # What is compiled and captured was the fastest of all. Each alone may be no faster than a best that has
                 # a lever already, so that they are tried at once as well.
-                both = replace(prior, host=min(prior.host, _WAYS[_GRAPHS].host))
+                both = replace(prior, host=min(prior.host, PRIORS[_GRAPHS].host))
                 ways.append((replace(with_it, arm=changed(with_it.arm, cuda_graphs=True)), gain_of(both, measured)))
             for each, gain in ways:
                 yield row.name, each, gain
@@ -396,11 +391,11 @@ class Anytime:
         lever alone did, no way of it is tried any more.
         """
         found: dict[str, str] = {}
-        proven = {name for t in history.tried if t.measurement for name in levers_of(t.candidate.arm, _WAYS)}
+        proven = {name for t in history.tried if t.measurement for name in levers_of(t.candidate.arm, PRIORS)}
         failed_with = []
         for tried in history.tried:
             if isinstance(tried.outcome, Failed) and self.uses_levers(tried.candidate):
-                has = levers_of(tried.candidate.arm, _WAYS)
+                has = levers_of(tried.candidate.arm, PRIORS)
                 failed_with.append((has - proven, has, tried.outcome.message))
         for unproven, has, message in sorted(failed_with, key=lambda each: len(each[0] or each[1])):
             suspected = unproven or has
@@ -409,8 +404,8 @@ class Anytime:
                 is_compiler = not _ways_of("torch_compile").isdisjoint(found)
                 blamed = _GRAPHS if _GRAPHS in unproven and not is_compiler else _most_telling(suspected)
                 found[blamed] = " ".join(message.split())
-        for owner in {row.part_of for row in LEVERS if row.name in found and row.part_of in _WAYS} | {*found}:
-            ways = [row.name for row in LEVERS if row.part_of == owner and row.name in _WAYS]
+        for owner in {row.part_of for row in LEVERS if row.name in found and row.part_of in PRIORS} | {*found}:
+            ways = [row.name for row in LEVERS if row.part_of == owner and row.name in PRIORS]
             failed = [way for way in ways if way in found]
             if owner is not None and (owner in found or len(failed) >= _MOST_FAILURES):
                 why = found.get(owner) or found[failed[0]]
@@ -445,21 +440,6 @@ class Anytime:
         given = self._given.get(way)
         return statistics.median(given) if given else 1.0
 
-    def _extra_seconds(self, history: History, arm: Arm) -> float:
-        """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
-        has = levers_of(arm, _WAYS)
-        took = [
-            t.measurement.compile_seconds
-            for t in history.tried
-            if t.measurement
-            and t.measurement.compile_seconds is not None
-            and t.candidate.arm.torch_compile
-            and levers_of(t.candidate.arm, _WAYS) & _ways_of("torch_compile") == has & _ways_of("torch_compile")
-        ]
-        if took and compiles(arm):
-            return took[-1]
-        return _WAYS[_most_telling(has)].seconds if has else 0.0
-
 
 def _keeps_as_much(candidate: Candidate, other: Candidate) -> bool:
     """Return whether two differ in levers alone: they have the same batch, and both recompute or neither does."""
@@ -474,7 +454,7 @@ def _ran_out(history: History, candidate: Candidate) -> bool:
 def _owner(way: str) -> str:
     """Return the lever that a way is part of, where that is one."""
     owner = BY_NAME[way].part_of if way in BY_NAME else None
-    return owner if owner in _WAYS else way
+    return owner if owner in PRIORS else way
 
 
 def _ways_of(owner: str) -> frozenset[str]:
@@ -485,7 +465,7 @@ def _ways_of(owner: str) -> frozenset[str]:
 def _most_telling(names: Collection[str]) -> str:
     """Return of several levers the one that costs the most; a part stands for its whole."""
     wholes = {BY_NAME[name].part_of for name in names}
-    return max((name for name in names if name not in wholes), key=lambda name: _WAYS[name].seconds)
+    return max((name for name in names if name not in wholes), key=lambda name: PRIORS[name].seconds)
 
 
 def _samples_per_second(history: History, tried: Tried) -> float:

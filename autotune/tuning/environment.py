@@ -135,9 +135,9 @@ def environment_fingerprint(environment: Document) -> str:
     return _hash({**measured_environment(environment), "machine": _machine(environment)})
 
 
-def kind_fingerprint(environment: Document) -> str:
-    """Return the same text for two environments exactly when they are equal but for the machine."""
-    return _hash(measured_environment(environment))
+def is_of_kind(environment: Document, other: Document) -> bool:
+    """Return whether two environments are equal but for the machine."""
+    return _hash(measured_environment(environment)) == _hash(measured_environment(other))
 
 
 def is_same_machine(recorded: Document, today: Document) -> bool:

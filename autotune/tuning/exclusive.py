@@ -68,7 +68,8 @@ def take_turn(
             has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
             _say_without_lock(error, note)
-            name = name or _first(study, is_taken)
+            free = iter((study,)) if isinstance(study, str) else (each for each in study() if not is_taken(each))
+            name = name or next(free)
         yield Turn(name, has_waited)
 
 
@@ -104,14 +105,19 @@ def _hold_devices(
 ) -> bool:
     """Take the locks of all devices; whether that took waiting."""
     has_waited = False
-    # In one order everywhere, so that no two searches wait for each other. Ranks may share the CPU.
+    # In one order everywhere, and after that of the study, so that no two searches wait for each other. Ranks may share
+    # the CPU.
     for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
-        has_waited |= _hold_device(stack, device, study, wait=wait, note=note, hint=hint)
+        label = f"{device.label} ({device.name})"
+        lock = stack.enter_context(Lock(device.uuid))
+        if wait is not None:
+            has_waited |= _wait_for(lock, study, label, wait)
+        elif (holder := lock.acquire(study)) is not None:
+            if device.kind == "cuda":
+                raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
+            both = "both will measure slower trials than alone; --wait waits for its end"
+            note(f"{holder.describe()} searches on this CPU, too: {both}")
     return has_waited
-
-
-def _first(study: str | MakeNames, is_taken: Callable[[str], bool]) -> str:
-    return study if isinstance(study, str) else next(name for name in study() if not is_taken(name))
 
 
 def _hold_study(
@@ -144,23 +150,6 @@ def _hold_study(
 
 def _study_lock(study: str, database: str) -> Lock:
     return Lock(f"study {database} {study}")
-
-
-def _hold_device(
-    stack: contextlib.ExitStack, device: Device, study: str, *, wait: Wait | None, note: Note, hint: str
-) -> bool:
-    """Take the lock of the device, after that of the study, so that no two wait for each other; whether it waited."""
-    label = f"{device.label} ({device.name})"
-    lock = stack.enter_context(Lock(device.uuid))
-    if wait is not None:
-        return _wait_for(lock, study, label, wait)
-    holder = lock.acquire(study)
-    if holder is not None and device.kind == "cuda":
-        raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
-    if holder is not None:
-        both = "both will measure slower trials than alone; --wait waits for its end"
-        note(f"{holder.describe()} searches on this CPU, too: {both}")
-    return False
 
 
 def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:

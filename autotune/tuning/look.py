@@ -1,4 +1,7 @@
-"""Look before an answer whether the winner's training is the one that was asked for, and find out what changes it."""
+"""Look before an answer whether the winner's training is the one that was asked for, and find out what changes it.
+
+The winner of a search of one's own ``Trainer`` also runs once what a long run does beyond its first steps.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import Fixed
 from autotune.core.look import Difference, FirstStep, Look, LookAnswer, LookWork, difference
 from autotune.core.placement import RankDevices
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
+from autotune.devices.host import host_memory
 from autotune.space.features import FLASH_ATTENTION
 from autotune.space.levers import BY_NAME, changed, without
 from autotune.tuning.answer_cache import look_key
@@ -64,13 +69,6 @@ def as_looked_at(arm: Arm, *, as_measured: bool = False) -> Arm:
     return changed(plain, attn_implementation="sdpa") if arm.attn_implementation == FLASH_ATTENTION else plain
 
 
-def _levers_between(asked: Arm, winner: Arm) -> list[str]:
-    """Return the fields in which two arms differ, without the optimizer and what is part of another field."""
-    names = [field.name for field in dataclasses.fields(Arm)]
-    differing = [name for name in names if name != "optim" and getattr(asked, name) != getattr(winner, name)]
-    return [name for name in differing if BY_NAME[name].part_of not in differing]
-
-
 class Looker:
     """Looks at winners of one search."""
 
@@ -121,7 +119,10 @@ class Looker:
             split = winners
         is_measured = self._work.as_measured
         arm, winners_arm = (as_looked_at(each.arm, as_measured=is_measured) for each in (self._asked, winner))
-        levers = _levers_between(arm, winners_arm)
+        # The fields in which the two differ, without the optimizer and what is part of another field.
+        names = [field.name for field in dataclasses.fields(Arm)]
+        differing = [name for name in names if name != "optim" and getattr(arm, name) != getattr(winners_arm, name)]
+        levers = [name for name in differing if BY_NAME[name].part_of not in differing]
         if not levers and split == winners:
             return Verdict(Look())
         own = Candidate(arm, *split)
@@ -247,3 +248,35 @@ def _undivided(of_split: Difference, asked: Candidate, other: Candidate, *, divi
 
 class _UnknownError(Exception):
     """A look cannot be had; the message says why."""
+
+
+Rehearse = Callable[[Candidate, float], Rehearsal | None]
+"""Rehearses a winner after so many seconds of searching; ``None`` where its run is no more than its steps."""
+
+# Share of the search that a part may take, and its bounds in seconds. Choices.
+_SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.03, 2.0, 20.0
+
+
+def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Rehearse:
+    """Return what rehearses the winner of a search, by a job of a trial server."""
+    request, source = prepared.request, prepared.request.workload.source
+
+    def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
+        if source is None or source.framework != "trainer" or not prepared.model.interface.goes_on:
+            return None
+        if candidate.arm.ranks > 1:
+            return Rehearsal(problem="it trains on several devices")
+        devices = server.placement.rank_devices
+        work = RehearsalWork(
+            candidate,
+            devices,
+            prepared.ceiling.cap_bytes,
+            prepared.ceiling.line_bytes,
+            request.seed,
+            host_bytes=host_memory().free_bytes if devices.kind == "cuda" else None,
+            seconds=min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * searched_seconds)),
+            unmodified=candidate == prepared.baseline and prepared.model.own is not None,
+        )
+        return server.rehearse(work, request.trial_timeout_seconds or timeout_seconds)
+
+    return rehearse

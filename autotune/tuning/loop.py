@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from autotune.core.candidate import Candidate
 from autotune.core.ceiling import Ceiling
@@ -16,36 +16,37 @@ from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError,
 from autotune.core.look import Look
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
-from autotune.core.units import format_bytes, format_rate, format_seconds
+from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
+from autotune.estimate.gpu_time import calibrated
 from autotune.estimate.history import History, batch_of, cap_of
 from autotune.estimate.pooling import Speed
-from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.step_time import StepForecast
 from autotune.execution import Event, Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
-from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.records import Stage, StudyRecord, TrialRecord, now
 from autotune.store.repository import Store
-from autotune.tuning.acquisition import left_out_arms
-from autotune.tuning.forecast import Forecast
+from autotune.tuning.environment import is_of_kind
+from autotune.tuning.forecast import Forecast, LookAhead
 from autotune.tuning.interruption import Interruption
-from autotune.tuning.look import Looker
-from autotune.tuning.look_ahead import LookAhead
-from autotune.tuning.no_result import no_result
-from autotune.tuning.optuna_policy import OptunaPolicy, make_sampler
-from autotune.tuning.optuna_space import distributions
-from autotune.tuning.optuna_study import OptunaStudy, OptunaTrial
+from autotune.tuning.look import Looker, Rehearse
+from autotune.tuning.optuna_study import (
+    OptunaPolicy,
+    OptunaStudy,
+    StudyRecorder,
+    distributions,
+    make_sampler,
+)
 from autotune.tuning.plan import Plan, Step
-from autotune.tuning.policy import Policy, make_policy
+from autotune.tuning.policy import Policy, left_out_arms, make_policy
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.recorder import StudyRecorder
-from autotune.tuning.rehearse import Rehearse
 from autotune.tuning.remeasure import effort_of, timeout_seconds
+from autotune.tuning.request import SearchRequest
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
 
@@ -84,7 +85,6 @@ class Observer(Protocol):
 class _Running:
     """A running trial."""
 
-    trial: OptunaTrial
     record: TrialRecord
     placement: Placement
     started_seconds: float
@@ -154,7 +154,7 @@ class Search:
             raise
         self._close(stop)
         if self._records.study.state == "finished" and self._plan.best() is None:
-            raise no_result(self._history, self._request, stop, log_folder=self._log_folder)
+            raise _no_result(self._history, self._request, stop, log_folder=self._log_folder)
         return self._records.study
 
     # The study
@@ -207,7 +207,7 @@ class Search:
             trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
             where, outcome = trial.environment_id, trial.outcome
             if where not in is_alike:
-                is_alike[where] = self._prepared.is_of_kind(self._store.environment(where))
+                is_alike[where] = is_of_kind(self._store.environment(where), self._prepared.environment)
             if not is_alike[where] or outcome is None:
                 continue
             if self._history.memory is not None:
@@ -216,20 +216,21 @@ class Search:
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _close(self, stop: Stop) -> None:
-        best, baseline = self._plan.best(), self._plan.baseline()
-        self._records.close(
-            stop,
+        # A signal may come between a trial's record and its run, or while its end is written.
+        self._store.lose_running_trials(self._records.study.id, "the search was stopped during this trial")
+        self._keep_best(
+            state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
+            stop_reason=stop.reason,
+            stopped_because=stop.sentence,
             left_out=self._left_out(stop),
-            best_trial_id=best.trial_id if best else None,
-            baseline_trial_id=baseline.trial_id if baseline else None,
-            seconds=self._plan.elapsed_seconds(),
+            ended_at=now(),
         )
 
     def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
         """Return which arms had no trial and why, where the search ended because nothing was worth one."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
-        return (*left_out_arms(self._prepared.space, self._history), *self._plan.left_out_levers())
+        return (*left_out_arms(self._prepared.space, self._history), *self._plan.anytime.left_out(self._history))
 
     def _stop_after(self, error: BaseException) -> None:
         """End the running trials after an error or a signal, and record what can be recorded.
@@ -241,20 +242,18 @@ class Search:
             if running:
                 self._executor.close()
             for trial in running.values():
-                outcome = Failed("interrupted", self._stopped(trial))
+                now = self._clock()
+                doing, seconds = trial.progress.describe(now - trial.said_seconds), now - trial.started_seconds
+                outcome = Failed(
+                    "interrupted", f"the search was stopped after {format_seconds(seconds)} of this trial ({doing})"
+                )
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
-                self._records.finish(trial.trial, trial.record, outcome, self._clock() - trial.started_seconds)
+                self._records.finish(trial.record, outcome, seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
                 self._observer.note(f"the end of the search is not recorded: {second.message}")
-
-    def _stopped(self, trial: _Running) -> str:
-        """Say what a trial that is stopped did last."""
-        now = self._clock()
-        doing = trial.progress.describe(now - trial.said_seconds)
-        return f"the search was stopped after {format_seconds(now - trial.started_seconds)} of this trial ({doing})"
 
     # The loop
 
@@ -277,13 +276,15 @@ class Search:
         look = replace(verdict.look, seconds=verdict.look.seconds + (before.seconds if before else 0.0))
         if before is not None:
             look = replace(look, ruled_out=(*before.ruled_out, *look.ruled_out))
-        self._records.keep_look(look)
+        # It is written with the end of the search, as a rehearsal is.
+        self._records.study = replace(self._records.study, look=look)
         if not verdict.levers:
             return False
         why = f"another training: {'; '.join(verdict.look.ruled_out)}"
         self._observer.note(f"{why}; going on without")
-        for trial in self._plan.rule_out(verdict.levers, best.candidate, why):
-            self._records.refuse(trial)
+        outcome = Failed("other_training", why)
+        for trial_id in self._plan.rule_out(verdict.levers, best.candidate, outcome):
+            self._store.refuse_trial(trial_id, outcome)
         return True
 
     def _rehearse_best(self) -> None:
@@ -292,14 +293,15 @@ class Search:
         if self._rehearse is None or best is None or self._interruption.asked:
             return
         if (rehearsal := self._rehearse(best.candidate, self._plan.elapsed_seconds())) is not None:
-            self._records.keep_look(replace(look or Look(), rehearsal=rehearsal))
+            look = replace(look or Look(), rehearsal=rehearsal)
+            self._records.study = replace(self._records.study, look=look)
 
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free; return why the search starts no more.
 
         ``None`` where that depends on running trials.
         """
-        while (placement := self._free_slot()) is not None:
+        while len(self._running) < len(self._executor.slots):
             stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
             if stop is not None:
                 return stop
@@ -313,7 +315,7 @@ class Search:
                 self._observer.note(step.why)
             elif step.stage == "search":
                 self._say_level(step.candidate)
-            self._try(step, placement)
+            self._try(step)
         return None
 
     def _answer_first(self) -> None:
@@ -326,17 +328,15 @@ class Search:
         self._observer.note(f"answer after {seconds}: {rate} {unit}, {best.candidate.describe()}; going on …")
         self._keep_best()
 
-    def _keep_best(self) -> None:
+    def _keep_best(self, **changes: Any) -> None:
+        """Record the best trial so far, and other values of the study."""
         best, baseline = self._plan.best(), self._plan.baseline()
-        self._records.keep_best(
-            best.trial_id if best else None, baseline.trial_id if baseline else None, self._plan.elapsed_seconds()
+        self._records.write(
+            best_trial_id=best.trial_id if best else None,
+            baseline_trial_id=baseline.trial_id if baseline else None,
+            seconds=self._plan.elapsed_seconds(),
+            **changes,
         )
-
-    def _free_slot(self) -> Placement | None:
-        free = list(self._executor.slots)
-        for trial in self._running.values():
-            free.remove(trial.placement)
-        return free[0] if free else None
 
     def _say_level(self, candidate: Candidate) -> None:
         """Tell the observer that the search continues at a smaller multiple, and why."""
@@ -352,37 +352,41 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _try(self, step: Step, placement: Placement) -> None:
+    def _try(self, step: Step) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
         candidate, stage, study = step.candidate, step.stage, self._records.study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
-        trial = self._optuna.ask(candidate, stage)
+        trial_id, number = self._optuna.ask(candidate, stage)
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
-            number=trial.number,
+            number=number,
             candidate=candidate,
             workload_id=study.workload_id,
             environment_id=study.environment_id,
             stage=stage,
-            id=trial.trial_id,
-            log_path=str(self._log_folder / f"trial-{trial.number:04d}.log"),
+            id=trial_id,
+            log_path=str(self._log_folder / f"trial-{number:04d}.log"),
         )
         known = self._known(candidate, stage, effort) if control is None else None
         if known is not None:
-            self._take(self._records.reuse(trial, record, known))
+            self._take(self._records.reuse(record, known))
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             if is_exact and self._known(candidate, "final", effort) is not None:
                 # Every process that measured it counts, not the latest alone.
-                self._try(replace(step, stage="final"), placement)
+                self._try(replace(step, stage="final"))
             return
+        free = list(self._executor.slots)
+        for running in self._running.values():
+            free.remove(running.placement)
+        placement = free[0]
         with self._interruption.held():
             self._store.start_trial(record)
             now = self._clock()
-            self._running[record.id] = _Running(trial, record, placement, now, now, Progress("start"))
+            self._running[record.id] = _Running(record, placement, now, now, Progress("start"))
         self._plan.begin(record)
-        self._observer.trial_begins(trial.number, candidate, stage)
+        self._observer.trial_begins(number, candidate, stage)
         job = self._job(record, effort, placement)
         limit_seconds = min(job.timeout_seconds, step.limit_seconds)
         self._executor.submit(replace(job, timeout_seconds=limit_seconds))
@@ -414,7 +418,7 @@ class Search:
         with self._interruption.held():
             trial = self._running.pop(trial_id)
             report = self._plan.judged(report)
-            ended = self._records.finish(trial.trial, trial.record, report, self._clock() - trial.started_seconds)
+            ended = self._records.finish(trial.record, report, self._clock() - trial.started_seconds)
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:
@@ -526,3 +530,44 @@ class Search:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}
         return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
+
+
+def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
+    """Return the error that says why a search has nothing to recommend."""
+    # No candidate was left to try.
+    is_certain = stop.reason is StopReason.NOTHING_LEFT
+    tried, ceiling = history.tried, history.ceiling
+    failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
+    if not any(history.is_over(t) for t in tried):
+        if failed:
+            return NoResultError(
+                f"no candidate of the search space completed; the last one failed: {failed[-1].message}",
+                f"its log is in {log_folder}",
+            )
+        if not is_certain:
+            return NoResultError(f"no candidate was run: {stop.sentence}", "raise --trials or --time-budget")
+    reused = sum(source_of(t.outcome) is not None for t in tried)
+    run = len(tried) - reused
+    return NothingFitsError(
+        f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
+        f"({format_bytes(ceiling.cap_bytes)} less headroom); {plural(run, 'trial')} "
+        f"{'was' if run == 1 else 'were'} run"
+        + (f", {reused} reused" if reused else "")
+        + (f", {len(failed)} of them failed" if failed else ""),
+        _what_may_help(request, is_certain=is_certain),
+    )
+
+
+def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
+    """Return what the user can still do after a search in which nothing fits."""
+    workload = request.workload
+    ways = [
+        ("search on with the same --study and more --trials or --time-budget", not is_certain),
+        ("raise --memory-limit", request.memory_limit_bytes is not None),
+        ("free memory on the device or take a larger one", request.memory_limit_bytes is None),
+        ("shorten --seq-len", workload.is_text),
+        ("allow --gradient-checkpointing auto", request.gradient_checkpointing == "off"),
+        *((f"add --lever {name}=on", True) for name in request.untried_resorts()),
+        ("leave --batch-multiple out", (request.batch_multiple or 1) > 1),
+    ]
+    return ", or ".join(way for way, is_open in ways if is_open)

@@ -10,25 +10,21 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.stop import LeftOut, Stop, StopReason
+from autotune.core.stop import Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.acquisition import pinned
 from autotune.tuning.anytime import Anytime, Idea
-from autotune.tuning.policy import Policy
+from autotune.tuning.policy import Policy, pinned
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 
-# Final trials run at the same time only where company costs no more than this. A choice.
-_COMPANY_TOLERANCE = 0.01
 _LEAST_TRAINED = 0.5
 """Share of the tensors that the baseline trains below which a trial trains something else. A choice."""
 # Once measuring again has taken a minute and this share of a search, rivals are not told apart any further. A choice:
@@ -39,44 +35,6 @@ _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 # A trial may be so much shorter than the first one. A choice.
 _BASELINE_TIMES = 2.0
-
-
-class Company:
-    """What it costs a trial to run at the same time as others: on other GPUs, but with the same cores and power.
-
-    A final trial runs alone. Its candidate was measured before, perhaps beside others, so the first final trial of a
-    search tells what that cost.
-    """
-
-    def __init__(self) -> None:
-        self._begun: set[str] = set()
-        self._beside: set[str] = set()
-        self._alone: dict[Candidate, list[float]] = {}
-        self._accompanied: dict[Candidate, list[float]] = {}
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this run of the search has started a trial."""
-        return bool(self._begun)
-
-    def begin(self, trial_id: str, beside: Collection[str]) -> None:
-        """Record that a trial was started while the trials ``beside`` it were under way."""
-        self._begun.add(trial_id)
-        if beside:
-            self._beside |= {trial_id, *beside}
-
-    def take(self, trial: TrialRecord) -> None:
-        """Record what a trial measured, if this run of the search started it."""
-        if trial.id in self._begun and isinstance(trial.outcome, Completed):
-            speeds = self._accompanied if trial.id in self._beside else self._alone
-            speeds.setdefault(trial.candidate, []).append(trial.outcome.measurement.samples_per_second)
-
-    @property
-    def costs(self) -> bool:
-        """Whether it costs more than 1 % of the speed; ``True`` as long as no candidate was measured both ways."""
-        both = self._alone.keys() & self._accompanied.keys()
-        ratios = [fmean(self._accompanied[candidate]) / fmean(self._alone[candidate]) for candidate in both]
-        return not ratios or any(abs(ratio - 1) > _COMPANY_TOLERANCE for ratio in ratios)
 
 
 @dataclass(frozen=True)
@@ -114,9 +72,9 @@ class Plan:
         self._spent_seconds = spent_seconds
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
-        self._company = Company()
+        self._has_begun = False
         is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
-        self._anytime = Anytime(
+        self.anytime = Anytime(
             prepared.space,
             prepared.model.checkpointing_layers,
             compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
@@ -128,19 +86,18 @@ class Plan:
 
     def begin(self, trial: TrialRecord) -> None:
         """Record that a trial was started."""
-        self._company.begin(trial.id, beside=self.pending)
+        self._has_begun = True
         self.pending[trial.id] = trial
-        self.history.begin(trial.candidate)
+        self.history.pending.append(trial.candidate)
 
     def take(self, trial: TrialRecord) -> None:
         """Record a trial that ended, unless it says nothing about its candidate and is repeated."""
         if self.pending.pop(trial.id, None) is not None:
-            self.history.end(trial.candidate)
+            self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
-        if self._anytime.is_late(trial.candidate):
+        if self.anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
-        self._company.take(trial)
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
             in_full = ran_in_full(counts.candidate, counts.outcome)
@@ -162,18 +119,18 @@ class Plan:
         every = trained + outcome.measurement.untrained_tensors
         return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {asked}", during="train")
 
-    def rule_out(self, levers: Collection[str], of: Candidate, why: str) -> list[TrialRecord]:
-        """Go on without settings that a candidate has, since they make another training; return its trials, and those
-        of others with one of them, as failed ones."""
-        self._anytime.leave_out(levers)
-        refused, outcome = [], Failed("other_training", why)
+    def rule_out(self, levers: Collection[str], of: Candidate, outcome: Failed) -> list[str]:
+        """Go on without settings that a candidate has, since they make another training.
+
+        Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
+        self.anytime.leave_out(levers)
+        refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
             if any(getattr(arm, name) == getattr(of.arm, name) for name in levers) and tried.trial_id in self.records:
                 self.history.replace(tried, outcome)
-                record = replace(self.records[tried.trial_id], outcome=outcome)
-                self.records[tried.trial_id] = record
-                refused.append(record)
+                self.records[tried.trial_id] = replace(self.records[tried.trial_id], outcome=outcome)
+                refused.append(tried.trial_id)
         return refused
 
     def drop_reused(self) -> None:
@@ -191,7 +148,7 @@ class Plan:
             # A trial that is owed is this one again.
             return None
         self._idea = None
-        gain = self._anytime.learn(idea, self.history, self.in_space)
+        gain = self.anytime.learn(idea, self.history, self.in_space)
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
@@ -242,7 +199,7 @@ class Plan:
     @property
     def _has_run_nothing(self) -> bool:
         """Whether this run of the search continues earlier trials, and has not started one."""
-        return bool(self.records) and not self._company.has_begun
+        return bool(self.records) and not self._has_begun
 
     @property
     def owed(self) -> list[Candidate]:
@@ -264,11 +221,12 @@ class Plan:
 
         With trials running, ``None`` may also mean that their results are needed first.
         """
-        if self._is_alone():
+        if any(trial.stage == "final" for trial in self.pending.values()):
+            # It runs alone: others use the same cores and power.
             return None
         forced = self._forced()
         if forced is not None:
-            return None if forced.stage == "final" and self.pending and self._company.costs else forced
+            return None if forced.stage == "final" and self.pending else forced
         if self._is_last and self._waits:
             return None
         candidate = self.upcoming()
@@ -283,13 +241,13 @@ class Plan:
     @property
     def has_first_answer(self) -> bool:
         """Whether all but levers was tried, so that the best so far is an answer, and there are levers to try."""
-        if not self._has_answer and self._anytime.has_levers and not self.pending and self._is_settled:
+        if not self._has_answer and self.anytime.has_levers and not self.pending and self._is_settled:
             self._has_answer = self.best() is not None
         return self._has_answer
 
     def arms_that_save(self) -> list[Arm]:
         """Return the arms of the next levers whose memory decides which of them are worth a trial."""
-        return self._anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
+        return self.anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
 
     def _next_idea(self) -> Idea | None:
         """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
@@ -298,16 +256,12 @@ class Plan:
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
         usual = statistics.median(seconds) if seconds else 0.0
         spent = self._seconds_with_levers
-        return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+        return self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
 
     @property
     def _seconds_with_levers(self) -> float:
         """The seconds that trials with levers have taken."""
-        return sum(t.seconds or 0.0 for t in self.records.values() if self._anytime.is_late(t.candidate))
-
-    def left_out_levers(self) -> tuple[LeftOut, ...]:
-        """Return the levers that failed, with the reason of each."""
-        return self._anytime.left_out(self.history)
+        return sum(t.seconds or 0.0 for t in self.records.values() if self.anytime.is_late(t.candidate))
 
     @property
     def owes_baseline(self) -> bool:
@@ -341,10 +295,6 @@ class Plan:
         """Return whether a running trial may change what is worth a trial, which final trials do not."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
-    def _is_alone(self) -> bool:
-        """Return whether a trial runs beside which no other may."""
-        return self._company.costs and any(trial.stage == "final" for trial in self.pending.values())
-
     @property
     def _is_last(self) -> bool:
         """Return whether the budget allows exactly one more trial."""
@@ -364,10 +314,15 @@ class Plan:
         best = self.best()
         if best is None:
             return None
-        if self._may_have_variants(best):
-            variant = self._next_loader(best) or self._next_pinned(best)
-            if variant is not None:
+        # With levers a variant compiles again, if from a cache.
+        seconds, spent = self.records[best.trial_id].seconds or 0.0, self._seconds_with_levers
+        if not self.anytime.is_late(best.candidate) or self.anytime.has_time(seconds, spent):
+            if (variant := self._next_loader(best)) is not None:
                 return Step("search", variant)
+            # Pinned to one core, once all else is done, if it is host-bound.
+            on_one_core = pinned(self._space, self.history, best)
+            if on_one_core is not None and not self.history.attempts(on_one_core) and self._is_settled:
+                return Step("search", on_one_core)
         if self._request.objective != "throughput":
             return None
         return self._final(best)
@@ -395,13 +350,6 @@ class Plan:
             return None
         return Step("final", owed[0]) if owed else None
 
-    def _may_have_variants(self, best: Tried) -> bool:
-        """Return whether there is time for a variant of the winner; with levers it compiles again, if from a cache."""
-        if not self._anytime.is_late(best.candidate):
-            return True
-        seconds = self.records[best.trial_id].seconds or 0.0
-        return self._anytime.has_time(seconds, self._seconds_with_levers)
-
     def _next_loader(self, best: Tried) -> Candidate | None:
         """Return the winner with more data loader workers, once all else is done, if it waits for data.
 
@@ -418,9 +366,3 @@ class Plan:
         cores = self._prepared.usable_cores
         more = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
         return more if more is not None and self._is_settled else None
-
-    def _next_pinned(self, best: Tried) -> Candidate | None:
-        """Return the winner pinned to one core, once all else is done, if it is host-bound."""
-        candidate = pinned(self._space, self.history, best)
-        is_open = candidate is not None and not self.history.attempts(candidate) and self._is_settled
-        return candidate if is_open else None

@@ -1,4 +1,7 @@
-"""Predict memory and speed on GPUs that are not in this machine, for ``predict`` and ``advise``."""
+"""Predict memory and speed on GPUs that are not in this machine, for ``predict`` and ``advise``.
+
+What was predicted of a recorded study is looked up without starting a process.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import dataclasses
 import importlib
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN
@@ -15,13 +19,14 @@ from autotune.core.device import Device, precisions_of
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.inspection import Inspection
 from autotune.core.placement import Placement
+from autotune.core.prediction import MemoryPrediction
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
-from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip, find_chip, read_chips
+from autotune.devices.gpus import CHIPS, TYPICAL_CONTEXT_BYTES, Chip, chip_of_device, find_chip, read_chips
 from autotune.devices.listing import find_device
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
-from autotune.estimate.step_time import StepTimeModel
+from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.execution import TrialServer
 from autotune.results.predicted import (
     BatchDocument,
@@ -39,10 +44,14 @@ from autotune.space.levers import is_predictable, why_unpredictable
 from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
-from autotune.tuning.forecast import Forecast, Target, most_predictions
+from autotune.tuning.forecast import Forecast, Target, forecast_of, most_predictions
 from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.request import SearchRequest, request_fields
+from autotune.tuning.request import SearchRequest, request_fields, request_from_document
+
+if TYPE_CHECKING:
+    from autotune.results.report import Report
+    from autotune.store.answers import Answers
 
 # One host has no more. A choice.
 _MOST_RANKS = 64
@@ -272,3 +281,53 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
         largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
     why_not = None if rows else why_unpredictable(arm, workload) or model.why_missing(arm)
     return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows, why_not=why_not)
+
+
+def stored_prediction(
+    report: Report, candidate: Candidate, answers: Answers
+) -> tuple[MemoryPrediction | None, StepTime | None]:
+    """Return what the study's search predicted of a candidate: its memory, and its step from the traced operations.
+
+    Nothing that was measured corrects the step. ``None`` where nothing is stored: on a CPU, for the user's own code,
+    and where other versions of torch, transformers or autotune made the predictions than are installed; the step also
+    for a GPU whose rates are not known.
+    """
+    try:
+        workload = Workload.from_document(report.workload)
+        request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
+        key = inspection_key(request.device, workload)
+        facts = answers.find(key, Inspection) if key is not None else None
+        if facts is None:
+            return None, None
+        # The study's own ceiling: the free memory may have changed when it was resumed.
+        prepared = replace(prepare(request, facts), ceiling=report.ceiling)
+        forecast = forecast_of(prepared, None, KeptPredictions(AnswerCache(answers), workload))
+    except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
+        # Records of another version, or a damaged answer. The rest of a report does not need it.
+        return None, None
+    if forecast is None:
+        return None, None
+    operations = forecast.model.operations(candidate.arm)
+    chip = chip_of_device(str(report.environment.get("device_name")))
+    step = None
+    if operations is not None and chip is not None and chip.rates is not None:
+        step = StepTimeModel(chip).predict(operations, candidate)
+    return forecast.model.prediction(candidate), step
+
+
+def _device_of(report: Report) -> Device:
+    """Return the device in the state it was in when the study began."""
+    environment = report.environment
+    capability = environment.get("device_capability")
+    return Device(
+        kind=environment["device_kind"],
+        index=None,
+        uuid=environment["device_uuid"],
+        name=environment["device_name"],
+        memory_total_bytes=environment["device_memory_bytes"],
+        memory_reserved_bytes=None,
+        memory_used_bytes=None,
+        memory_free_bytes=report.ceiling.free_bytes,
+        driver=environment["driver"],
+        capability=(int(capability[0]), int(capability[1])) if capability else None,
+    )

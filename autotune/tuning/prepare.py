@@ -1,4 +1,7 @@
-"""Prepare a search: combine the request with the inspected machine and model, and build the search space."""
+"""Prepare a search: combine the request with the inspected machine and model, and build the search space.
+
+The multiples that batches are padded to, and rows are filled to, follow from the lengths of the samples alone.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,19 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Chip
+from autotune.core.chip import Calibration, Chip
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
+from autotune.core.lengths import Batching, SampleLengths, choose_multiple, shapes_of
 from autotune.core.workload import BYTES_PER_ELEMENT
-from autotune.estimate.calibration import Calibration
+from autotune.devices.gpus import chip_of_device
+from autotune.estimate.step_time import peak_flops
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
-from autotune.space.levers import LEVERS, Training, levers_of
-from autotune.space.space import Space, choose_arms
+from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, ROW_MULTIPLE, Training, levers_of
+from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
-from autotune.tuning.environment import describe_environment, environment_fingerprint, kind_fingerprint
-from autotune.tuning.length_multiples import length_multiples
+from autotune.tuning.environment import describe_environment
 from autotune.tuning.own_code import batches_of, check_engine_fits, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_with_strategies, check_training_state_fits, shared
@@ -60,15 +64,6 @@ class Prepared:
         cores: int | None = self.environment.get("host", {}).get("usable_cores")
         return cores or usable_cores()
 
-    @property
-    def environment_fingerprint(self) -> str:
-        """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
-        return environment_fingerprint(self.environment)
-
-    def is_of_kind(self, environment: Document) -> bool:
-        """Return whether an environment differs from that of this machine in the machine alone."""
-        return kind_fingerprint(environment) == kind_fingerprint(self.environment)
-
 
 def _measurement_revision(request: SearchRequest) -> int:
     """Return a number that grows with every change of the worker that changes a candidate's speed or peak.
@@ -106,10 +101,14 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         # What the user's code compiles stays compiled, unless something else was asked for.
         late -= {"torch_compile"}
         settings |= {"torch_compile": True, "torch_compile_mode": model.own.torch_compile_mode}
+    default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
+    attentions = request.attn_implementations or (default_attention,)
+    if request.workload.source is not None:
+        attentions = model.attn_implementations
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
-        _attentions(request, model),
+        attentions,
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if is_cpu or "expandable_segments" in late else request.expandable_segments,
@@ -129,7 +128,6 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
                 "allow one of these precisions with checkpointing, or leave it out",
             )
     arms = arms_with_strategies(arms, request, model)
-    default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     batches, own = batches_of(request, model), model.own_candidate
     if request.workload.source is not None and own is None:
         # A loop keeps its optimizer in the baseline, too; a script may have no name for fp32.
@@ -160,8 +158,37 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     )
 
 
-def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
-    implementations = model.attn_implementations
-    if request.workload.source is not None:
-        return implementations
-    return request.attn_implementations or (("sdpa",) if "sdpa" in implementations else ("eager",))
+# Of a GPU's rated arithmetic in bf16 that padding costs. bert-base took 3.6 us a token and Qwen2.5-0.5B 20 us, six
+# operations for each weight: 0.18 and 0.15 (H100, texts of different lengths, 25 November 2026).
+_USED_SHARE = 0.17
+# A CUDA graph is captured for each, of which the fastest levers make use. A choice. Without graphs a shape takes 0.2 s:
+# bert-base (batches of 32) took 0.16 s, Qwen2.5-0.5B (of 8) 0.17 to 0.25 s longer at the first visit of a length than
+# at the second (H100, torch 2.11.0, transformers 5.17.0, 25 November 2026).
+_CAPTURE_SECONDS = 1.0
+# Each takes memory of the driver's, and so long in each trial. A choice.
+_MOST_SHAPES = 16
+# Of any batch, where none is said. A choice.
+_USUAL_BATCH = 16
+
+
+def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches) -> tuple[int, int]:
+    """Return the multiples of padded batches and of rows that cost least in an epoch in CUDA graphs."""
+    lengths, chip = request.workload.sample_lengths, chip_of_device(request.device.name)
+    if lengths is None or not lengths.vary or chip is None or chip.rates is None:
+        return LENGTH_MULTIPLE, ROW_MULTIPLE
+    own = model.own_candidate
+    usual = own.per_device_train_batch_size if own is not None else _USUAL_BATCH
+    # What makes lengths few saves memory, so that it is tried at large batches.
+    batch = max(usual, min(batches.effective_batch or usual, 32))
+    token_seconds = 6 * model.parameters / (_USED_SHARE * peak_flops(chip.rates, "bf16"))
+    padded = lengths.batching(batch)
+    rows = replace(padded, padding="rows", multiple=1)
+    chosen = [choose_multiple(lengths, how, token_seconds, shape_seconds=_CAPTURE_SECONDS) for how in (padded, rows)]
+    return _few(lengths, padded, chosen[0] or LENGTH_MULTIPLE), _few(lengths, rows, chosen[1] or ROW_MULTIPLE)
+
+
+def _few(lengths: SampleLengths, batching: Batching, multiple: int) -> int:
+    """Return a multiple of which there are few enough, however little padding a smaller one has in a long run."""
+    while len(shapes_of(lengths, replace(batching, multiple=multiple)).seen) > _MOST_SHAPES:
+        multiple *= 2
+    return multiple

@@ -110,7 +110,7 @@ def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, hist
     for tried in history.believed():
         other = tried.candidate
         is_larger = other.per_device_train_batch_size >= candidate.per_device_train_batch_size
-        if other.arm == candidate.arm and is_larger and history.busy_share(other) is not None:
+        if other.arm == candidate.arm and is_larger and history.pool.busy_share(other) is not None:
             return effort
     return replace(effort, busy_steps=1)
 
@@ -209,7 +209,7 @@ def needs_another(history: History, winner: Tried) -> bool:
         return False
     if not winner.in_full and done < 2:
         return True
-    processes = history.processes(candidate) + history.pending.count(candidate)
+    processes = history.pool.processes(candidate) + history.pending.count(candidate)
     if history.is_host_bound(candidate) and processes < _HOST_BOUND_PROCESSES:
         return True
     measured = winner.measurement

@@ -311,20 +311,12 @@ class SearchRequest:
         training, tried = Training.of(self.workload, self.device.kind, self.ranks), self.late_settings(None)
         return [
             row.name
-            for row in LEVERS
-            if row.is_resort
-            and row.name not in tried
+            for row in (*(row for row in LEVERS if row.is_resort), BY_NAME["offload_activations"])
+            if row.name not in tried
             and getattr(self, row.option or "") != "on"
             and why_not(row, training) is None
             and not (row.part_of == "gradient_checkpointing" and self.gradient_checkpointing == "off")
         ]
-
-    @property
-    def may_offload(self) -> bool:
-        """Whether layers recompute whose inputs may be kept in the host's memory, and stay on the GPU so far."""
-        is_open = self.offload_activations == "off" and self.gradient_checkpointing != "off"
-        training = Training.of(self.workload, self.device.kind, self.ranks)
-        return is_open and why_not(BY_NAME["offload_activations"], training) is None
 
     def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

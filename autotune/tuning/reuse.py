@@ -77,7 +77,12 @@ class Library:
         ``autotune.core.outcome.process_of``). A second measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)
-        exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]
+        # The oldest first.
+        exact = [
+            dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
+            for past, outcome in self._alike(candidate)
+            if past.trial.candidate == candidate and past.trial.id not in not_from
+        ]
         # Each process of earlier searches counts, however few steps it measured, as it did there.
         measured = [
             found
@@ -93,14 +98,6 @@ class Library:
             or self._ran_out(candidate, not_from)
             or (None if in_full or is_second else self._derived(candidate, effort))
         )
-
-    def _exact(self, candidate: Candidate) -> list[Completed]:
-        """Return the measurements of exactly this candidate, the oldest first."""
-        return [
-            dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
-            for past, outcome in self._alike(candidate)
-            if past.trial.candidate == candidate
-        ]
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
         """Return the latest measurement at another accumulation, converted to this one."""
@@ -218,11 +215,6 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
     optimizer = measurement.optimizer_seconds or 0.0
     share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
-
-
-def _trial_id(reused: Completed) -> str | None:
-    """Return the id of the earlier trial that an outcome was taken from."""
-    return None if reused.source is None else reused.source.trial_id
 
 
 def _source(past: PastTrial, *, derived: bool) -> Source:

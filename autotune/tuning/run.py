@@ -1,27 +1,30 @@
-"""Run a search from its request to its report: take the locks, start the trial server, prepare, search.
+"""Run a search from its request to its report: take the locks, start the trial server, read data, prepare, search.
 
 Optuna, SQLAlchemy and what uses them are imported within functions, after the trial server was started: both processes
-then import at the same time.
+then import at the same time. What a search would do is said without training and without writing anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Document
+from autotune.core.dataset_spec import DataFacts, describe_lengths, describe_packing
 from autotune.core.errors import (
     DeviceError,
+    InvalidRequestError,
     NoResultError,
     NothingFitsError,
     StorageError,
@@ -30,10 +33,12 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.core.protection import PROTECTED
+from autotune.core.schema import encode
 from autotune.devices.host import host_memory
 from autotune.devices.presence import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
-from autotune.store.location import resolve_location
+from autotune.models.tasks import max_seq_len
+from autotune.store.location import resolve_location, shown_location
 from autotune.tuning.exclusive import Wait, hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.request import SearchRequest
@@ -78,7 +83,7 @@ def run_search(
 
         def is_taken(name: str) -> bool:
             from autotune.store.leases import name_of_study
-            from autotune.tuning.changes import what_differs
+            from autotune.tuning.studies import what_differs
 
             nonlocal store
             if store is None and path is not None and path.exists():
@@ -119,7 +124,7 @@ def run_search(
         if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
-        stack.enter_context(_LogFolder(folder))
+        stack.enter_context(_log_folder_made(folder))
         place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
@@ -152,7 +157,19 @@ def on_this_machine(
 ) -> Iterator[Place]:
     """Make trial servers, which are not started yet, and tell other searches of this one."""
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(server) for server in _servers(request, folder, note, warm)]
+        # Not started yet; each has a log of its own. The first may be the one that ``warm`` has.
+        servers = []
+        for number, placement in enumerate(request.slots):
+            starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
+            server = TrialServer(
+                placement,
+                request.workload,
+                folder if number == 0 else folder / f"server-{number}",
+                functools.partial(note, starting),
+                warm if number == 0 else None,
+                protection="none" if request.unprotected else None,
+            )
+            servers.append(stack.enter_context(server))
         presence = stack.enter_context(Presence(request.device.uuid))
         for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:
             stack.enter_context(Presence(uuid))
@@ -164,31 +181,6 @@ def on_this_machine(
             return WatchedExecutor(LocalExecutor(servers), context_bytes, note, lambda: interruption.asked, shared)
 
         yield Place(servers, make_executor)
-
-
-def _servers(
-    request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
-) -> list[TrialServer]:
-    """Return a trial server for each place where trials run, not started yet; each has a log of its own.
-
-    The first may be the one that ``warm`` has.
-    """
-    servers = []
-    for number, placement in enumerate(request.slots):
-        starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
-        logs = folder if number == 0 else folder / f"server-{number}"
-        on_start = functools.partial(note, starting)
-        servers.append(
-            TrialServer(
-                placement,
-                request.workload,
-                logs,
-                on_start,
-                warm if number == 0 else None,
-                protection="none" if request.unprotected else None,
-            )
-        )
-    return servers
 
 
 def _prepare_and_search(
@@ -206,8 +198,8 @@ def _prepare_and_search(
     """
     from autotune.results.report import load_report
     from autotune.tuning.answer_cache import inspection_key
-    from autotune.tuning.dataset import read_data
     from autotune.tuning.prepare import prepare
+    from autotune.tuning.run import read_data
 
     request = read_data(request, place.servers, folder.parent, observer.note)
     key = inspection_key(request.device, request.workload, request.ranks)
@@ -264,9 +256,8 @@ def _search(
     """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
-    from autotune.tuning.look import looker_of
+    from autotune.tuning.look import looker_of, rehearser_of
     from autotune.tuning.loop import Search
-    from autotune.tuning.rehearse import rehearser_of
 
     interruption = Interruption()
     try:
@@ -357,36 +348,130 @@ def _check_can_be_made(path: Path, label: str) -> None:
         raise StorageError(f"{label} cannot be made: the folder {folder} cannot be written", _ANOTHER_FILE)
 
 
-class _LogFolder:
-    """The folder of a study's logs, made on entering; taken away after an error that came before any trial."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._made: list[Path] = []
-
-    def __enter__(self) -> Self:
-        try:
-            self._made = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
-            self._path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"no logs can be kept in {self._path}: {error.strerror}", _ANOTHER_FILE) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            # A search that started no process wrote nothing there.
-            with contextlib.suppress(OSError):
-                self._path.rmdir()
-            return
+@contextlib.contextmanager
+def _log_folder_made(path: Path) -> Iterator[None]:
+    """Make the folder of a study's logs; take it away after an error that came before any trial."""
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"no logs can be kept in {path}: {error.strerror}", _ANOTHER_FILE) from error
+    try:
+        yield
+    except (TrialServerError, TrainingSourceError):
         # The hint of these is to look into a log.
-        if issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
-            return
-        if next(self._path.glob("trial-*"), None) is not None:
-            return
-        shutil.rmtree(self._path, ignore_errors=True)
-        for folder in self._made[1:]:
-            # Stays where something else has come into it since.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        raise
+    except BaseException:
+        if path in made and next(path.glob("trial-*"), None) is None:
+            shutil.rmtree(path, ignore_errors=True)
+            for folder in made[1:]:
+                # Stays where something else has come into it since.
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        raise
+    # A search that started no process wrote nothing there.
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def read_data(
+    request: SearchRequest, servers: Sequence[TrialServer], logs: Path, note: Callable[[str], None]
+) -> SearchRequest:
+    """Return the request with the facts of its dataset, which a worker process reads; unchanged without a dataset.
+
+    The first server reads it; the trials of all servers map what it has written.
+    Raises ``InvalidRequestError`` where the dataset is not valid, too small, or padded beyond what the model allows.
+    """
+    data = request.workload.data
+    if data is None:
+        return request
+    note(f"reading {data.label} …")
+    workload = request.workload
+    folder = workload.data_folder(logs)
+    was_there = folder.exists()
+    first, *others = servers
+    workload = first.read_data(folder)
+    request = dataclasses.replace(request, workload=workload)
+    facts = workload.data.facts if workload.data else None
+    assert facts is not None
+    try:
+        _check_read(request, facts)
+    except InvalidRequestError:
+        if not was_there:
+            first.discard_data()
+        raise
+    for server in others:
+        server.read_data(folder)
+    if facts.packed is not None:
+        note(describe_lengths(facts.packed.lengths))
+        note(describe_packing(facts))
+    elif facts.lengths is not None:
+        note(describe_lengths(facts.lengths))
+    return request
+
+
+def _check_read(request: SearchRequest, facts: DataFacts) -> None:
+    """Raise ``InvalidRequestError`` where the dataset is too small for one step, or padded beyond the model's limit."""
+    workload = request.workload
+    data = workload.data
+    assert data is not None
+    needed = request.effective_batch or request.batches.levels()[-1]
+    if facts.samples < needed:
+        option = request.batches.option if request.effective_batch else "--batch-multiple {}".format
+        counted = "samples" if facts.packed is None else "rows"
+        raise InvalidRequestError(
+            f"--dataset {data.label} has {facts.samples} {counted}, less than one step of {option(needed)}",
+            f"use {option(facts.samples)} or less, or more data",
+        )
+    limit = max_seq_len(workload.config)
+    if facts.lengths is None or limit is None:
+        return
+    longest = max(facts.lengths.in_batches[1], facts.lengths.longest_target or 0)
+    padded = data.padded(longest, workload.seq_len)
+    if padded > limit:
+        raise InvalidRequestError(
+            f"--pad-to-multiple-of {data.pad_to_multiple_of} pads samples to {padded} tokens, more than the {limit} "
+            f"positions of {workload.model}",
+            f"use one that divides {limit}, or leave --pad-to-multiple-of out",
+        )
+
+
+def dry_run_document(request: SearchRequest, storage: str) -> dict[str, Any]:
+    """Return what a search would try, what is predicted of it, and where it would write, as JSON-ready data.
+
+    ``predicted`` is as ``predict`` prints it for a GPU; ``None`` on a CPU, for which nothing is predicted.
+    """
+    from autotune.tuning.forecast import forecast_of
+    from autotune.tuning.predictions import batches_of, gpu_document
+    from autotune.tuning.prepare import prepare
+
+    if request.workload.source is not None:
+        raise InvalidRequestError(
+            "--dry-run is for a model by name: your own code would have to run to be looked at",
+            "leave --dry-run out, and give --trials 1",
+        )
+    with tempfile.TemporaryDirectory(prefix="autotune-dry-run-") as folder:
+        logs = Path(folder) / "logs"
+        logs.mkdir()
+        with on_this_machine(request, logs, lambda _: None, None) as place:
+            request = read_data(request, place.servers, logs.parent, lambda _: None)
+            server = place.servers[0]
+            prepared = prepare(request, server.inspect())
+            forecast = forecast_of(prepared, server, free_host_bytes=host_memory().free_bytes)
+            predicted = None
+            if forecast is not None and prepared.chip is not None:
+                forecast.complete()
+                predicted = encode(gpu_document(prepared.chip, prepared, forecast.model))
+    location = resolve_location(storage)
+    study = request.study or next(study_names(request))
+    return {
+        "study": study,
+        "device": request.device.name,
+        "writes": [str(location.path) if location.path else shown_location(storage), str(log_folder(storage, study))],
+        "trials": request.trials,
+        "time_budget_seconds": request.time_budget_seconds,
+        "baseline": prepared.baseline.parameters(),
+        "batches": [[batch, prepared.space.batches.accumulation(batch)] for batch in batches_of(prepared.space)],
+        "configurations": [arm.describe() for arm in prepared.space.arms],
+        "predicted": predicted,
+    }

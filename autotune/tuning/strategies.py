@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
-from autotune.core.ceiling import LARGE_GRADIENTS, Headroom
+from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import ModelFacts
 from autotune.core.units import GIB, MIB, format_bytes, format_count
@@ -108,24 +108,19 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
     Where every parameter was seen to get a gradient, DDP need not look for unused ones in each step; where no buffer
     was seen to change, rank 0 has none to send. Neither changes a value.
     """
-    ranks = request.ranks
+    arm = replace(arm, strategy=strategy, ranks=request.ranks)
     if strategy == "ddp":
         uses_all = model.after_step.unused_parameters == ()
         return replace(
             arm,
-            strategy=strategy,
-            ranks=ranks,
             ddp_find_unused_parameters=_is_copy_large(request, model) if uses_all else None,
             ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
     if strategy in ZERO_STAGES:
-        return replace(arm, strategy=strategy, ranks=ranks)
-    layers = ",".join(model.layer_classes)
+        return arm
     return replace(
         arm,
-        strategy=strategy,
-        ranks=ranks,
-        transformer_layer_cls_to_wrap=layers,
+        transformer_layer_cls_to_wrap=",".join(model.layer_classes),
         sync_each_batch=syncs,
         context_parallel=request.context_parallel,
     )
@@ -169,13 +164,6 @@ def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
     return model.parameters * (2 if is_half else BYTES_PER_ELEMENT[request.workload.dtype])
 
 
-def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
-    """Return the smallest memory limit whose line is not below the training state."""
-    if headroom.size_bytes is not None:
-        return state_bytes + headroom.size_bytes + context_bytes
-    return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
-
-
 def check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
     """Raise ``NothingFitsError`` where the memory limit, or what is free, is below the training state and headroom."""
     device, limit_bytes = request.device, request.memory_limit_bytes
@@ -184,7 +172,11 @@ def check_training_state_fits(request: SearchRequest, model: ModelFacts, context
         state_bytes //= request.ranks
     if _may_offload(request, model):
         state_bytes = min(state_bytes, _offloaded_bytes(request, model))
-    least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
+    # The smallest memory limit whose line is not below the training state.
+    if request.headroom.size_bytes is not None:
+        least_bytes = state_bytes + request.headroom.size_bytes + context_bytes
+    else:
+        least_bytes = math.ceil(state_bytes / (1 - request.headroom.fraction)) + context_bytes + 1
     free_bytes, reachable_bytes = request.least_free_bytes, request.reachable_bytes
     if reachable_bytes >= least_bytes:
         return

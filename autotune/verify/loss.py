@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
@@ -88,3 +89,26 @@ def compare_losses(target: Target, log_folder: Path) -> Comparison:
     if look.unknown is not None:
         raise TrialServerError(f"the two were not compared: {look.unknown}", f"the logs are in {log_folder}")
     return Comparison(candidate, reference, look)
+
+
+@dataclass(frozen=True, slots=True)
+class LossComparisonDocument:
+    """A comparison of the winner's training with the baseline's."""
+
+    same: bool
+    candidate: Any
+    reference: Any
+    """The baseline's settings with as many samples a step."""
+    look: Look
+    finding: str
+
+
+def comparison_document(comparison: Comparison) -> LossComparisonDocument:
+    """Return a comparison of losses as ``--json`` prints it."""
+    return LossComparisonDocument(
+        same=comparison.is_same,
+        candidate=comparison.candidate.parameters(),
+        reference=comparison.reference.parameters(),
+        look=comparison.look,
+        finding=comparison.sentence(),
+    )

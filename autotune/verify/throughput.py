@@ -5,24 +5,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
-from autotune.core.verification import StockResult
+from autotune.core.verification import RunState, StockResult
 from autotune.estimate.pooling import replays_graphs
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.results.wording import counted_in, rate_unit
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.tuning.exclusive import Wait, take_devices
-from autotune.verify.comparison import (
+from autotune.verify.target import (
     Interval,
+    Target,
     Verdict,
     compare,
     describe_ends,
@@ -30,7 +32,6 @@ from autotune.verify.comparison import (
     mean_speed,
     slack,
 )
-from autotune.verify.target import Target
 
 LEAST_STEPS, _USUAL_STEPS = 10, 100
 # Where no number is given, a stock run takes this long at the promised speed, between those numbers of steps. A choice.
@@ -120,15 +121,6 @@ class Verification:
             each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
         return mean_speed(self.samples_per_second, each)
 
-    def changed_packages(self) -> list[str]:
-        """Name the libraries whose versions are not those of the search, each with both versions."""
-        recorded = self.target.report.environment["packages"]
-        return [
-            f"{name} {version or 'none'}, now {now or 'none'}"
-            for name, now in self.obtained.packages.items()
-            if (version := recorded.get(name)) != now
-        ]
-
     def _new_seconds(self, new_shapes: int) -> float:
         """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
         return new_shapes * (self.target.promised.new_shape_seconds or 0.0)
@@ -206,16 +198,6 @@ class Verification:
         if self.misses() or self.speed is None:
             return "missed"
         return compare(self.promise, self.speed)
-
-    def verdict_line(self) -> str:
-        """Say the result of a run without a miss in one sentence, and how certain it is."""
-        match self.verdict():
-            case "cannot_tell":
-                return f"cannot tell: {self.why()}"
-            case "faster":
-                return f"faster than promised: {self.why()}"
-            case _:
-                return "kept: a stock Trainer does what was promised"
 
     def why(self) -> str | None:
         """Say why the intervals cannot tell, or how the run is faster; ``None`` for any other verdict."""
@@ -312,8 +294,13 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
 
 def notes(verification: Verification) -> list[str]:
     """Return notes that limit the validity of the comparison."""
-    notes = []
-    if changed := verification.changed_packages():
+    notes, recorded = [], verification.target.report.environment["packages"]
+    changed = [
+        f"{name} {version or 'none'}, now {now or 'none'}"
+        for name, now in verification.obtained.packages.items()
+        if (version := recorded.get(name)) != now
+    ]
+    if changed:
         notes.append(f"the study was measured with {'; '.join(changed)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_shape_seconds:
@@ -370,4 +357,154 @@ def verification_lines(verification: Verification) -> list[str]:
             lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
-    return lines if verification.misses() else [*lines, verification.verdict_line()]
+    if verification.misses():
+        return lines
+    words = {"cannot_tell": "cannot tell", "faster": "faster than promised"}.get(verification.verdict())
+    return [*lines, f"{words}: {verification.why()}" if words else "kept: a stock Trainer does what was promised"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedDocument:
+    """What the study promises of the winner's next run."""
+
+    samples_per_second: float
+    samples_per_second_with_new_lengths: float
+    """With the extra time of padded lengths that were new to the GPU in the verified steps; the interval is around
+    this."""
+    samples_per_second_low: float
+    samples_per_second_high: float
+    relative_half_width: float
+    processes_measured: int
+    gpu_busy_share: float | None
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    joules_per_sample: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainedDocument:
+    """What a stock ``Trainer`` did."""
+
+    state: RunState
+    message: str | None
+    """Why it failed."""
+    samples_per_second: float | None
+    samples_per_second_low: float | None
+    samples_per_second_high: float | None
+    """``None`` where a single stretch was timed, whose interval is unbounded."""
+    relative_half_width: float | None
+    samples_per_second_each: list[float]
+    """Of each timed stretch."""
+    measured_steps: int
+    measured_samples: int
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    """Of the training steps alone."""
+    peak_reserved_with_evaluation_bytes: int | None
+    peak_reserved_with_save_bytes: int | None
+    peak_reserved_at_the_end_bytes: int | None
+    evaluation_seconds: float | None
+    save_seconds: float | None
+    evaluation_batch_size: int | None
+    joules_per_sample: float | None
+    skipped_steps: int | None
+    new_lengths: int
+    """Padded lengths that were new to the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationDocument:
+    """A verification of speed and memory."""
+
+    study: str
+    model: str
+    device: str
+    candidate: Any
+    """The winner."""
+    steps: int
+    verdict: Verdict
+    why: list[str]
+    """Why the intervals cannot tell, or how the run is faster; empty where the promise was kept or missed."""
+    kept: bool
+    misses: list[str]
+    """The promises that were not kept, each in a sentence."""
+    promised: PromisedDocument
+    obtained: ObtainedDocument
+    samples_per_second_ratio: float | None
+    peak_ratio: float | None
+    peak_judged: Literal["allocated", "reserved"]
+    """Which peak is compared with what was promised."""
+    peak_reserved_ratio: float | None
+    slack: float | None
+    """The largest relative slow-down that the run would not refute."""
+    memory_tolerance: float
+    memory_slack_bytes: int
+    cap_bytes: int | None
+    notes: list[str]
+
+
+def verification_document(verification: Verification) -> VerificationDocument:
+    """Return the comparison as ``--json`` prints it; what was not measured is ``None``."""
+    target, obtained = verification.target, verification.obtained
+    promised, promise, speed = target.promised, verification.promise, verification.speed
+    peak = verification.training_peak_bytes
+    peaks = {name: peak.reserved for name, peak in obtained.peak_bytes.items()}
+    reserved = verification.peak_bytes("reserved")
+    return VerificationDocument(
+        study=target.report.study.name,
+        model=target.report.workload["model"],
+        device=target.placement.name,
+        candidate=target.best.candidate.parameters(),
+        steps=verification.steps,
+        verdict=verification.verdict(),
+        why=[why] if (why := verification.why()) is not None else [],
+        kept=verification.verdict() in ("kept", "faster"),
+        misses=verification.misses(),
+        promised=PromisedDocument(
+            samples_per_second=target.promise.mean,
+            samples_per_second_with_new_lengths=promise.mean,
+            samples_per_second_low=promise.low,
+            samples_per_second_high=promise.high,
+            relative_half_width=promise.relative_half_width,
+            processes_measured=target.processes,
+            gpu_busy_share=promised.gpu_busy_share,
+            peak_allocated_bytes=promised.peak_allocated_bytes,
+            peak_reserved_bytes=promised.peak_reserved_bytes,
+            joules_per_sample=promised.joules_per_sample,
+        ),
+        obtained=ObtainedDocument(
+            state=obtained.state,
+            message=obtained.message,
+            samples_per_second=speed.mean if speed else None,
+            samples_per_second_low=speed.low if speed else None,
+            samples_per_second_high=_finite(speed.high) if speed else None,
+            relative_half_width=_finite(speed.relative_half_width) if speed else None,
+            samples_per_second_each=[stretch.samples / stretch.seconds for stretch in obtained.stretches],
+            measured_steps=verification.steps_timed,
+            measured_samples=verification.samples_timed,
+            peak_allocated_bytes=verification.peak_bytes("allocated"),
+            peak_reserved_bytes=reserved,
+            peak_reserved_with_evaluation_bytes=peaks.get("evaluate"),
+            peak_reserved_with_save_bytes=peaks.get("save"),
+            peak_reserved_at_the_end_bytes=peaks.get("end"),
+            evaluation_seconds=obtained.pause_seconds.get("evaluate"),
+            save_seconds=obtained.pause_seconds.get("save"),
+            evaluation_batch_size=obtained.evaluation_batch_size,
+            joules_per_sample=obtained.joules_per_sample,
+            skipped_steps=obtained.skipped_steps,
+            new_lengths=verification.new_shapes,
+        ),
+        samples_per_second_ratio=speed.mean / promise.mean if speed else None,
+        peak_ratio=peak / verification.promised_peak_bytes if peak else None,
+        peak_judged="allocated" if verification.judges_allocated else "reserved",
+        peak_reserved_ratio=reserved / promised.peak_reserved_bytes if reserved else None,
+        slack=_finite(slack(promise, speed)) if speed else None,
+        memory_tolerance=MEMORY_TOLERANCE,
+        memory_slack_bytes=verification.slack_bytes,
+        cap_bytes=target.cap_bytes,
+        notes=notes(verification),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -20,8 +20,7 @@ from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import find_chip
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer
-from autotune.estimate.grades import Graded
+from autotune.estimate.advice import Graded, Offer
 from autotune.estimate.step_time import StepTime
 from autotune.models.resolve import resolve_model
 from autotune.results.advice_text import advice_lines, grade_lines

@@ -11,7 +11,7 @@ import pytest
 from command_line import COLD, Ran, Run, Studied, run_process
 
 from autotune.core.units import MIB
-from autotune.verify.comparison import Verdict
+from autotune.verify.target import Verdict
 
 Doctor = Callable[[str, Callable[[dict[str, Any]], None]], str]
 

@@ -11,9 +11,8 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.masking import mask_secrets, masked_options
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
-from autotune.tuning.changes import changes_since
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.studies import open_study, recorded_request
+from autotune.tuning.studies import changes_since, open_study, recorded_request
 
 HUB_TOKEN = "hf_" + "aB3" * 10
 

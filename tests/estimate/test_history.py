@@ -1,20 +1,22 @@
-"""Test what a search concludes from its trials: what cannot fit, and what is best."""
+"""Test what a search concludes from its trials: what cannot fit, what is best, and how far its next run may be off."""
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from histories import CAP_BYTES, completed, history_of, ran_out, tried_with
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, out_of_memory, run_candidate
+from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
 from searching import ceiling_of
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
-from autotune.core.outcome import OutOfMemory
+from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.estimate.history import History, Tried
+from autotune.estimate.history import History
+from autotune.estimate.pooling import Pool, Speed, Tried, deviations
 from autotune.space.levers import memory_class
 
 BF16 = Arm("bf16")
@@ -122,7 +124,7 @@ class TestBelieved:
             assert history.believed() == [in_full]
             speed = history.speed(in_full.candidate)
             assert speed is not None
-            assert (speed.processes, history.processes(in_full.candidate)) == (1, 2)
+            assert (speed.processes, history.pool.processes(in_full.candidate)) == (1, 2)
 
     def test_else_the_latest_counts(self) -> None:
         first, second = completed(BF16, 32, speed=110), completed(BF16, 32, speed=100)
@@ -214,3 +216,58 @@ def test_outcomes_of_a_candidate_are_in_order() -> None:
 def test_a_trial_that_added_micro_steps_up_was_not_in_full(run: int, in_full: bool) -> None:
     assert completed(BF16, 8, 8, run=run, peak_bytes=MIB).in_full is in_full
     assert ran_out(BF16, 8, 8).in_full
+
+
+REPLAYED = Arm("bf16", torch_compile=True, torch_compile_mode="reduce-overhead")
+GRAPHS = Arm("bf16", cuda_graphs=True)
+
+
+def process(speed: float, arm: Arm = BF16, busy: float | None = 0.97, steps: Sequence[float] = ()) -> Tried:
+    """A trial at so many samples a second; ``steps`` are the times of its steps, relative to their mean."""
+    candidate = Candidate(arm, 32)
+    found = measurement(candidate, 32 / speed, GIB, GIB)
+    each = tuple(32 / speed * step for step in steps) or found.step_seconds_each
+    found = dataclasses.replace(found, gpu_busy_share=busy, step_seconds_each=each)
+    return Tried(f"{speed} {arm}", candidate, Completed(found))
+
+
+def pooled(*trials: Tried) -> Speed:
+    found = Pool(trials).speed(trials[0].candidate)
+    assert found is not None
+    return found
+
+
+def test_a_winner_that_replays_cuda_graphs_is_promised_by_what_was_measured_of_it() -> None:
+    """bert-base on an H200: two processes that agree to 4 %. Launched kernel by kernel, it might deviate by 18 %."""
+    noisy, steady = (0.95, 1.05) * 3, (0.99, 1.01) * 3
+    replayed = [process(2132, REPLAYED, 0.58, noisy), process(2225, REPLAYED, 0.58, steady)]
+    launched = [process(2132, BF16, 0.58, noisy), process(2225, BF16, 0.58, steady)]
+    assert 0.05 < pooled(*replayed).relative_half_width < 0.1
+    assert pooled(*launched).relative_half_width > 0.15
+
+
+@pytest.mark.parametrize("arm", [REPLAYED, GRAPHS])
+def test_how_launched_steps_deviate_says_nothing_of_replayed_ones(arm: Arm) -> None:
+    launched = [process(1000, BF16, 0.5), process(700, BF16, 0.5)]
+    replayed = [process(2000, arm, 0.5), process(2040, arm, 0.5)]
+    assert {kind.graphs: found.degrees for kind, found in deviations([launched, replayed]).items()} == {
+        False: 1,
+        True: 1,
+    }
+    pool = Pool([*launched, *replayed])
+    assert pool.speed(replayed[0].candidate) == pooled(*replayed)
+
+
+def test_the_third_process_of_a_new_machine_has_the_prior_yield() -> None:
+    """Two deviations of 5 %: of Student's t with two degrees of freedom, 4.3 standard errors and no less."""
+    speeds = (1000.0, 1050.0, 950.0)
+    assert pooled(process(1000)).relative_half_width == pytest.approx(0.03, abs=0.007)
+    assert pooled(*map(process, speeds)).relative_half_width > 4.0 * 0.05
+
+
+def test_steps_that_explain_how_processes_differ_leave_less_between_them() -> None:
+    noisy, steady = (0.97, 1.03) * 4, (0.999, 1.001) * 4
+    found = [deviations([[process(speed, steps=steps) for speed in (1000.0, 1020.0)]]) for steps in (noisy, steady)]
+    explained, unexplained = (next(iter(each.values())).sum_of_squares for each in found)
+    assert unexplained == pytest.approx(0.0198**2 / 2, rel=0.02)
+    assert explained == pytest.approx(unexplained / 2, rel=0.02)

@@ -36,8 +36,8 @@ from autotune.results.report import Report, load_report
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
 from autotune.tuning.forecast import forecast_of
+from autotune.tuning.predictions import stored_prediction
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.stored_predictions import stored_prediction
 
 VOID = {"meta", "link", "br"}
 

@@ -32,8 +32,8 @@ from autotune.space.levers import EXPERTS
 from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
-from autotune.training.checkpointing import checkpoint_layers
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, evaluate_in_their_memory
+from autotune.training.layers import checkpoint_layers
 from autotune.training.loss import linear_cross_entropy
 from autotune.training.sparse import positions_to_compute, with_positions
 from autotune.worker.trial.look import first_step

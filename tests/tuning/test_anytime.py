@@ -19,8 +19,8 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
+from autotune.estimate.bottleneck import gain_of
 from autotune.estimate.history import History, Tried
-from autotune.estimate.lever_gains import gain_of
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report

@@ -17,16 +17,16 @@ from autotune.devices.condition import GpuPolicy
 from autotune.devices.host import machine_id
 from autotune.space.features import library_versions
 from autotune.tuning import environment as module
-from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import (
     comparable_environment,
     environment_fingerprint,
+    is_of_kind,
     is_same_machine,
-    kind_fingerprint,
     measured_environment,
     measured_variables,
 )
 from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.studies import changes_since
 
 FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
 """Of environments, what the first releases did not record."""
@@ -40,7 +40,7 @@ def environment(**reported: Any) -> Document:
 
 def key_of_reuse() -> str:
     """The key under which the trials of a search on a GPU are reused."""
-    return prepared().environment_fingerprint
+    return environment_fingerprint(prepared().environment)
 
 
 class TestKey:
@@ -109,7 +109,7 @@ def test_no_library_is_imported_to_know_its_version() -> None:
 def test_machines_of_one_kind_are_told_apart() -> None:
     here = environment()
     other = {**here, "device_uuid": "GPU-1"}
-    assert kind_fingerprint(here) == kind_fingerprint(other)
+    assert is_of_kind(here, other)
     assert environment_fingerprint(here) != environment_fingerprint(other)
     assert not is_same_machine(other, here)
     # The order of the devices does not count, nor what an earlier autotune did not record.

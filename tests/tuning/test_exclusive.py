@@ -174,12 +174,11 @@ class TestTurns:
     def test_several_are_taken_in_one_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         devices = [dataclasses.replace(H200, uuid=f"GPU-{letter}", name=letter) for letter in "cab"]
         held: list[str] = []
-        monkeypatch.setattr(
-            exclusive, "_hold_device", lambda stack, device, *_, **__: held.append(device.name) or False
-        )
+
+        monkeypatch.setattr(exclusive, "Lock", lambda name: held.append(name) or Lock(name))
         for order in (devices, devices[::-1], [*devices, *devices]):
             with take_turn(order, "ours", "file.db", wait=None, note=print):
-                assert held == ["a", "b", "c"]
+                assert held[1:] == ["GPU-a", "GPU-b", "GPU-c"], "after the study"
             held.clear()
 
     def test_a_cpu_is_shared_and_that_is_said(self, hold: Hold, cpu: Device) -> None:

@@ -1,7 +1,12 @@
-"""Test what is tried next, on recorded and computed landscapes: the answer and its cost."""
+"""Test what is tried next, in recorded and computed worlds: the answer and its cost, the model of speed, and the search
+for the largest batch under the line, which the next one confirms."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recorded import (
     BATCHES,
@@ -11,6 +16,7 @@ from recorded import (
     count_out_of_memory,
     fault,
     measurement,
+    out_of_memory,
     run_candidate,
     run_policy,
 )
@@ -19,11 +25,12 @@ from searching import CONTEXT_BYTES, arms, ceiling_of
 from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB, MIB
+from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
-from autotune.estimate.history import History
+from autotune.estimate.history import History, Tried
+from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.tuning.acquisition import Acquisition
-from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy
+from autotune.tuning.policy import Acquisition, ExhaustivePolicy, MaxBatchPolicy, names_of_arms
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()
@@ -302,3 +309,299 @@ class TestExhaustive:
         history = run_policy(ExhaustivePolicy(space), slow_and_large(1.0), History(ceiling_of(CAP_BYTES)))
         assert max(t.candidate.per_device_train_batch_size for t in history.tried) == LARGEST_FREE_BATCH
         assert len(history.tried) == 14
+
+
+PLAIN = Arm("bf16")
+GRAPHED = replace(PLAIN, cuda_graphs=True)
+COMPILED = replace(PLAIN, torch_compile=True, regional_compilation=True)
+
+
+def history_of(busy_share: float) -> History:
+    """A batch of 16 at 160 samples a second, of which the GPU computes for a share."""
+    candidate, history = Candidate(PLAIN, 16), History(ceiling_of(24 * GIB))
+    measured = replace(measurement(candidate, 0.1, 4 * GIB, 4 * GIB), gpu_busy_share=busy_share)
+    history.add(Tried("a", candidate, Completed(measured)))
+    return history
+
+
+def test_a_larger_batch_promises_what_the_gpu_does_not_compute_yet() -> None:
+    waits, computes = (
+        float(SpeedModel(history_of(share)).expected([Candidate(PLAIN, 32)], 160.0)[0][0]) for share in (0.5, 0.95)
+    )
+    assert waits == pytest.approx(math.log(2), abs=0.1)
+    assert computes < 0.1
+
+
+def test_two_levers_that_pay_only_together_promise_it_together() -> None:
+    """Graphs leave what the GPU computes, compiling what the host launches: each alone stops at the other."""
+    both = replace(COMPILED, cuda_graphs=True)
+    among = [Candidate(arm, 16) for arm in (GRAPHED, COMPILED, both)]
+    graphed, compiled, together = SpeedModel(history_of(0.88)).expected(among, 160.0)[0]
+    assert together > 1.3 * max(graphed, compiled)
+
+
+def test_a_lever_that_failed_alone_is_not_tried_again_and_one_of_two_may_be() -> None:
+    both, history = replace(COMPILED, cuda_graphs=True), history_of(0.5)
+    history.add(Tried("b", Candidate(both, 16), fault("no capture")))
+    assert 0.2 < Chances(history).runs(Candidate(GRAPHED, 16)) < 0.7
+    history.add(Tried("c", Candidate(GRAPHED, 16), fault("no capture")))
+    assert Chances(history).runs(Candidate(GRAPHED, 16)) == 0
+    assert Chances(history).runs(Candidate(PLAIN, 16)) > 0.9
+
+
+def test_what_is_never_faster_and_beside_a_trial_that_promises_as_much_is_not_tried() -> None:
+    """fp32 where tf32 was measured; and while bf16 is under way, what is not expected to beat it."""
+    space = Space((Arm("tf32"), Arm("fp32")), Batches(16))
+    history, measured = History(ceiling_of(24 * GIB)), Candidate(Arm("tf32"), 16)
+    history.add(Tried("a", measured, Completed(measurement(measured, 1.0, GIB, GIB))))
+    proposed = Acquisition(space).next(history)
+    assert proposed is None or proposed.arm.precision == "tf32"
+    space = Space((Arm("bf16"), Arm("fp16"), Arm("tf32")), Batches(16))
+    first = Acquisition(space).next(history)
+    assert first == Candidate(Arm("bf16"), 16)
+    history.pending.append(first)
+    beside = Acquisition(space).next(history)
+    assert beside is None or beside.arm.precision == "bf16"
+
+
+def test_other_machines_of_the_kind_decide_what_is_first() -> None:
+    space, history = Space((Arm("bf16"), Arm("tf32")), Batches(64)), History(ceiling_of(24 * GIB))
+    history.elsewhere[Candidate(Arm("tf32"), 16, 4)] = 100.0
+    assert Acquisition(space).next(history) == Candidate(Arm("tf32"), 16, 4)
+
+
+def test_a_free_batch_grows_by_doubling_and_halves_the_last_step() -> None:
+    space, history = Space((Arm("bf16"),), Batches(None)), History(ceiling_of(24 * GIB))
+    acquisition = Acquisition(space)
+    while (candidate := acquisition.next(history)) is not None and len(history.tried) < 20:
+        batch = candidate.per_device_train_batch_size
+        found = measurement(candidate, 0.01 + 0.001 * batch, batch * GIB // 8, batch * GIB // 8)
+        outcome = Completed(found) if batch <= 180 else out_of_memory(24 * GIB)
+        history.add(Tried(str(batch), candidate, outcome))
+    tried = [t.candidate.per_device_train_batch_size for t in history.tried]
+    assert len(tried) <= 8
+    assert max(t.candidate.per_device_train_batch_size for t in history.believed()) >= 128
+    assert all(batch & (batch - 1) == 0 for batch in tried[:2])
+
+
+@pytest.mark.parametrize(("slower", "best"), [(1.3, "64 × 1  fp32"), (3.0, "64 × 1  fp32"), (0.9, "64 × 1  bf16")])
+def test_where_nobody_knows_the_gpus_share_a_precision_may_be_slow(slower: float, best: str) -> None:
+    """As on a CPU: bf16 so many times slower than fp32, after the baseline in fp32 at 8 and bf16 at 64."""
+
+    def seconds(candidate: Candidate) -> float:
+        micro = 0.05 + 0.01 * candidate.per_device_train_batch_size
+        return candidate.gradient_accumulation_steps * micro * (slower if candidate.arm.precision == "bf16" else 1)
+
+    space = Space((PLAIN, Arm("fp32")), Batches(64))
+    runner = ComputedRunner(lambda _: GIB, seconds)
+    history = History(ceiling_of(24 * GIB))
+    run_candidate(Candidate(Arm("fp32"), 8, 8), runner, history)
+    run_policy(Acquisition(space), runner, history)
+    winner = history.winner()
+    assert winner is not None
+    assert winner.candidate.describe() == best
+    assert len(history.tried) <= 4
+
+
+def largest_batch_found(history: History) -> int | None:
+    """The largest batch that was found."""
+    largest = history.largest()
+    return largest.candidate.per_device_train_batch_size if largest else None
+
+
+def is_proven(history: History, batch: int, multiple: int = 8) -> bool:
+    """Whether a trial shows that the next multiple does not fit."""
+    return any(
+        history.is_over(tried) and tried.candidate.per_device_train_batch_size == batch + multiple
+        for tried in history.tried
+    )
+
+
+def search(space: Space, runner: RecordedRunner | ComputedRunner, headroom: float = 0.03) -> History:
+    return run_policy(MaxBatchPolicy(space), runner, History(ceiling_of(CAP_BYTES, headroom)))
+
+
+def with_peaks(of_batch: Callable[[int], float]) -> ComputedRunner:
+    """Trials that differ in their batch alone."""
+    return ComputedRunner(lambda candidate: of_batch(candidate.per_device_train_batch_size))
+
+
+ONE_ARM = Space(arms("bf16", checkpointing="on"), Batches(None))
+
+
+class TestOnRecords:
+    @pytest.mark.parametrize(
+        ("headroom", "expected", "most_trials", "most_ooms"), [(0.03, {216}, 4, 0), (0, {240, 248}, 7, 1)]
+    )
+    def test_sdpa_bf16_checkpointed(
+        self, headroom: float, expected: set[int], most_trials: int, most_ooms: int
+    ) -> None:
+        runner = RecordedRunner(BATCHES, between=True)
+        history = search(ONE_ARM, runner, headroom)
+        found = largest_batch_found(history)
+        assert found in expected
+        assert is_proven(history, found)
+        assert len(history.tried) <= most_trials
+        assert count_out_of_memory(history) <= most_ooms
+
+    def test_all_arms_ask_the_others_only_whether_they_beat_the_best(self) -> None:
+        runner = RecordedRunner(BATCHES, between=True)
+        history = search(Space(arms(), Batches(None)), runner)
+        assert largest_batch_found(history) == 216
+        assert len(history.tried) <= 5
+        asked = {t.candidate.arm for t in history.tried}
+        assert asked == {Arm("bf16", gradient_checkpointing=True), Arm("tf32", gradient_checkpointing=True)}
+
+
+class TestOnFormulas:
+    @given(
+        base_mib=st.integers(100, 20000),
+        mib_a_sample=st.floats(0.5, 4000),
+        multiple=st.sampled_from([1, 3, 8, 24, 64]),
+    )
+    @settings(max_examples=150)
+    def test_an_affine_peak_is_met_exactly(self, base_mib: int, mib_a_sample: float, multiple: int) -> None:
+        runner = with_peaks(lambda batch: (base_mib + mib_a_sample * batch) * MIB)
+        history = search(Space(arms("bf16", checkpointing="on"), Batches(None, multiple=multiple)), runner)
+        line = ceiling_of(CAP_BYTES).line_bytes
+        fitting = [b for b in range(multiple, 50000, multiple) if int((base_mib + mib_a_sample * b) * MIB) <= line]
+        assert largest_batch_found(history) == max(fitting, default=None)
+        assert len(history.tried) <= 9
+        if fitting:
+            assert is_proven(history, max(fitting), multiple)
+
+    @given(
+        floor_mib=st.integers(1000, 23000),
+        base_mib=st.integers(-20000, 10000),
+        mib_a_sample=st.floats(2, 500),
+        tooth_mib=st.integers(0, 300),
+    )
+    @example(floor_mib=5200, base_mib=-200000, mib_a_sample=223, tooth_mib=0)
+    @settings(max_examples=150)
+    def test_a_floor_and_a_saw_tooth_are_met_exactly_where_peaks_grow(
+        self, floor_mib: int, base_mib: int, mib_a_sample: float, tooth_mib: int
+    ) -> None:
+        """The optimizer's floor at small batches; what a caching allocator adds, in steps."""
+
+        def peak_mib(batch: int) -> float:
+            grown = base_mib + mib_a_sample * batch
+            step = tooth_mib * math.ceil(batch / 56)
+            return max(floor_mib, grown + step)
+
+        runner = with_peaks(lambda batch: peak_mib(batch) * MIB)
+        history = search(ONE_ARM, runner)
+        line = ceiling_of(CAP_BYTES).line_bytes
+        fitting = [b for b in range(8, LARGEST_FREE_BATCH, 8) if int(peak_mib(b) * MIB) <= line]
+        found = largest_batch_found(history)
+        if fitting:
+            assert found == max(fitting)
+            assert is_proven(history, max(fitting))
+        else:
+            assert found is None or found < 8
+        # Thousands of batches lie on the flattest of these floors; halving alone would take 13 after climbing.
+        assert len(history.tried) <= 24
+
+    @given(st.lists(st.integers(0, 1500), min_size=100, max_size=100), st.integers(60, 800))
+    @settings(max_examples=60)
+    def test_an_unsteady_peak_still_ends_with_a_proof(self, noise_mib: list[int], mib_a_sample: int) -> None:
+        runner = with_peaks(lambda batch: (4000 + mib_a_sample * batch + noise_mib[batch // 8 % 100]) * MIB)
+        history = search(ONE_ARM, runner)
+        found = largest_batch_found(history)
+        assert found is not None
+        assert is_proven(history, found)
+        assert len(history.tried) <= 16
+
+    @pytest.mark.parametrize("multiple", [None, 1, 3, 1000, LARGEST_FREE_BATCH])
+    def test_where_everything_fits_it_ends_at_the_largest_batch_there_is(self, multiple: int | None) -> None:
+        space = Space(arms("bf16"), Batches(None, multiple=multiple))
+        history = search(space, with_peaks(lambda batch: GIB + batch))
+        assert largest_batch_found(history) == LARGEST_FREE_BATCH // (multiple or 8) * (multiple or 8)
+        assert len(history.tried) <= 12
+
+    @pytest.mark.parametrize(("samples", "expected"), [(1, 1), (5, 4), (8, 8), (30, 24), (1000, 1000)])
+    def test_where_the_data_ends_first_it_ends_there(self, samples: int, expected: int) -> None:
+        history = search(Space(arms("bf16"), Batches(None, samples=samples)), with_peaks(lambda batch: GIB + batch))
+        assert largest_batch_found(history) == expected
+        assert max(tried.candidate.per_device_train_batch_size for tried in history.tried) <= samples
+
+    @pytest.mark.parametrize(("mib_a_sample", "expected"), [(3000, 4), (6000, 2), (12000, 1), (30000, None)])
+    def test_below_8_it_goes_down_through_4_2_and_1(self, mib_a_sample: int, expected: int | None) -> None:
+        history = search(ONE_ARM, with_peaks(lambda batch: GIB + mib_a_sample * MIB * batch))
+        assert largest_batch_found(history) == expected
+        tried = {t.candidate.per_device_train_batch_size for t in history.tried}
+        assert tried == {32, 16, 8, *(b for b in (4, 2, 1) if b >= (expected or 1))}
+
+    def test_an_arm_that_is_broken_is_replaced_by_one_of_its_memory_class(self) -> None:
+        runner = with_peaks(lambda batch: (4000 + 100 * batch) * MIB)
+        bf16, fp16 = (Arm(p, gradient_checkpointing=True) for p in ("bf16", "fp16"))  # type: ignore[arg-type]
+        space = Space((bf16, fp16), Batches(None))
+        runner.faults = {Candidate(bf16, batch, 1): [fault()] for batch in (24, 32)}
+        history = search(space, runner)
+        assert largest_batch_found(history) == 192
+        assert [t.candidate.arm for t in history.tried].count(bf16) <= 4
+
+    def test_one_fault_does_not_break_an_arm(self) -> None:
+        runner = with_peaks(lambda batch: (4000 + 100 * batch) * MIB)
+        bf16 = Arm("bf16", gradient_checkpointing=True)
+        runner.faults[Candidate(bf16, 32, 1)] = [fault()]
+        history = search(Space((bf16,), Batches(None)), runner)
+        assert largest_batch_found(history) == 192
+
+    def test_an_arm_with_less_to_keep_can_beat_the_first(self) -> None:
+        """The eager arm comes first here, though it needs more."""
+
+        def peak_bytes(candidate: Candidate) -> float:
+            mib_a_sample = 200 if candidate.arm.attn_implementation == "eager" else 80
+            return (4000 + mib_a_sample * candidate.per_device_train_batch_size) * MIB
+
+        eager, sdpa = (arms("bf16", checkpointing="on", attention=name)[0] for name in ("eager", "sdpa"))
+        history = search(Space((eager, sdpa), Batches(None)), ComputedRunner(peak_bytes))
+        largest = history.largest()
+        assert largest.candidate == Candidate(sdpa, 240, 1)
+        assert is_proven(history, 240)
+        assert len(history.tried) <= 9
+
+
+class TestEffectiveBatch:
+    @given(st.integers(1, 30), st.integers(20, 5000), st.integers(0, 8000))
+    @settings(max_examples=100)
+    def test_the_largest_divisor_that_fits(self, eights: int, mib_a_sample: int, gradients_mib: int) -> None:
+        """Accumulating keeps gradients alive, so that the whole batch at once may need less than half of it twice."""
+
+        def peak_bytes(candidate: Candidate) -> float:
+            gradients = gradients_mib if candidate.accumulates else 0
+            return (4000 + gradients + mib_a_sample * candidate.per_device_train_batch_size) * MIB
+
+        space = Space(arms("bf16", checkpointing="on"), Batches(8 * eights))
+        history = search(space, ComputedRunner(peak_bytes))
+        line = ceiling_of(CAP_BYTES).line_bytes
+        arm = space.arms[0]
+        by_level = (space.batches.at_level(level) for level in space.batches.levels())
+        fitting = ([b for b in rungs if peak_bytes(space.candidate(arm, b)) <= line] for rungs in by_level)
+        assert largest_batch_found(history) == max(next(filter(None, fitting), []), default=None)
+        assert len(history.tried) <= 10
+
+
+ONE_GPU = [Arm(precision, checkpointing) for precision in ("bf16", "fp16", "tf32") for checkpointing in (False, True)]
+RANKS = [
+    Arm(precision, checkpointing, strategy=strategy, ranks=2, sync_each_batch=sync)
+    for precision in ("bf16", "fp16")
+    for strategy, sync in (("ddp", False), ("fsdp", False), ("fsdp", True))
+    for checkpointing in (False, True)
+]
+
+
+def test_all_of_a_precision_have_one_name() -> None:
+    assert names_of_arms(ONE_GPU[1:4], ONE_GPU, ONE_GPU) == ("bf16, checkpointing", "all fp16")
+    assert names_of_arms(ONE_GPU[:1], ONE_GPU, ONE_GPU) == ("bf16",)
+
+
+def test_what_several_ranks_have_in_common() -> None:
+    synced = [arm for arm in RANKS if arm.sync_each_batch]
+    others = [arm for arm in RANKS if not arm.sync_each_batch]
+    fp16 = [arm for arm in others if arm.precision == "fp16"]
+    fsdp = [arm for arm in others if arm.strategy == "fsdp" and arm.precision == "bf16"]
+    assert names_of_arms(synced, RANKS, RANKS) == ("all that sync each batch",)
+    assert names_of_arms(fp16, others, RANKS) == ("all other fp16",)
+    assert names_of_arms(fsdp, others, RANKS) == ("all bf16, fsdp × 2",)
+    assert names_of_arms(fsdp + fp16[:1], others, RANKS) == ("all bf16, fsdp × 2", "fp16, ddp × 2")

@@ -15,7 +15,7 @@ from autotune.core.ceiling import Headroom
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.inspection import OwnSettings
-from autotune.core.lengths import SampleLengths
+from autotune.core.lengths import Batching, SampleLengths, shapes_of
 from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
@@ -23,10 +23,11 @@ from autotune.core.workload import Workload
 from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE, with_lever
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
+from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.forecast import most_predictions
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.own_code import told_of_engine
-from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.prepare import Prepared, _few, prepare
 from autotune.tuning.strategies import training_state_bytes
 
 STATE_BYTES = 16 * 335_143_938
@@ -201,7 +202,7 @@ class TestFingerprint:
     def test_does_not_depend_on_what_a_card_is_called(self, name: str) -> None:
         given = prepared()
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
-        assert other.environment_fingerprint == given.environment_fingerprint
+        assert environment_fingerprint(other.environment) == environment_fingerprint(given.environment)
 
     def test_trials_that_switched_tf32_off_on_a_gpu_are_of_another_environment(self) -> None:
         assert prepared().environment["measurement_revision"] >= TF32_UNSET_REVISION
@@ -213,7 +214,7 @@ class TestFingerprint:
         given = prepared()
         assert name in given.environment
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
-        assert other.environment_fingerprint != given.environment_fingerprint
+        assert environment_fingerprint(other.environment) != environment_fingerprint(given.environment)
 
 
 class TestRefused:
@@ -404,3 +405,14 @@ class TestOwnLoop:
         with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
             self.prepared(searched, **options)
         assert raised.value.hint
+
+
+@pytest.mark.parametrize("padding", ["longest", "rows"])
+def test_there_are_few_shapes_however_long_a_run_is(padding: str) -> None:
+    lengths = SampleLengths.of([8 + 61 * at % 1000 for at in range(2000)], samples=400_000)
+    how = Batching(16, padding=padding)  # type: ignore[arg-type]
+    multiple = _few(lengths, how, 8)
+    counts = [
+        len(shapes_of(lengths, Batching(16, padding=padding, multiple=n)).seen) for n in (multiple, multiple // 2)
+    ]  # type: ignore[arg-type]
+    assert counts[0] <= 16 < counts[1]

@@ -1,33 +1,51 @@
-"""Searches whose trials train on two ranks together: real processes on the CPU, from the request to the export."""
+"""Searches whose trials train on two ranks together: real processes on the CPU, from the request to the export.
+
+That with DeepSpeed's ZeRO is run with ``make test-deepspeed``. DeepSpeed compiles a library for ranks on a CPU when
+they first run, for two minutes. Of ranks that share samples: what is searched, what is refused, how it is exported.
+"""
 
 import dataclasses
+import importlib.util
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from searching import BERT_LARGE, FACTS, H200, RecordingObserver, facts
+from recorded import ComputedRunner
+from reported import report_of
+from searching import BERT_LARGE, FACTS, H200, MODEL, RecordingObserver, facts, new_store, search
 from tiny import tiny_workload
 
 from autotune.cli.session import print_result
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
+from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Device
-from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
 from autotune.core.options import BY_NAME
+from autotune.core.outcome import Completed
+from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.devices import listing
 from autotune.devices.listing import devices_of_ranks, find_gpus
-from autotune.results.export import make_export, render, render_launch
-from autotune.results.report import Report
+from autotune.results.export import beside_lines, make_export, render, render_launch
+from autotune.results.report import Report, load_report
+from autotune.results.text import report_lines
+from autotune.results.warnings import notes
+from autotune.space.training_arguments import launch_variables
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord
 from autotune.tuning import options as tuning_options
-from autotune.tuning.allowed import check_request
-from autotune.tuning.options import build_request
-from autotune.tuning.prepare import prepare
+from autotune.tuning.allowed import check_inspected, check_request
+from autotune.tuning.narrator import Narrator
+from autotune.tuning.options import build_request, open_search
+from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest, request_from_document
 from autotune.tuning.run import run_search
 from autotune.tuning.studies import recorded_request
@@ -103,7 +121,7 @@ def test_the_command_that_starts_all_ranks_comes_next(searched: Searched, capsys
 
 @pytest.mark.whole
 def test_a_stock_torchrun_trains_as_the_winner_did(searched: Searched, tmp_path: Path) -> None:
-    """``tests/verify/test_torchrun.py`` has torchrun start ranks that import nothing."""
+    """``tests/verify/test_throughput_promise.py`` has torchrun start ranks that import nothing."""
     target = target_of(searched.report, placement_of(searched.report))
     verification = verify(target, 20, tmp_path / "verify.log")
     assert verification.obtained.state == "completed"
@@ -224,3 +242,312 @@ def test_a_machine_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch, cpu: De
         find_gpus("2")
     assert caught.value.hint.startswith("leave --gpus out to use the CPU")
     assert tuning_options.find_gpus is find_gpus
+
+
+SCRIPT = """
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+samples = [{"input_ids": torch.arange(12), "labels": torch.tensor(n % 2)} for n in range(512)]
+def build(overrides):
+    arguments = TrainingArguments(output_dir="out", **overrides)
+    return Trainer(AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=samples)
+if __name__ == "__main__":
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    Trainer(AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=samples).train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script, which also has a function that builds a Trainer."""
+    monkeypatch.chdir(tmp_path)
+    # As warm processes have it: code of one's own may use the hub, else.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["script", "function"])
+def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str) -> None:
+    if kind == "script":
+        words = ["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "--output_dir", "out"]
+        source = find_script([*words, "--per_device_train_batch_size", "4", "--use_cpu"], 2)
+    else:
+        source = find_trainer(f"{folder / 'train.py'}:build")
+    request = SearchRequest(
+        Workload.of_source(source), cpu, others=(cpu,), world_size=2, effective_batch=32, trials=2, study="own",
+        precisions=("fp32",), gradient_checkpointing="off", optims=(),
+    )  # fmt: skip
+    study, report = run_search(request, str(folder / "studies.db"), RecordingObserver())
+    assert study.state == "finished"
+    best, baseline = report.best, report.baseline
+    assert best is not None
+    assert baseline is not None
+    for trial in (best, baseline):
+        assert isinstance(trial.outcome, Completed), trial.outcome
+        assert trial.outcome.measurement.ranks == 2
+        assert (trial.candidate.arm.strategy, trial.candidate.arm.ranks) == ("ddp", 2)
+    assert best.candidate.samples_per_step == 32
+    # As it trains without us: its own batch on each rank.
+    assert baseline.candidate.per_device_train_batch_size == (4 if kind == "script" else 8)
+    batch = 2 * baseline.candidate.per_device_train_batch_size
+    assert f"your own settings train at effective batch {batch}, not 32" in notes(report)
+    export = make_export(report)
+    words = shlex.split(render_launch(export, "torchrun"))
+    started = words[words.index("--nproc_per_node") + 2 :]
+    own = ["train.py", "--output_dir", "out", "--per_device_train_batch_size", "4", "--use_cpu"]
+    # A function has no command line to take flags from.
+    assert started == ([*own, *shlex.split(render(export, "cli"))] if kind == "script" else ["train.py"])
+    arguments = json.loads(render(export, "json"))
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 16
+
+
+FIRST_SECONDS = 280.0
+"""For a trial in which DeepSpeed compiles its library."""
+
+ZERO_SCRIPT = """
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+arguments.max_steps = 2
+model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained("model"))
+data = [{"input_ids": torch.randint(10, 1000, (8,)), "labels": torch.tensor(0)}] * 200
+trainer = Trainer(model=model, args=arguments, train_dataset=data)
+steps = trainer.train().global_step
+stage = trainer.accelerator.deepspeed_engine_wrapped.engine.zero_optimization_stage()
+print(f"trained {steps} steps in stage {int(stage)} on {arguments.world_size} ranks")
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_a_search_over_ddp_and_zero_is_verified_by_a_stock_torchrun(cpu: Device, tmp_path: Path) -> None:
+    storage = str(tmp_path / "studies.db")
+    request = SearchRequest(
+        tiny_workload("bert-tiny"), cpu, others=(cpu,), effective_batch=16, world_size=2, trials=3, study="zero",
+        precisions=("bf16",), gradient_checkpointing="off", strategies=("zero2",),
+        trial_timeout_seconds=FIRST_SECONDS,
+    )  # fmt: skip
+    study, report = run_search(request, storage, RecordingObserver())
+    assert study.state == "finished"
+    best = report.best
+    assert isinstance(best.outcome, Completed)
+    assert (best.candidate.arm.strategy, best.candidate.arm.ranks) == ("zero2", 2)
+    assert best.candidate.samples_per_step == 16
+
+    export = make_export(report)
+    assert json.loads(render(export, "json"))["deepspeed"]["zero_optimization"]["stage"] == 2
+    words = shlex.split(render_launch(export, "torchrun"))
+    assert json.loads(words[words.index("--deepspeed") + 1]) == export.arguments["deepspeed"]
+    config = yaml.safe_load(render_launch(export, "accelerate"))
+    assert (config["distributed_type"], config["num_processes"]) == ("DEEPSPEED", 2)
+
+    # The exported line, with a script that takes TrainingArguments; the Accelerator's file with the same script.
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_workload("bert-tiny").config))
+    (tmp_path / "train.py").write_text(ZERO_SCRIPT)
+    (tmp_path / "accelerate.yaml").write_text(render_launch(export, "accelerate"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *words[words.index("--standalone") :]]
+    options = torchrun[torchrun.index("train.py") :]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", *options]
+    for line in (torchrun, launch):
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("trained 2 steps in stage 2 on 2 ranks") == 2, done.stdout
+
+    # The exported arguments, unchanged, in a Trainer that torchrun starts.
+    verification = verify(target_of(report, placement_of(report)), 20, tmp_path / "verify.log")
+    assert verification.obtained.state == "completed"
+    assert verification.samples_timed == 16 * verification.steps_timed > 0
+
+
+GPUS = [dataclasses.replace(H200, uuid=f"GPU-{index}", index=index) for index in range(4)]
+LLAMA = tiny_workload("llama-tiny", seq_len=64)
+LAYERS = {"layer_classes": ("LlamaDecoderLayer",), "own": None}
+SHARED = Arm(
+    "bf16", gradient_checkpointing=True, strategy="fsdp", ranks=4, transformer_layer_cls_to_wrap="LlamaDecoderLayer",
+    context_parallel=2,
+)  # fmt: skip
+
+
+def request_of(gpus: int = 4, **changes: Any) -> SearchRequest:
+    """A request of a search in which two GPUs share each sample."""
+    device, *others = GPUS[:gpus]
+    given: Document = {"effective_batch": 4, "world_size": gpus // 2, "context_parallel": 2, "study": "s", **changes}
+    return SearchRequest(given.pop("workload", LLAMA), given.pop("device", device), others=tuple(others), **given)
+
+
+def prepared(**changes: Any) -> Prepared:
+    """The search, prepared."""
+    request = request_of(**changes)
+    check_request(request)
+    return prepare(request, facts(**LAYERS))
+
+
+class TestSearched:
+    def test_every_arm_is_sharded_and_shares_samples(self) -> None:
+        arms = prepared(precisions=("bf16",)).space.arms
+        assert {(arm.strategy, arm.ranks, arm.context_parallel) for arm in arms} == {
+            ("fsdp-keep", 4, 2),
+            ("fsdp", 4, 2),
+        }
+        assert {arm.strategy for arm in prepared(strategies=("fsdp",)).space.arms} == {"fsdp"}
+
+    def test_ranks_that_share_samples_count_once_in_the_effective_batch(self) -> None:
+        space = prepared().space
+        assert space.batches.at_level(2) == (2,)
+        assert space.candidate(SHARED, 2) == Candidate(SHARED, 2, 1)
+        assert Candidate(SHARED, 2, 3).samples_per_step == 12
+        # All GPUs may share each sample, which no other way of training can have with a batch of one.
+        assert prepared(gpus=2, world_size=1, effective_batch=1).space.batches.at_level(1) == (1,)
+
+    def test_speed_ups_are_relative_to_the_defaults_that_share_samples_too(self) -> None:
+        baseline = prepared().baseline
+        assert baseline.arm == Arm(
+            strategy="fsdp", ranks=4, transformer_layer_cls_to_wrap="LlamaDecoderLayer", context_parallel=2
+        )
+        assert baseline.samples_per_step == 4
+
+    def test_the_head_and_the_winner_name_the_groups(self, tmp_path: Path) -> None:
+        given, said = prepared(), list[str]()
+        with new_store(tmp_path) as store:
+            found = search(store, ComputedRunner(lambda _: GIB), given=given)
+            report = load_report(store, found.study.name)
+        Narrator(lambda line, _: said.append(line)).begins(given, found.study)
+        assert "effective batch 4 on 2 groups of 2 devices" in said[1]
+        assert "per-device batch 2 × accumulation 1 × 2 groups of 2 devices, " in "\n".join(report_lines(report))
+
+    def test_no_process_is_pinned(self) -> None:
+        assert "2 processes" in str(request_of(gpus=2, world_size=1).why_not_pinned())
+
+    def test_is_recorded(self) -> None:
+        document = request_of().document()
+        assert document["context_parallel"] == 2
+        assert "context_parallel" not in request_of(context_parallel=1, world_size=4).document()
+        again = request_from_document(document, LLAMA, GPUS[0], "s", tuple(GPUS[1:]))
+        assert again.document() == document
+        stored = Candidate(SHARED, 2, 1).recorded_parameters()
+        assert Candidate.from_parameters(stored) == Candidate(SHARED, 2, 1)
+        assert "context_parallel" not in Candidate(Arm(), 2, 1).recorded_parameters()
+
+
+BERT = tiny_workload("bert-tiny")
+CPU = Device("cpu", 0, "cpu", "a CPU", 2**34, 0, 0, 2**34)
+
+
+def with_data(**changes: Any) -> Workload:
+    """The workload on a dataset."""
+    return dataclasses.replace(LLAMA, data=DataSpec("data.json", "json", "1", **changes))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "message", "hint"),
+        [
+            ({"context_parallel": 3}, "--context-parallel 3 does not divide the number of GPUs", "divisor of --gpus"),
+            ({"context_parallel": 0}, "--context-parallel 0 does not divide the number of GPUs", "divisor of --gpus"),
+            ({"gpus": 1, "world_size": 1}, "GPUs that are trained on, 1", "add --gpus 2"),
+            ({"world_size": 4}, "--world-size 4 is not the 2 groups of 2 GPUs", "leave it out"),
+            ({"effective_batch": 3}, "cannot be shared equally by 2 groups of 2 devices", "--effective-batch 2 or 4"),
+            ({"batch_multiple": 8}, "the 2 samples that a group of devices gets", "would work: 1, 2"),
+            (
+                {"optims": ("adafactor",)},
+                "--context-parallel 2: --optim adafactor cannot update sharded weights",
+                "leave --context-parallel out, or use --optim adamw_torch_fused",
+            ),
+            ({"liger": "auto"}, "does not go with --lever liger", "leave --lever liger out"),
+            ({"workload": with_data(packing=True)}, "does not go with --packing", "leave --packing out"),
+            ({"workload": BERT}, "this is sequence-classification", "leave --context-parallel out"),
+            ({"strategies": ("ddp", "fsdp")}, "with FSDP, not ddp", "use --strategy fsdp-keep,fsdp"),
+            ({"attn_implementations": ("eager",)}, "with sdpa, not eager", "leave --attn out"),
+            (
+                {"workload": dataclasses.replace(LLAMA, seq_len=66)},
+                "in 4 equal stretches, and 66 tokens are not divisible",
+                "use --seq-len 64 or 68",
+            ),
+            ({"workload": with_data()}, "those of --dataset differ", "add --pad-to-multiple-of 4"),
+            ({"workload": with_data(pad_to_multiple_of=6)}, "those of --dataset differ", "--pad-to-max-length"),
+            (
+                {"padding_free": "on", "workload": dataclasses.replace(LLAMA, padding=0.5)},
+                "does not go with --lever padding_free",
+                "leave --lever padding_free out",
+            ),
+            (
+                {"workload": dataclasses.replace(LLAMA, quantize="4bit", peft="lora", lora_rank=4)},
+                "--context-parallel 2: weights in 4 bits are not sharded",
+                "leave --context-parallel out, or leave --quantize out",
+            ),
+        ],
+    )
+    def test_what_cannot_be_is_one_clear_line(self, changes: Document, message: str, hint: str) -> None:
+        with pytest.raises(AutotuneError) as caught:
+            prepared(**changes)
+        assert message in caught.value.message
+        assert hint in str(caught.value.hint)
+
+    def test_padded_samples_that_are_divisible_are_searched(self) -> None:
+        check_request(request_of(workload=with_data(pad_to_multiple_of=8)))
+        check_request(request_of(workload=with_data(padding="max_length")))
+
+    def test_a_model_without_the_attention_cannot(self) -> None:
+        request, model = request_of(), dataclasses.replace(MODEL, attn_implementations=("eager",), **LAYERS)
+        with pytest.raises(AutotuneError, match="has no sdpa attention") as caught:
+            check_inspected(request, facts(), model)
+        assert caught.value.hint == "leave --context-parallel out"
+        whole = dataclasses.replace(model, attn_implementations=("sdpa",), layer_classes=())
+        with pytest.raises(AutotuneError, match=r"--context-parallel 2: .* has no class of layers") as caught:
+            check_inspected(request, facts(), whole)
+        assert caught.value.hint == "leave --context-parallel out"
+
+    def test_a_cpu_cannot(self) -> None:
+        with pytest.raises(AutotuneError, match="cpu has no attention over several ranks"):
+            check_request(SearchRequest(LLAMA, CPU, others=(CPU,), world_size=1, context_parallel=2))
+
+    def test_one_device_cannot(self) -> None:
+        with pytest.raises(AutotuneError, match="GPUs that are trained on, 1"):
+            open_search({"model": "llama-tiny", "device": "cpu", "context_parallel": 2})
+
+
+class TestExported:
+    def test_a_launcher_is_told(self) -> None:
+        export = make_export(report_of(Candidate(SHARED, 2, 1), "cuda", ("bf16", "fsdp", "fsdp_config"), LLAMA))
+        words = shlex.split(render_launch(export, "torchrun"))
+        assert "PARALLELISM_CONFIG_CP_SIZE=2" in words
+        assert words[words.index("--nproc_per_node") + 1] == "4"
+        config = yaml.safe_load(render_launch(export, "accelerate"))
+        assert config["parallelism_config"] == {
+            "parallelism_config_dp_shard_size": 2,
+            "parallelism_config_cp_size": 2,
+        }
+        assert "os.environ['PARALLELISM_CONFIG_CP_SIZE'] = '2'" in render(export, "python")
+        said = "start the training with PARALLELISM_CONFIG_CP_SIZE=2 in its environment"
+        assert said in beside_lines(export, "json")
+        assert not any("PARALLELISM" in line for line in beside_lines(export, "accelerate"))
+
+    def test_accelerate_reads_the_variables_and_the_file_alike(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.parallelism_config import ParallelismConfig
+        from accelerate.utils.launch import prepare_multi_gpu_env
+
+        export = make_export(report_of(Candidate(SHARED, 2, 1), "cuda", ("bf16", "fsdp", "fsdp_config"), LLAMA))
+        file = tmp_path / "accelerate.yaml"
+        file.write_text(render_launch(export, "accelerate"))
+        given, *_ = _validate_launch_command(
+            launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+        )
+        from_file = prepare_multi_gpu_env(given)
+        for name, value in launch_variables(SHARED).items():
+            assert from_file[name] == value
+            monkeypatch.setenv(name, value)
+        sizes = ParallelismConfig()
+        assert (sizes.cp_size, sizes.dp_shard_size, sizes.total_size) == (2, 2, 4)
+        assert sizes.fsdp_dim_names == ["dp_shard_cp"]

@@ -1,20 +1,26 @@
-"""Test requests: errors before any process starts, and which requests are equal."""
+"""Test requests: their records, an effective batch in tokens, the adapters, bits and dtype that options stand for."""
 
 import dataclasses
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reported import report_of
 from searching import BERT_LARGE, H200, facts, request
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Headroom
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.options import OPTIONS
 from autotune.core.outcome import Effort
+from autotune.core.workload import Workload
 from autotune.tuning.allowed import check_request
-from autotune.tuning.options import request_of
+from autotune.tuning.options import build_workload, in_usual_dtype, request_of, with_effective_batch
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 
@@ -202,3 +208,144 @@ class TestDifferences:
         assert differences({"data": data}, {"data": None}) == ["data: texts.jsonl, now not given"]
         assert differences({"lora_options": None}, {"lora_options": {"r": 8}}) == ["lora_options: not given, now given"]
         assert differences({}, {"a": None}) == []
+
+
+def effective_batch_of(tokens: int | None, workload: Workload = BERT_LARGE, **options: Any) -> Any:
+    given = {"effective_tokens": tokens, "effective_batch": None, **options}
+    return with_effective_batch(given, workload)["effective_batch"]
+
+
+def test_tokens_become_samples() -> None:
+    assert effective_batch_of(64 * 512) == 64
+    assert effective_batch_of(None, effective_batch=8) == 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "workload", "options", "message", "hint"),
+    [
+        (1000, BERT_LARGE, {}, "is no whole number of samples of 512 tokens", "give 512 or 1024, or another --seq-len"),
+        (100, BERT_LARGE, {}, "is no whole number of samples of 512 tokens", "give 512, or another --seq-len"),
+        (512, BERT_LARGE, {"effective_batch": 1}, "and --effective-batch both say", "give one of the two"),
+        (512, replace(BERT_LARGE, task="image-classification"), {}, "are not text", "give --effective-batch"),
+        (512, replace(BERT_LARGE, data=DataSpec("a.jsonl", "json", "0")), {}, "differ in length", "in samples"),
+    ],
+)
+def test_what_is_no_batch_is_refused(
+    tokens: int, workload: Workload, options: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        effective_batch_of(tokens, workload, **options)
+    assert caught.value.message.startswith(f"--effective-tokens {tokens}")
+    assert hint in caught.value.hint
+
+
+def test_padding_is_no_token_that_counts() -> None:
+    """A tenth of each sample is padding."""
+    full, padded = (report_of(Candidate(Arm(), 8), "cuda", (), replace(BERT_LARGE, padding=p)) for p in (0.0, 0.1))
+    tokens = [report.tokens_per_second(report.pooled(report.best)) for report in (full, padded)]
+    assert tokens[1] == pytest.approx(0.9 * (tokens[0] or 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"world_size": 2}, "--effective-tokens 512 cannot be shared", "use --effective-tokens 1024"),
+        (
+            {"batch_multiple": 3},
+            "samples that a device gets of --effective-tokens 512",
+            "these multiples would work: 1;",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_said_in_tokens(options: dict[str, int], message: str, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        check_request(request(effective_batch=1, effective_tokens=512, **options))
+    assert hint in caught.value.hint
+
+
+def test_the_command_says_it_in_tokens() -> None:
+    asked = request_of(
+        {"model": "bert-tiny", "effective_tokens": 128, "seq_len": 128, "world_size": 2, "device": "cpu"}
+    )
+    with pytest.raises(InvalidRequestError, match="--effective-tokens 128 cannot be shared equally by 2 devices"):
+        check_request(asked)
+
+
+FOLDER = str(Path(__file__).parents[1] / "cli" / "tiny-bert")
+
+
+def workload(**options: Any) -> Workload:
+    defaults = {option.name: option.default for option in OPTIONS}
+    return build_workload({**defaults, "model": FOLDER, **options})
+
+
+def test_lora_arguments_are_what_recipes_use_unless_others_are_given() -> None:
+    assert workload(peft="lora").lora_arguments() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    given = workload(
+        peft="lora",
+        lora_rank=8,
+        lora_alpha=8,
+        lora_dropout=0.05,
+        lora_targets=("query", "value"),
+        dora=True,
+        rslora=True,
+    )
+    assert given.lora_arguments() == {
+        "r": 8,
+        "lora_alpha": 8,
+        "lora_dropout": 0.05,
+        "target_modules": ["query", "value"],
+        "use_dora": True,
+        "use_rslora": True,
+    }
+    told = "(alpha=8, dropout=0.05, target_modules=['query', 'value'], use_dora=True, use_rslora=True)"
+    assert given.describe_weights() == f"float32 weights, LoRA of rank 8 {told}"
+    assert len({each.fingerprint() for each in (given, workload(peft="lora", lora_rank=8), workload())}) == 3
+
+
+def test_all_linear_is_the_default_by_pefts_name() -> None:
+    assert workload(peft="lora", lora_targets=("all-linear",)) == workload(peft="lora")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lora_rank", 8), ("lora_alpha", 8), ("lora_dropout", 0.1), ("lora_targets", ("query",)), ("dora", True)],
+)
+def test_they_are_refused_without_adapters(option: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="applies to LoRA adapters, and there are none") as caught:
+        workload(**{option: value})
+    assert caught.value.hint == "add --peft lora"
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "precisions", "stored"),
+    [
+        ({}, "bfloat16", ("fp32", "bf16"), "float32"),
+        ({"peft": "lora"}, "float32", ("fp32", "bf16"), "bfloat16"),
+        ({"peft": "lora"}, "float16", ("fp32", "fp16"), "float16"),
+        ({"peft": "lora", "task": "causal-lm"}, "bfloat16", ("fp32", "fp16"), "float16"),
+        # Its new head would be trained in float16.
+        ({"peft": "lora", "task": "sequence-classification"}, "bfloat16", ("fp32", "fp16"), "bfloat16"),
+        ({"peft": "lora", "task": "causal-lm"}, "bfloat16", ("fp32",), "bfloat16"),
+        ({"peft": "lora"}, "float8", ("fp32", "fp16"), "float32"),
+        ({"peft": "lora", "dtype": "float32"}, "bfloat16", ("fp32", "bf16"), "float32"),
+    ],
+)
+def test_frozen_weights_are_stored_in_bfloat16_where_the_device_has_it(
+    options: dict[str, Any], said: str, precisions: Any, stored: str
+) -> None:
+    made = workload(**options)
+    made.config["dtype"] = said
+    assert in_usual_dtype(made, options.get("dtype"), precisions).dtype == stored
+
+
+def test_four_bits_are_those_of_the_recipes() -> None:
+    assert workload(peft="lora", quantize="4bit", dtype="bfloat16", task="causal-lm").bits_arguments() == {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    }
+    # A new head is trained beside the adapters.
+    heads = workload(peft="lora", quantize="8bit", task="sequence-classification").bits_arguments()
+    assert heads == {"load_in_8bit": True, "llm_int8_skip_modules": ["classifier", "score"]}

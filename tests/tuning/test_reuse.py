@@ -47,7 +47,7 @@ from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.records import PastTrial, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning import changes
+from autotune.tuning import studies
 from autotune.tuning.request import MAX_BATCH_EFFORT
 from autotune.tuning.reuse import Library, derive, holds_under
 
@@ -488,8 +488,8 @@ class TestTheSameSearchAgain:
         # Versions that the recorded search was told, and this process has none of.
         packages = dict(FACTS.software.packages)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(changes, "version_of", packages.get)
-            return changes.what_differs(store, known, asked)
+            patch.setattr(studies, "version_of", packages.get)
+            return studies.what_differs(store, known, asked)
 
     def test_is_answered_from_the_study_of_the_first(self, store: Store) -> None:
         search(store, RecordedRunner(EFFECTIVE_64), study="first")

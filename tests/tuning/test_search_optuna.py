@@ -1,27 +1,40 @@
-"""Test what Optuna records of a search, searches by Optuna's samplers."""
+"""Test searches that Optuna records: its samplers, what is run of their proposals, its search space and parameters."""
 
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import optuna
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, with_measured
-from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, run_candidate, with_measured
+from searching import FACTS, H200, Run, arms, ceiling_of, new_store, prepared, request, search
 from sqlalchemy import event
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
+from autotune.core.options import SamplerName
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History, Tried
+from autotune.space.levers import with_lever
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.optuna_policy import OptunaPolicy
-from autotune.tuning.optuna_space import distributions, params_of
-from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
+from autotune.tuning.optuna_study import (
+    CONSTRAINT,
+    OptunaPolicy,
+    OptunaStudy,
+    candidate_of,
+    distributions,
+    make_sampler,
+    over_line_gib,
+    params_of,
+)
 from autotune.tuning.prepare import prepare
 
 FOREIGN = ["tpe", "random"]
@@ -49,9 +62,9 @@ def test_a_trial_is_written_at_once(store: Store) -> None:
     assert len(commits) == 1
     _, written = optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
     assert written.state is TrialState.RUNNING
-    assert written.number == asked.number
+    assert written.number == asked[1]
     assert written.params == params_of(ready.baseline, space)
-    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked.trial_id, "stage": "baseline"}
+    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked[0], "stage": "baseline"}
 
 
 @pytest.mark.usefixtures("optuna_tables")
@@ -74,10 +87,10 @@ def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.
     study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
     # A batch that the sampler itself never proposes.
     unusual = Candidate(Arm("fp32"), 1, 64)
-    trial = study.ask(unusual, "baseline")
-    study.describe(trial, unusual, OutOfMemory("full"))
-    study.tell(trial, unusual, OutOfMemory("full"))
-    history = History(ready.ceiling, [Tried(trial.trial_id, unusual, OutOfMemory("full"))])
+    trial_id, _ = study.ask(unusual, "baseline")
+    study.describe(trial_id, unusual, OutOfMemory("full"))
+    study.tell(trial_id, unusual, OutOfMemory("full"))
+    history = History(ready.ceiling, [Tried(trial_id, unusual, OutOfMemory("full"))])
     assert OptunaPolicy(Noting(), ready.space, space, "throughput", study.skip).next(history) is not None
     assert seen
     assert all(each is filters for each in seen)
@@ -275,3 +288,167 @@ def test_on_a_cpu_there_are_fewer_arms(store: Store) -> None:
     run = search(store, ComputedRunner(lambda c: GIB * c.per_device_train_batch_size), given=given)
     assert {trial.candidate.arm.precision for trial in run.trials} == {"fp32"}
     assert run.best.candidate.per_device_train_batch_size == 8
+
+
+SPACE = Space(arms("bf16", "tf32"), Batches(64))
+BASELINE = SPACE.baseline("sdpa")
+NAMES = distributions(SPACE, BASELINE, "tpe")
+
+
+class Skips(list[tuple[str, float | None]]):
+    """What was refused, and how far it was over the line."""
+
+    def __call__(self, params: dict[str, Any], why: str, excess: float | None) -> None:
+        self.append((why, excess))
+
+
+def policy_of(sampler: optuna.samplers.BaseSampler, skips: Skips) -> OptunaPolicy:
+    return OptunaPolicy(sampler, SPACE, NAMES, "throughput", skips)
+
+
+def history_of(cap_gib: float = 20) -> History:
+    return History(ceiling_of(int(cap_gib * GIB)))
+
+
+def test_runs_nothing_twice_and_ends() -> None:
+    runner, history, skips = ComputedRunner(lambda c: GIB * c.per_device_train_batch_size / 2), history_of(), Skips()
+    policy = policy_of(make_sampler("tpe", 1, is_parallel=False), skips)
+    while (candidate := policy.next(history)) is not None:
+        run_candidate(candidate, runner, history)
+    assert len(set(runner.candidates)) == len(runner.candidates) > 3
+    assert len(skips) >= 64
+    assert all((excess is not None) == (why == "known not to fit") for why, excess in skips)
+    asked = len(skips)
+    run_candidate(runner.candidates[0], runner, history)
+    assert policy.next(history) is None
+    assert len(skips) == asked, "a sampler that had nothing new is asked no more"
+
+
+def test_a_proposal_waits_while_something_else_is_run() -> None:
+    policy, history = policy_of(make_sampler("random", 3, is_parallel=False), Skips()), history_of()
+    first = policy.next(history)
+    assert first is not None
+    other = next(c for c in (SPACE.candidate(arm, 8) for arm in SPACE.arms) if c != first)
+    run_candidate(other, ComputedRunner(lambda _: GIB), history)
+    assert policy.next(history) == first
+
+
+def test_what_is_refused_beside_a_trial_may_be_worth_one_after_it() -> None:
+    policy, history = policy_of(make_sampler("random", 3, is_parallel=True), Skips()), history_of()
+    under_way: list[Candidate] = []
+    while (candidate := policy.next(history)) is not None:
+        history.pending.append(candidate)
+        under_way.append(candidate)
+    for each in under_way:
+        history.pending.remove(each)
+    assert policy.next(history) in under_way
+
+
+def test_a_sampler_learns_from_every_trial_whoever_asked_for_it() -> None:
+    seen: list[list[FrozenTrial]] = []
+
+    class Noting(optuna.samplers.RandomSampler):
+        def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+            seen.append([each for each in study.trials if each.state.is_finished()])
+
+    history = history_of(1)
+    # A batch that the sampler itself never proposes.
+    run_candidate(BASELINE, ComputedRunner(lambda _: 30 * GIB), history)
+    assert policy_of(Noting(), Skips()).next(history) is not None
+    baseline, *_ = seen[-1]
+    assert baseline.state is TrialState.PRUNED
+    assert baseline.params == params_of(BASELINE, NAMES)
+    assert list(baseline.constraints) == [CONSTRAINT]
+
+
+SAMPLERS = get_args(SamplerName)
+
+
+def every_candidate(space: Space) -> list[Candidate]:
+    batches = [b for level in space.batches.levels() for b in space.batches.at_level(level)]
+    return [space.candidate(arm, batch) for arm in space.arms for batch in batches]
+
+
+def contains(space: dict[str, BaseDistribution], params: dict[str, Any]) -> bool:
+    return all(space[name]._contains(space[name].to_internal_repr(value)) for name, value in params.items())
+
+
+class TestDistributions:
+    @given(st.integers(1, 512), st.sampled_from(SAMPLERS))
+    def test_hold_every_candidate_and_the_baseline(self, effective_batch: int, sampler: SamplerName) -> None:
+        space = Space(arms("bf16", "tf32"), Batches(effective_batch))
+        baseline = space.baseline("sdpa")
+        names = distributions(space, baseline, sampler)
+        for candidate in [*every_candidate(space), baseline]:
+            assert contains(names, params_of(candidate, names))
+
+    def test_hold_multiples_that_follow_from_the_samples(self) -> None:
+        space = Space(
+            arms("bf16"), Batches(64), late=frozenset({"length_multiple", "padding_free"}), multiples=(32, 512)
+        )
+        names = distributions(space, space.baseline("sdpa"), "autotune")
+        for lever in space.late:
+            arm = with_lever(space.arms[0], lever, space.late, space.multiples)
+            assert arm.length_multiple in space.multiples
+            assert contains(names, params_of(space.candidate(arm, 64), names))
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_a_lone_gpu_has_one_strategy_beside_none(self, sampler: SamplerName) -> None:
+        offloaded = Arm("bf16", strategy="zero2-offload")
+        space = Space((*arms("bf16"), offloaded), Batches(64))
+        names = distributions(space, space.baseline("sdpa"), sampler)
+        for candidate in every_candidate(space):
+            params = params_of(candidate, names)
+            assert contains(names, params)
+            assert candidate_of(params, space) == candidate
+
+    @given(
+        st.none() | st.integers(1, LARGEST_FREE_BATCH),
+        st.none() | st.integers(1, 2 * LARGEST_FREE_BATCH),
+        st.sampled_from(SAMPLERS),
+    )
+    def test_of_a_free_batch_are_well_formed(
+        self, multiple: int | None, samples: int | None, sampler: SamplerName
+    ) -> None:
+        most = LARGEST_FREE_BATCH if samples is None else min(samples, LARGEST_FREE_BATCH)
+        # Such a search is refused.
+        assume(multiple is None or multiple <= most)
+        space = Space(arms("bf16"), Batches(None, multiple=multiple, samples=samples))
+        batch = distributions(space, space.baseline("sdpa"), sampler)["per_device_train_batch_size"]
+        assert isinstance(batch, IntDistribution)
+        assert 1 <= batch.low <= batch.high <= most
+        assert (batch.high - batch.low) % batch.step == 0
+        if sampler in ("autotune", "grid"):
+            assert all(contains({"b": batch}, {"b": c.per_device_train_batch_size}) for c in every_candidate(space))
+        else:
+            assert space.batches.valid(batch.low)
+            assert space.batches.valid(batch.high)
+
+    def test_do_not_depend_on_what_is_tried_so_that_a_study_can_go_on(self) -> None:
+        assert distributions(SPACE, BASELINE, "tpe") == distributions(SPACE, BASELINE, "tpe")
+        precision = distributions(SPACE, BASELINE, "tpe")["precision"]
+        assert precision == CategoricalDistribution(["bf16", "fp32", "tf32"])
+
+
+class TestParameters:
+    def test_of_every_candidate_lead_back_to_it(self) -> None:
+        names = distributions(SPACE, BASELINE, "autotune")
+        for candidate in every_candidate(SPACE):
+            params = params_of(candidate, names)
+            assert "gradient_accumulation_steps" not in params
+            assert candidate_of(params, SPACE) == candidate
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"precision": "fp32"},
+            {"per_device_train_batch_size": 24},
+            {"per_device_train_batch_size": 0},
+            {"attn_implementation": "eager"},
+            {"optim": "sgd"},
+        ],
+    )
+    def test_of_something_else_are_no_candidate(self, change: dict[str, Any]) -> None:
+        names = distributions(SPACE, BASELINE, "tpe")
+        params = params_of(SPACE.candidate(Arm("bf16"), 32), names)
+        assert candidate_of({**params, **change}, SPACE) is None

@@ -23,10 +23,10 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
-from autotune.tuning.acquisition import Acquisition, left_out_arms
 from autotune.tuning.allowed import check_request
 from autotune.tuning.forecast import forecast_of
-from autotune.tuning.optuna_space import candidate_of, distributions, params_of
+from autotune.tuning.optuna_study import candidate_of, distributions, params_of
+from autotune.tuning.policy import Acquisition, left_out_arms
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 
@@ -104,35 +104,6 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "message", "hint"),
-    [
-        (
-            {"model": {"layer_classes": ()}},
-            "BertForSequenceClassification has no class of layers",
-            "--strategy ddp",
-        ),
-        ({"model": {**LAYERS, "sharding_error": "shared weights"}}, "cannot shard Bert", "--strategy ddp"),
-        (
-            {"model": {"layer_classes": (), "sharding_error": "version 1.3.0 has no FSDP2, later ones have"}},
-            "accelerate cannot shard BertForSequenceClassification: version 1.3.0 has no FSDP2",
-            "--strategy ddp",
-        ),
-        ({"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights", "--optim adamw_torch_fused"),
-        (
-            {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
-            "weights in 4 bits are not sharded",
-            "--strategy ddp, or leave --quantize out",
-        ),
-    ],
-)
-def test_a_strategy_that_cannot_be_is_one_clear_line(options: Document, message: str, hint: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        prepared_on_two(strategies=("fsdp",), **options)
-    assert message in caught.value.message
-    assert hint in str(caught.value.hint)
-
-
 OWN = Workload.of_source(TrainingSource("script", "/train.py", "0", "/", interface=CodeInterface()))
 
 
@@ -150,47 +121,62 @@ def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("optim", "asked", "message", "hint"),
-    [
-        ("adafactor", (), "the optimizer adafactor of train.py cannot update", "--optim adamw_torch_fused"),
-        ("own", (), "the optimizer that train.py makes itself cannot update", "its TrainingArguments (optim)"),
-        ("adamw_torch", ("adafactor",), "--optim adafactor cannot update", "--optim adamw_torch_fused"),
-    ],
-)
-def test_an_optimizer_of_ones_own_code_that_cannot_update_shards(
-    optim: str, asked: tuple[str, ...], message: str, hint: str
-) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        prepared_on_two(own_trainer(optim), workload=OWN, optims=asked, strategies=("fsdp",))
-    assert caught.value.message == f"--strategy fsdp: {message} sharded weights"
-    assert caught.value.hint.startswith("use --strategy ddp, or ")
-    assert hint in caught.value.hint
-
-
 LOOP = Workload.of_source(TrainingSource("loop", "/train.py", "0", "/", function="train"))
+QUANTIZED = dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)
+UNSHARDED = "version 1.3.0 has no FSDP2, later ones have"
+LOOPS = "trains in a loop of its own, which is measured on one GPU only"
+NEED_TRAINER = "; DDP and FSDP of your own code need transformers.Trainer"
+OF_LOOP = {**own_trainer(), "interface": CodeInterface("accelerate")}
+"""The inspection of a script shows that it has a loop of its own."""
 
 
+@pytest.mark.usefixtures("with_deepspeed")
 @pytest.mark.parametrize(
-    ("workload", "strategies", "start", "leave_out"),
+    ("strategies", "model", "options", "message", "hint"),
     [
-        (OWN, ("fsdp",), "--strategy fsdp: train.py", "leave --gpus and --strategy out"),
-        (OWN, None, "--gpus: train.py", "leave --gpus out"),
-        (LOOP, ("fsdp",), "--strategy fsdp: train.py", "leave --gpus and --strategy out"),
-        (LOOP, ("zero2",), "--strategy zero2: train.py", "leave --gpus and --strategy out"),
-        (LOOP, None, "--gpus: train.py", "leave --gpus out"),
+        ("fsdp", {"layer_classes": ()}, {}, "BertForSequenceClassification has no class of layers", "--strategy ddp"),
+        ("fsdp", {**LAYERS, "sharding_error": "shared weights"}, {}, "cannot shard Bert", "--strategy ddp"),
+        ("fsdp", {"layer_classes": (), "sharding_error": UNSHARDED}, {},
+         f"accelerate cannot shard BertForSequenceClassification: {UNSHARDED}", "--strategy ddp"),
+        ("fsdp", LAYERS, {"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights",
+         "--optim adamw_torch_fused"),
+        ("fsdp", LAYERS, {"workload": QUANTIZED}, "weights in 4 bits are not sharded",
+         "--strategy ddp, or leave --quantize out"),
+        ("fsdp", own_trainer("adafactor"), {"workload": OWN, "optims": ()},
+         "--strategy fsdp: the optimizer adafactor of train.py cannot update sharded weights",
+         "use --strategy ddp, or use --optim adamw_torch_fused"),
+        ("fsdp", own_trainer("own"), {"workload": OWN, "optims": ()},
+         "--strategy fsdp: the optimizer that train.py makes itself cannot update sharded weights",
+         "use --strategy ddp, or name one in its TrainingArguments (optim)"),
+        ("fsdp", own_trainer("adamw_torch"), {"workload": OWN, "optims": ("adafactor",)},
+         "--strategy fsdp: --optim adafactor cannot update sharded weights",
+         "use --strategy ddp, or use --optim adamw_torch_fused"),
+        ("fsdp", OF_LOOP, {"workload": OWN}, f"--strategy fsdp: train.py {LOOPS}",
+         f"leave --gpus and --strategy out{NEED_TRAINER}"),
+        (None, OF_LOOP, {"workload": OWN}, f"--gpus: train.py {LOOPS}", f"leave --gpus out{NEED_TRAINER}"),
+        ("fsdp", OF_LOOP, {"workload": LOOP}, f"--strategy fsdp: train.py:train {LOOPS}",
+         f"leave --gpus and --strategy out{NEED_TRAINER}"),
+        ("zero2", OF_LOOP, {"workload": LOOP}, f"--strategy zero2: train.py:train {LOOPS}",
+         f"leave --gpus and --strategy out{NEED_TRAINER}"),
+        (None, OF_LOOP, {"workload": LOOP}, f"--gpus: train.py:train {LOOPS}", f"leave --gpus out{NEED_TRAINER}"),
+        ("zero2-offload", LAYERS, {"workload": OWN}, "code of your own is searched with DDP and FSDP only",
+         "use --strategy ddp,fsdp, or"),
+        ("zero1", LAYERS, {"optims": ("adamw_bnb_8bit",)}, "--optim adamw_bnb_8bit cannot update sharded weights", ""),
+        ("zero2", LAYERS, {"torch_compile": "on"}, "DeepSpeed's steps are not searched compiled", ""),
+        ("zero3", LAYERS, {"workload": QUANTIZED}, "weights in 4 bits are not sharded", ""),
+        ("zero2-offload", LAYERS, {"device": "cpu", "precisions": ("fp32",)}, "the training is there already", ""),
+        ("fsdp", LAYERS, {"device": "cpu", "precisions": ("fp32",)}, "on a CPU accelerate always trains with DDP", ""),
     ],
-)
-def test_a_loop_of_its_own_is_told_what_several_gpus_need(
-    workload: Workload, strategies: tuple[Strategy, ...] | None, start: str, leave_out: str
+)  # fmt: skip
+def test_what_cannot_be_is_one_clear_line(
+    cpu: Device, strategies: Strategy | None, model: Document, options: Document, message: str, hint: str
 ) -> None:
-    """The inspection of a script shows that it has one."""
-    model = {**own_trainer(), "interface": CodeInterface("accelerate")}
-    with pytest.raises(InvalidRequestError) as caught:
-        prepared_on_two(model, workload=workload, strategies=strategies)
-    assert caught.value.message.startswith(start)
-    assert caught.value.message.endswith("trains in a loop of its own, which is measured on one GPU only")
-    assert caught.value.hint == f"{leave_out}; DDP and FSDP of your own code need transformers.Trainer"
+    given = {**options, "device": cpu} if "device" in options else options
+    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
+        prepared_on_two(model, strategies=strategies and (strategies,), **given)
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+    assert caught.value.hint
 
 
 def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
@@ -199,12 +185,10 @@ def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
     assert caught.value.hint.startswith("leave --strategy out")
 
 
-@pytest.mark.parametrize(("ranks", "hint"), [(2, "use --strategy ddp,fsdp, or"), (1, "leave --strategy out, or")])
-def test_own_code_under_zero_is_told_what_works(ranks: int, hint: str) -> None:
-    others = (SECOND,) * (ranks - 1)
+def test_own_code_on_one_gpu_under_zero_is_told_what_works() -> None:
     with pytest.raises(InvalidRequestError, match="code of your own is searched with DDP and FSDP only") as caught:
-        check_request(SearchRequest(OWN, H200, others=others, world_size=ranks, strategies=("zero2-offload",)))
-    assert caught.value.hint.startswith(hint)
+        check_request(SearchRequest(OWN, H200, strategies=("zero2-offload",)))
+    assert caught.value.hint.startswith("leave --strategy out, or")
 
 
 @pytest.mark.parametrize(("limit", "strategies"), [(24 * GIB, {"ddp"}), (3 * GIB, {"ddp", "fsdp", "fsdp-keep"})])
@@ -220,9 +204,7 @@ def test_adapters_are_sharded_where_weights_take_most_of_the_memory(
     assert {arm.strategy for arm in prepared_on_two(few, **given, strategies=("fsdp",)).space.arms} == {"fsdp"}
 
 
-def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:
-    with pytest.raises(DeviceError, match="on a CPU accelerate always trains with DDP"):
-        prepared_on_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
+def test_on_a_cpu_ranks_train_with_ddp(cpu: Device) -> None:
     assert {arm.strategy for arm in prepared_on_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
 
 
@@ -246,31 +228,6 @@ def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -
     assert all(arm.transformer_layer_cls_to_wrap is arm.ddp_find_unused_parameters is None for arm in alone.space.arms)
     # By themselves, ranks on a CPU train with DDP.
     assert {arm.strategy for arm in prepared_on_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
-
-
-@pytest.mark.usefixtures("with_deepspeed")
-@pytest.mark.parametrize(
-    ("strategy", "options", "message"),
-    [
-        ("zero1", {"optims": ("adamw_bnb_8bit",)}, "--optim adamw_bnb_8bit cannot update sharded weights"),
-        ("zero2", {"torch_compile": "on"}, "DeepSpeed's steps are not searched compiled"),
-        (
-            "zero3",
-            {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
-            "weights in 4 bits are not sharded",
-        ),
-        ("zero2-offload", {"device": "cpu", "precisions": ("fp32",)}, "the training is there already"),
-    ],
-)
-def test_what_zero_cannot_do_is_one_clear_line(cpu: Device, strategy: str, options: Document, message: str) -> None:
-    given = {**options, "device": cpu} if "device" in options else options
-    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
-        prepared_on_two(strategies=(strategy,), **given)
-    assert message in caught.value.message
-    assert caught.value.hint
-
-
-QUANTIZED = dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)
 
 
 def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

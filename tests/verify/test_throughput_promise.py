@@ -1,30 +1,34 @@
-"""Test when a promise counts as kept, and when two trainings are the same, on invented figures."""
+"""Test when a promise counts as kept, on invented figures, on which devices a study is verified, and how what ranks
+measured is merged."""
 
 import dataclasses
 import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from messages import check_messages
+from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.device import Device
-from autotune.core.errors import PromiseMissedError, TrialServerError
+from autotune.core.errors import DeviceError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
-from autotune.core.placement import Placement
+from autotune.core.placement import Placement, RankDevices
 from autotune.core.schema import encode
 from autotune.core.units import GIB
-from autotune.core.verification import PeakBytes, StockResult, Stretch
+from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store.records import StudyRecord, TrialRecord
-from autotune.verify.comparison import Interval, Verdict
-from autotune.verify.json_document import verification_document
 from autotune.verify.loss import reference_of
-from autotune.verify.target import Target
-from autotune.verify.throughput import Verification, notes, steps_of, verification_lines
+from autotune.verify.target import Interval, Target, Verdict, compare, describe_speed, mean_speed, placement_of, slack
+from autotune.verify.throughput import Verification, notes, steps_of, verification_document, verification_lines
+from autotune.worker.verify import torchrun
+from autotune.worker.verify.torchrun import merge, run_with_torchrun
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
@@ -291,3 +295,183 @@ def test_the_reference_is_the_baseline_at_as_many_samples() -> None:
     arm = Arm("bf16", gradient_checkpointing=True, optim="adafactor")
     assert reference_of(Candidate(arm, 32, 2), Arm()) == Candidate(Arm(optim="adafactor"), 8, 8)
     assert reference_of(Candidate(arm, 20, 1), Arm()) == Candidate(Arm(optim="adafactor"), 5, 4)
+
+
+def around(mean: float, share: float) -> Interval:
+    return Interval(mean, mean * (1 - share), mean * (1 + share))
+
+
+@pytest.mark.parametrize(
+    ("promised", "obtained", "verdict"),
+    [
+        pytest.param(around(100, 0.02), around(99, 0.005), "kept", id="within"),
+        pytest.param(around(100, 0.02), around(150, 0.005), "faster", id="above"),
+        pytest.param(around(100, 0.02), around(103, 0.02), "faster", id="above, but reaching into it"),
+        pytest.param(around(100, 0.02), around(105, 0.30), "cannot_tell", id="above, in a run that shows little"),
+        pytest.param(around(100, 0.02), around(98.5, 0.01), "kept", id="its speed within, its interval not quite"),
+        pytest.param(around(100, 0.02), around(97, 0.005), "missed", id="wholly below"),
+        pytest.param(around(100, 0.02), around(97, 0.02), "cannot_tell", id="below, but reaching into it"),
+        pytest.param(around(100, 0.40), around(85, 0.01), "cannot_tell", id="a promise that promises little"),
+        pytest.param(around(100, 0.40), around(55, 0.01), "missed", id="less than a promise of little"),
+        pytest.param(around(100, 0.40), around(105, 0.01), "kept", id="surely as fast as the promised speed"),
+        pytest.param(around(100, 0.02), around(101, 0.40), "cannot_tell", id="a run that shows little"),
+        pytest.param(around(100, 0.02), Interval(100, 0, math.inf), "cannot_tell", id="a single stretch"),
+    ],
+)
+def test_two_intervals_are_compared(promised: Interval, obtained: Interval, verdict: Verdict) -> None:
+    assert compare(promised, obtained) == verdict
+    assert compare(promised.scaled(3), obtained.scaled(3)) == verdict
+
+
+def test_the_slack_is_the_slowest_speed_that_is_not_missed() -> None:
+    promised, noise = around(100, 0.05), 0.03
+    slowest = 100 * (1 - slack(promised, around(100, noise)))
+    assert compare(promised, around(slowest * 1.001, noise)) != "missed"
+    assert compare(promised, around(slowest * 0.999, noise)) == "missed"
+
+
+def test_few_stretches_have_the_interval_of_few_values() -> None:
+    """Student's t of two degrees of freedom is 4.30, not 1.96."""
+    interval = mean_speed(100.0, [99.0, 100.0, 101.0])
+    assert interval.relative_half_width == pytest.approx(4.303 / math.sqrt(3) / 100, rel=1e-3)
+    assert mean_speed(100.0, [100.0]).high == math.inf
+    assert mean_speed(100.0, [100.0]).low == 0.0
+
+
+def test_the_interval_covers_the_mean_of_a_drifting_run() -> None:
+    """Steps that are slow together, in stretches of ten: nine of ten intervals or more hold the true speed."""
+    generator = random.Random(1)
+    covered = 0
+    for _ in range(400):
+        seconds, state = [], 0.0
+        for _ in range(100):
+            state = 0.7 * state + generator.gauss(0, 0.02)
+            seconds.append(1 + state)
+        stretches = [10 / sum(seconds[start : start + 10]) for start in range(0, 100, 10)]
+        interval = mean_speed(100 / sum(seconds), stretches)
+        covered += interval.low <= 1.0 <= interval.high
+    assert covered / 400 > 0.9
+
+
+def test_a_promise_that_holds_is_hardly_ever_missed() -> None:
+    """The next run of a host-bound configuration: processes differ by 7 %, the promise says so."""
+    generator = random.Random(2)
+    missed = 0
+    for _ in range(1000):
+        promised = around(100, 2.13 * 0.07)
+        run = 100 * math.exp(generator.gauss(0, 0.07))
+        missed += compare(promised, around(run, 0.01)) == "missed"
+    assert missed / 1000 < 0.04
+
+
+# A stock run of BERT-large on two H200, 22 November 2026: samples/s of stretches of three steps. In the seventh, one
+# rank waited 3.2 s for the other, which wrote the checkpoint.
+STALLED = [530.75, 525.22, 530.74, 519.33, 539.92, 551.23, 54.22, 546.39, 546.47, 550.24, 542.13, 552.07]
+
+
+def run_of(speeds: list[float]) -> Interval:
+    return mean_speed(len(speeds) / sum(1 / speed for speed in speeds), speeds)
+
+
+def test_one_stall_refutes_nothing_and_a_real_shortfall_beside_it_is_missed() -> None:
+    promised = Interval(561.05, 546.30, 576.20)
+    stalled = run_of(STALLED)
+    assert stalled.mean < 320
+    assert compare(promised, stalled) == "cannot_tell"
+    assert compare(promised, run_of([0.95 * speed for speed in STALLED])) == "missed"
+    assert compare(promised, run_of([0.95 * speed for speed in STALLED if speed > 100])) == "missed"
+    assert compare(Interval(540, 525, 555), run_of([speed for speed in STALLED if speed > 100])) == "kept"
+
+
+def test_several_stalls_are_part_of_the_speed() -> None:
+    """Every other stretch takes twice as long: the run is slower, whatever the reason."""
+    assert compare(around(100, 0.02), run_of([100.0, 50.0] * 6)) == "missed"
+
+
+def test_an_interval_with_unequal_sides_is_shown_with_both_ends() -> None:
+    assert describe_speed(around(320, 0.012)) == "320.0 ± 1.2%"
+    assert describe_speed(run_of(STALLED)) == "309.0 (159.2 to 555.8)"
+    assert describe_speed(Interval(320, 0.0, math.inf)) == "320.0 (0.00 or more)"
+
+
+def test_only_the_devices_that_are_given_are_used() -> None:
+    """A search of a service has devices of its own; on others of its machine other searches run."""
+    plain = target().report
+    environment = {
+        **plain.environment,
+        "device_kind": "cuda",
+        "device_name": GPU.name,
+        "device_uuid": GPU.uuid,
+        "device_memory_bytes": GPU.memory_total_bytes,
+    }
+    report = dataclasses.replace(plain, environment=environment)
+    other = dataclasses.replace(GPU, uuid="GPU-2", index=1)
+    assert placement_of(report, [other, GPU]).device == GPU
+    assert placement_of(report, [other]).device == other
+    with pytest.raises(DeviceError, match="was measured on NVIDIA H200; this machine has cuda:1"):
+        placement_of(report, [dataclasses.replace(other, name="NVIDIA L4")])
+
+
+def answer_of_rank(seconds: float, peak: int, **changes: Any) -> StockResult:
+    """What one rank says."""
+    stretch = Stretch(steps=5, samples=40, seconds=seconds, new_shapes=0)
+    peaks = {"end": PeakBytes(peak, 2 * peak)}
+    said = StockResult("completed", stretches=(stretch,), peak_bytes=peaks, skipped_steps=0)
+    return dataclasses.replace(said, **changes)
+
+
+RANK = """
+import json, os, pathlib, sys
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+told = json.loads((folder / "work.json").read_text())["arguments"]
+assert os.environ["WORLD_SIZE"] == "2" and os.listdir(folder / "training") == []
+if rank in told["silent"]:
+    sys.exit(3)
+(folder / f"rank-{rank}.json").write_text(json.dumps(told["answer"]))
+"""
+
+
+@pytest.mark.parametrize("silent", [[], pytest.param([1], marks=pytest.mark.whole)])
+def test_torchrun_starts_the_ranks(silent: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answering_rank.py").write_text(RANK)
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(torchrun, "_RANK_MODULE", "answering_rank")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    told = {"answer": encode(answer_of_rank(1.0, 300)), "silent": silent}
+    devices = RankDevices("cpu", ("cpu", "cpu"))
+    work = StockWork(tiny_workload("bert-tiny"), devices, told, "eager", 42, 20, context_parallel=2)
+    merged = run_with_torchrun(work, str(tmp_path / "job"))
+    if silent:
+        assert merged.message == "rank 1 gave no answer, and torchrun ended with exit code 1"
+    else:
+        assert merged == merge([answer_of_rank(1.0, 300)] * 2, 0, shared_by=2)
+
+
+def test_samples_of_all_time_of_the_slowest_peak_of_the_largest() -> None:
+    merged = merge([answer_of_rank(1.0, 300), answer_of_rank(1.5, 200)], 0)
+    assert merged.stretches == (Stretch(steps=5, samples=80, seconds=1.5, new_shapes=0),)
+    assert merged.peak_bytes == {"end": PeakBytes(300, 600)}
+    assert merged.joules_per_sample is None
+    thrifty, wasteful = (answer_of_rank(1.0, 1, joules_per_sample=joules) for joules in (2.0, 4.0))
+    assert merge([thrifty, wasteful], 0).joules_per_sample == 3
+
+
+def test_a_sample_that_ranks_share_counts_once() -> None:
+    """Each of four ranks had 40 samples, in two pairs, and each GPU drew 3 joules for each of its samples."""
+    merged = merge([answer_of_rank(1.0, 300, joules_per_sample=3.0)] * 4, 0, shared_by=2)
+    assert merged.stretches[0].samples == 80
+    assert merged.joules_per_sample == 6
+
+
+def test_skipped_updates_that_are_not_known_are_not_none_at_all() -> None:
+    for skipped, told in (((2, 2), 2), ((None, None), None)):
+        assert merge([answer_of_rank(1.0, 1, skipped_steps=each) for each in skipped], 0).skipped_steps == told
+
+
+def test_a_rank_that_failed_speaks_for_all() -> None:
+    lost = StockResult("failed", "connection closed", "train")
+    full = StockResult("out_of_memory", "no memory", "train")
+    assert merge([lost, full], 1).message == "rank 1: no memory"
+    assert merge([answer_of_rank(1.0, 1), lost], 1).message == "rank 1: connection closed"
+    silent = merge([answer_of_rank(1.0, 1), None], 1)
+    assert silent.message == "rank 1 gave no answer, and torchrun ended with exit code 1"

@@ -14,7 +14,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.models import catalog
-from autotune.models.images import check_images_fit, choose_image_side, tokens_of_image
+from autotune.models.tasks import check_images_fit, choose_image_side, tokens_of_image
 from autotune.tuning.options import build_workload
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset

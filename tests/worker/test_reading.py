@@ -30,7 +30,7 @@ from autotune.core.schema import decode
 from autotune.core.units import MIB
 from autotune.core.workload import Task, Workload
 from autotune.devices.gpus import CHIPS
-from autotune.space.levers import LEVERS, Training
+from autotune.space.levers import BY_NAME, Training, why_not
 from autotune.worker.dataset.prepared import PreparedDataset
 
 needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
@@ -323,7 +323,7 @@ def test_padding_that_the_data_hold_is_no_token(read: Callable[..., Read], token
     batch = given["data_collator"]([held.dataset[0], held.dataset[1]])
     assert (batch["attention_mask"].sum(1).tolist(), batch["labels"][0, :4].tolist()) == ([4, 5], [-100, -100, 6, 6])
     unmasked = Training.of(found.workload, "cpu", 1)
-    assert next(row for row in LEVERS if row.name == "unpadded").obstacle(unmasked) is not None
+    assert why_not(BY_NAME["unpadded"], unmasked) is not None
     check_fed(found.trial(Candidate(Arm(), 4)).completed, 16)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune.core.workload import Workload
-from autotune.models.images import is_merging, tokens_of_image
+from autotune.models.tasks import is_merging, tokens_of_image
 
 # Number of distinct samples. More would take memory and change nothing.
 _POOL = 64
