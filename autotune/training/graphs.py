@@ -130,7 +130,11 @@ class GraphedSteps:
 
         A capture does not survive that a checkpoint reads or sets their state.
         """
-        recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+        recomputing = [
+            module
+            for module in model.modules()
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func")
+        ]
         for module in recomputing:
             own: Any = module._gradient_checkpointing_func
             module._gradient_checkpointing_func = functools.partial(own, preserve_rng_state=False)  # type: ignore[assignment]
