@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
 from autotune.core.device import Device, Precision
-from autotune.core.schema import decode, encode, make_record
+from autotune.core.schema import decode, encode, make_record, record_fields
 
 
 @functools.cache
 def devices_type() -> type[Any]:
     """Return the type of the document."""
-    hints = get_type_hints(Device)
-    fields = ((field.name, hints[field.name]) for field in dataclasses.fields(Device))
-    device = make_record("Device", [("label", str), *fields, ("precisions", tuple[Precision, ...])])
+    device = make_record("Device", [("label", str), *record_fields(Device), ("precisions", tuple[Precision, ...])])
     return make_record(
         "Devices",
         [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.core.errors import InvalidRequestError, ServiceError, StorageError, UnknownStudyError
 from autotune.core.units import format_rate
 from autotune.engine.work import Engine, Host
 from autotune.results.json_document import trial_document
@@ -22,23 +25,22 @@ from autotune.service.change_events import ChangeEvents
 from autotune.service.documents import FailureDocument, PlaceDocument, SearchDocument, StatusDocument
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
+    VERIFIES,
     Submission,
+    VerificationSubmission,
     canonical,
     check_against,
     choose_study,
+    needs_of_study,
     read_needs,
     read_submission,
+    read_verification,
 )
 from autotune.service.runner import Runner, offers_of, unmet
 from autotune.service.tokens import may_write
-from autotune.service.verifications import (
-    VERIFIES,
-    VerificationSubmission,
-    needs_of_study,
-    read_verification,
-)
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
+from autotune.tuning.run import log_folder
 from autotune.verify.target import verifiable_export
 
 log = logging.getLogger("autotune.service")
@@ -46,6 +48,7 @@ log = logging.getLogger("autotune.service")
 MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
 _MOST_COMPARED = 20
+_SECONDS_BETWEEN_FORGETTING = 3600.0
 
 
 @dataclass
@@ -341,3 +344,35 @@ def describe_devices(searches: Searches) -> list[Document]:
             about = {"search": job.id, "study": job.study} if job is not None else {"search": None, "study": None}
             found.append({"host": host.name, **device.document(), **about})
     return found
+
+
+async def forget_hourly(searches: Searches, keep: timedelta) -> None:
+    """Forget what has become old, at once and every hour."""
+    while True:
+        try:
+            await asyncio.to_thread(forget, searches, keep)
+        except StorageError as error:
+            log.warning("old searches cannot be forgotten now: %s", error)
+        except Exception:
+            # Nobody waits for this task: without this, one error would end it unseen.
+            log.exception("old searches cannot be forgotten now")
+        await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
+
+
+def forget(searches: Searches, keep: timedelta) -> int:
+    """Forget the searches that ended longer ago, with their events; return how many.
+
+    The logs of a study go with the last of its searches. Studies stay: what they measured answers and shortens later
+    searches.
+    """
+    queue, count = searches.store.queue, 0
+    while gone := queue.forget(queue.clock() - keep):
+        count += len(gone)
+        for study in set(gone.values()):
+            if not queue.jobs(study=study, most=1):
+                shutil.rmtree(log_folder(searches.storage, study), ignore_errors=True)
+        searches.drop_result_lines(gone)
+    if count:
+        log.info("old searches forgotten", extra={"fields": {"searches": count}})
+        searches.changes.notify_all()
+    return count

@@ -26,9 +26,8 @@ from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
-from autotune.service.retention import forget_hourly
 from autotune.service.runner import held
-from autotune.service.searches import Searches
+from autotune.service.searches import Searches, forget_hourly
 from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store

@@ -31,7 +31,7 @@ from autotune.core.errors import (
 from autotune.core.inspection import Inspection
 from autotune.core.protection import PROTECTED
 from autotune.devices.host import host_memory
-from autotune.devices.presence import Presence
+from autotune.devices.lock import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import Wait, hold_lease, take_turn

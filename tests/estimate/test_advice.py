@@ -11,7 +11,7 @@ from autotune.devices.prices import Prices
 from autotune.estimate.advice import Offer, in_order, pareto_front, rank
 from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
-from autotune.results.advice_text import advice_lines
+from autotune.results.prediction_text import advice_lines
 
 
 def offer(name: str, seconds: float, price: float | None, doubt: float = 1.1) -> Offer:

@@ -42,8 +42,7 @@ from autotune.core.errors import StorageError
 from autotune.service import server
 from autotune.service.app import make_app
 from autotune.service.change_events import ChangeEvents
-from autotune.service.retention import forget, forget_hourly
-from autotune.service.searches import Searches
+from autotune.service.searches import Searches, forget, forget_hourly
 from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
@@ -297,7 +296,7 @@ def test_forgetting_goes_on_after_any_error(
         await asyncio.wait_for(tries.wait(), 60)
         forgetting.cancel()
 
-    monkeypatch.setattr("autotune.service.retention._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("autotune.service.searches._SECONDS_BETWEEN_FORGETTING", 0.01)
     asyncio.run(run())
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == [

@@ -14,8 +14,7 @@ from autotune.core.errors import AutotuneError
 from autotune.models import catalog
 from autotune.service.access import Known, Reader, Submitter
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.pages.asked import command_of
-from autotune.service.pages.form import FIELDS, FieldError, more_fields, read_form
+from autotune.service.pages.form import FIELDS, FieldError, command_of, more_fields, read_form
 from autotune.service.pages.frame import Visitor, form_fields, page, render, sign_in_page
 from autotune.service.pages.listing import rows_of
 from autotune.service.pages.rendered import rendered_of

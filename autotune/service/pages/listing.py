@@ -13,8 +13,8 @@ from fastapi.responses import HTMLResponse, Response
 from autotune.core.units import format_seconds
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page
+from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, waits_for
-from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobOrder, JobRecord, JobState, TokenRecord
 
 # Each that has ended is looked up when it is shown first, some milliseconds each.
