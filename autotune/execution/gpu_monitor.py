@@ -20,7 +20,7 @@ from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
 from autotune.devices.condition import Condition
 from autotune.devices.lock import Mark, Presence, had_company
-from autotune.devices.nvml import busy_pids, device_condition
+from autotune.devices.nvml import current_session, device_condition
 from autotune.execution.executor import Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
@@ -242,7 +242,7 @@ class _Watch:
                 why = (*outcome.disturbed, *self._missing(after), *_newcomer_lines(others))
                 return dataclasses.replace(outcome, disturbed=why)
             case Completed():
-                busy = busy_pids(self._gpu.uuid, self._started)
+                busy = current_session().busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
                 drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
