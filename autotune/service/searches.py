@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -200,11 +200,6 @@ class Searches:
                 self._result_lines[job.id] = line
         return found
 
-    def drop_result_lines(self, ids: Iterable[str]) -> None:
-        """Forget the lines of searches that are forgotten."""
-        for job_id in ids:
-            self._result_lines.pop(job_id, None)
-
     def _line_of_verification(self, job: JobRecord) -> str:
         shown = (self.verification(job) or {}).get("verification") or {}
         verdict = shown.get("verdict")
@@ -279,10 +274,6 @@ class Searches:
             },
         }
 
-    def waits_for(self, job: JobRecord) -> str:
-        """Say what a queued job waits for."""
-        return waits_for(job, self.runner.hosts(), self.store.queue.ahead_of([job])[job.id])
-
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where a machine has what it needs."""
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
@@ -298,6 +289,39 @@ class Searches:
         self.runner.cancel(job.id)
         self.changes.notify(job.id)
         return cancelled or job
+
+    # Forgetting
+
+    async def forget_hourly(self, keep: timedelta) -> None:
+        """Forget what has become old, at once and every hour."""
+        while True:
+            try:
+                await asyncio.to_thread(self.forget, keep)
+            except StorageError as error:
+                log.warning("old searches cannot be forgotten now: %s", error)
+            except Exception:
+                # Nobody waits for this task: without this, one error would end it unseen.
+                log.exception("old searches cannot be forgotten now")
+            await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
+
+    def forget(self, keep: timedelta) -> int:
+        """Forget the searches that ended longer ago, with their events; return how many.
+
+        The logs of a study go with the last of its searches. Studies stay: what they measured answers and shortens
+        later searches.
+        """
+        queue, count = self.store.queue, 0
+        while gone := queue.forget(queue.clock() - keep):
+            count += len(gone)
+            for study in set(gone.values()):
+                if not queue.jobs(study=study, most=1):
+                    shutil.rmtree(log_folder(self.storage, study), ignore_errors=True)
+            for job_id in gone:
+                self._result_lines.pop(job_id, None)
+        if count:
+            log.info("old searches forgotten", extra={"fields": {"searches": count}})
+            self.changes.notify_all()
+        return count
 
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:
@@ -344,35 +368,3 @@ def describe_devices(searches: Searches) -> list[Document]:
             about = {"search": job.id, "study": job.study} if job is not None else {"search": None, "study": None}
             found.append({"host": host.name, **device.document(), **about})
     return found
-
-
-async def forget_hourly(searches: Searches, keep: timedelta) -> None:
-    """Forget what has become old, at once and every hour."""
-    while True:
-        try:
-            await asyncio.to_thread(forget, searches, keep)
-        except StorageError as error:
-            log.warning("old searches cannot be forgotten now: %s", error)
-        except Exception:
-            # Nobody waits for this task: without this, one error would end it unseen.
-            log.exception("old searches cannot be forgotten now")
-        await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
-
-
-def forget(searches: Searches, keep: timedelta) -> int:
-    """Forget the searches that ended longer ago, with their events; return how many.
-
-    The logs of a study go with the last of its searches. Studies stay: what they measured answers and shortens later
-    searches.
-    """
-    queue, count = searches.store.queue, 0
-    while gone := queue.forget(queue.clock() - keep):
-        count += len(gone)
-        for study in set(gone.values()):
-            if not queue.jobs(study=study, most=1):
-                shutil.rmtree(log_folder(searches.storage, study), ignore_errors=True)
-        searches.drop_result_lines(gone)
-    if count:
-        log.info("old searches forgotten", extra={"fields": {"searches": count}})
-        searches.changes.notify_all()
-    return count

@@ -27,7 +27,7 @@ from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
 from autotune.service.runner import held
-from autotune.service.searches import Searches, forget_hourly
+from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
@@ -192,7 +192,7 @@ async def _run(
         await asyncio.sleep(0.01)
     beside = [asyncio.create_task(_release_listeners(searches, server))]
     if keep is not None:
-        beside.append(asyncio.create_task(forget_hourly(searches, keep)))
+        beside.append(asyncio.create_task(searches.forget_hourly(keep)))
     asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()

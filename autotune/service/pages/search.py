@@ -123,7 +123,7 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         "search_parts.html",
         job=job,
         row=Row(job, ""),
-        waits_for=searches.waits_for(job) if job.state == "queued" else None,
+        waits_for=searches.describe(job)["waits_for"] if job.state == "queued" else None,
         may_change=may_change(token, job),
         may_write=may_write(token),
         has_ended=job.state in ENDED,
