@@ -77,10 +77,6 @@ class Runner:
 
     # What the service sees of it
 
-    def hosts(self) -> Sequence[Host]:
-        """Return the machines on which jobs run."""
-        return self.engine.hosts()
-
     def wake(self) -> None:
         """Have the queue looked at: a job was added."""
         self._wake.set()

@@ -37,7 +37,6 @@ from autotune.service.requests import (
     read_verification,
 )
 from autotune.service.runner import Runner, offers_of, unmet
-from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
 from autotune.tuning.run import log_folder
@@ -89,7 +88,7 @@ class Searches:
             _check_same(known, submission.options, submission.needs, idempotency_key)
         if known is not None:
             return known, False
-        offers = offers_of(self.runner.hosts())
+        offers = offers_of(self.engine.hosts())
         fitting = [device for offer, device in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
         self._check_length()
@@ -222,7 +221,7 @@ class Searches:
     def describe_all(self, jobs: Sequence[JobRecord]) -> list[SearchDocument]:
         """Return jobs as the API shows them."""
         queued = [job for job in jobs if job.state == "queued"]
-        hosts = self.runner.hosts() if queued else []
+        hosts = self.engine.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
         return [
             self._describe(
@@ -277,7 +276,7 @@ class Searches:
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where a machine has what it needs."""
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
-        return unmet(needs, self.runner.hosts())
+        return unmet(needs, self.engine.hosts())
 
     def cancel(self, job: JobRecord, by: TokenRecord) -> JobRecord:
         """Cancel a job for a token that may; one that has ended stays as it is."""
@@ -326,7 +325,7 @@ class Searches:
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:
     """Return whether a token may change a search: an admin's every one, another its own."""
-    return token.role == "admin" or (may_write(token) and job.submitted_by == token.name)
+    return token.role == "admin" or (token.may_write and job.submitted_by == token.name)
 
 
 def check_may_change(token: TokenRecord, job: JobRecord) -> None:
@@ -362,7 +361,7 @@ def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
 def describe_devices(searches: Searches) -> list[Document]:
     """Return the devices on which searches run as the API shows them, each with the search that it runs."""
     found = []
-    for host in searches.runner.hosts():
+    for host in searches.engine.hosts():
         for device in host.devices:
             job = searches.runner.job_on(host.name, device.uuid)
             about = {"search": job.id, "study": job.study} if job is not None else {"search": None, "study": None}

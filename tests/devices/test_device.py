@@ -17,8 +17,7 @@ from autotune.core.device import Device, Neighbour
 from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
-from autotune.devices.json_document import devices_document
-from autotune.devices.listing import find_device
+from autotune.devices.listing import devices_document, find_device
 from autotune.devices.nvml import device_used_bytes, visible_gpus
 
 

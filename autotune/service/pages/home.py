@@ -20,7 +20,6 @@ from autotune.service.pages.listing import rows_of
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_devices
-from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, TokenRecord
 
 _MOST_SHOWN = 30
@@ -92,13 +91,13 @@ def _home(
     parts: Markup,
     error: AutotuneError | None = None,
 ) -> HTMLResponse:
-    every = [device for host in searches.runner.hosts() for device in host.devices]
+    every = [device for host in searches.engine.hosts() for device in host.devices]
     more = more_fields(asked, has_codes=bool(searches.codes))
     return page(
         "home.html",
         token=token,
         error=error,
-        may_write=may_write(token),
+        may_write=token.may_write,
         asked=asked,
         fields=FIELDS,
         more=more,

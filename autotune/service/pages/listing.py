@@ -67,7 +67,7 @@ class Row:
 
 def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
     """Return the rows of searches, in their order."""
-    hosts, results = searches.runner.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
+    hosts, results = searches.engine.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
     ahead = searches.store.queue.ahead_of([job for job in jobs if job.state == "queued"])
 
     def told(job: JobRecord) -> str:

@@ -28,7 +28,6 @@ from autotune.service.pages.listing import Row
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
-from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
 from autotune.store.repeats import Repeats
 
@@ -125,7 +124,7 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         row=Row(job, ""),
         waits_for=searches.describe(job)["waits_for"] if job.state == "queued" else None,
         may_change=may_change(token, job),
-        may_write=may_write(token),
+        may_write=token.may_write,
         has_ended=job.state in ENDED,
         verifies=job.request.get(VERIFIES),
         asked=None if is_verification else _asked(job, url),
