@@ -29,7 +29,7 @@ from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
-from autotune.execution import Event, TrialJob
+from autotune.execution import TrialJob
 from autotune.execution.executor import run_to_end
 from autotune.models.resolve import resolve_model
 from autotune.space.space import Space
@@ -122,7 +122,7 @@ class SimulatedRunner:
         self.most_under_way = 0
         """How many trials were under way at the same time at most."""
         self._under_way: list[tuple[float, int, TrialJob, Outcome | BaseException]] = []
-        self._events: deque[tuple[str, Event]] = deque()
+        self._events: deque[tuple[str, Progress]] = deque()
         self._order = itertools.count()
         self.jobs: list[TrialJob] = []
         self.replayed: list[Replayed] = []
@@ -145,7 +145,7 @@ class SimulatedRunner:
         if len(placements) >= len(self.slots) or (job.placement is not None and job.placement in placements):
             raise RuntimeError("no slot is free")
         self.jobs.append(job)
-        self._events.append((job.trial_id, Event(Progress("train"))))
+        self._events.append((job.trial_id, Progress("train")))
         outcome: Outcome | BaseException
         if self.faults.get(job.candidate):
             outcome, seconds = self.faults[job.candidate].pop(0), OOM_SECONDS
@@ -155,7 +155,7 @@ class SimulatedRunner:
         self.most_under_way = max(self.most_under_way, len(self._under_way))
         return job.trial_id
 
-    def wait(self) -> tuple[str, Event | Outcome]:
+    def wait(self) -> tuple[str, Progress | Outcome]:
         """See ``autotune.execution.Executor.wait``; moves the clock on to the next end."""
         if self._events:
             return self._events.popleft()

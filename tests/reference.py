@@ -29,7 +29,7 @@ from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
 from autotune.devices.health import Diagnosis
-from autotune.devices.json_document import devices_type
+from autotune.devices.listing import devices_type
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
 from autotune.results.own_arguments import OwnArguments
 from autotune.results.predicted import (

@@ -13,8 +13,7 @@ from autotune.cli.output import print_json
 def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the optional packages."""
     from autotune.core.units import format_bytes
-    from autotune.devices.json_document import devices_document
-    from autotune.devices.listing import list_devices
+    from autotune.devices.listing import devices_document, list_devices
     from autotune.devices.nvml import nvml_problem
     from autotune.space.features import OPTIONAL, how_to_install, version_of
 

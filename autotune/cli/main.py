@@ -170,9 +170,12 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         say_error(error.message, error.hint)
         return error.exit_code
     except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else _command(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        command = f"autotune {words[0]}" if words and words[0] in _COMMANDS else "autotune"
+        if isinstance(error, click.UsageError) and error.ctx:
+            command = error.ctx.command_path
         message = _no_such_option(error) or error.format_message().rstrip(".")
-        hint = _forgotten_dashes(error, sys.argv[1:] if arguments is None else arguments)
+        hint = _forgotten_dashes(error, words)
         say_error(message[:1].lower() + message[1:], hint or f"{command} --help says what can be given")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
@@ -183,12 +186,6 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
         _forget_output()
         return AutotuneError.exit_code
-
-
-def _command(arguments: Sequence[str] | None) -> str:
-    """Return the command that was asked for, of which an option without its value does not tell."""
-    words = sys.argv[1:] if arguments is None else arguments
-    return f"autotune {words[0]}" if words and words[0] in _COMMANDS else "autotune"
 
 
 def _no_such_option(error: click.ClickException) -> str | None:

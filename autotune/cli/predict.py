@@ -51,8 +51,8 @@ def predict(
             predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
         if problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
             click.echo(f"autotune: what was predicted is not kept: {problem.message}", err=True)
+    from autotune.results.predicted import gpu_view
     from autotune.results.prediction_text import accuracy_lines, prediction_lines
-    from autotune.results.prediction_view import gpu_view
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
     # What is not predicted may fit.

@@ -83,8 +83,8 @@ def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> No
     """Print what a search would do."""
     from autotune.cli.output import print_json, print_lines, terminal_columns
     from autotune.cli.view import waiting
+    from autotune.results.predicted import gpu_view
     from autotune.results.prediction_text import prediction_lines
-    from autotune.results.prediction_view import gpu_view
     from autotune.tuning.run import dry_run_document
 
     with waiting(f"looking at {request.workload.model}"):

@@ -6,7 +6,7 @@ import logging
 import shlex
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -104,26 +104,18 @@ def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
     if as_json:
         print_json({"searches": searches, "devices": devices})
         return
-    rows = [
-        (
-            search["id"][:12],
-            search["study"],
-            search["state"],
-            str(search["priority"]),
-            search["waits_for"] or (search["problem"] or {}).get("message") or _where(search["device"]),
-        )
-        for search in searches
-    ]
+    rows = []
+    for search in searches:
+        device, problem = search["device"], search["problem"] or {}
+        where = f"{device['name']} of {device['host']}" if device is not None else ""
+        told = search["waits_for"] or problem.get("message") or where
+        rows.append((search["id"][:12], search["study"], search["state"], str(search["priority"]), told))
     if rows:
         print_table(("search", "study", "state", "priority", "where, or what it waits for"), rows, right=("priority",))
     else:
         click.echo(f"No search waits or runs at {client.url}.", err=True)
     for device in devices:
         click.echo(f"{device['host']} {device['label']} ({device['name']}): {device['study'] or 'idle'}", err=True)
-
-
-def _where(device: dict[str, Any] | None) -> str:
-    return f"{device['name']} of {device['host']}" if device is not None else ""
 
 
 @click.command(short_help="Show a search of a service to its end.")

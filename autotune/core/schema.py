@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
@@ -66,6 +66,12 @@ def make_record(name: str, fields: Sequence[tuple[Any, ...]]) -> type[Any]:
     import msgspec
 
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)
+
+
+def record_fields(kind: type[Any]) -> list[tuple[str, Any]]:
+    """Return names and types of a dataclass's fields, for ``make_record``."""
+    hints = get_type_hints(kind)
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
 
 
 def at_least(kind: Any, least: float | None) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.core.device import CPU_UUID, Device
+from autotune.core.device import CPU_UUID, Device, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.schema import decode, encode, make_record, record_fields
 from autotune.core.units import format_bytes
 from autotune.devices.host import ROOT, cpu_device
 from autotune.devices.nvml import current_session, nvml_problem
@@ -172,3 +174,23 @@ def _with_reasons(hint: str) -> str:
         hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
     problem = nvml_problem()
     return f"{hint}; {problem}" if problem else hint
+
+
+@functools.cache
+def devices_type() -> type[Any]:
+    """Return the type of the document that ``autotune devices`` prints."""
+    device = make_record("Device", [("label", str), *record_fields(Device), ("precisions", tuple[Precision, ...])])
+    return make_record(
+        "Devices",
+        [
+            ("devices", tuple[device, ...]),  # type: ignore[valid-type]
+            ("nvml_problem", str | None),
+            ("packages", dict[str, str | None]),
+        ],
+    )
+
+
+def devices_document(devices: Iterable[Device], problem: str | None, packages: Mapping[str, str | None]) -> Any:
+    """Return the document: the devices, why NVML cannot be used, the version of each optional package."""
+    found = [device.document() for device in devices]
+    return encode(decode({"devices": found, "nvml_problem": problem, "packages": dict(packages)}, devices_type()))

@@ -140,7 +140,10 @@ class NvmlSession:
             return None
 
     def energy_joules(self, uuid: str) -> float | None:
-        """Return the energy a GPU has used since its driver was loaded (Volta and later); ``None`` where not known."""
+        """Return the energy a GPU has used since its driver was loaded (Volta and later); ``None`` where not known.
+
+        The difference of two readings is the energy used between them, by all processes.
+        """
         handle = self._known_handle(uuid)
         if handle is None:
             return None
@@ -214,7 +217,10 @@ class NvmlSession:
         return busy
 
     def links(self, uuids: Sequence[str]) -> tuple[str, ...]:
-        """Return how each pair of GPUs is linked."""
+        """Return how each pair of GPUs is linked, in order, in nvidia-smi's words: ``NVLink``, ``PIX`` … ``SYS``.
+
+        ``unknown`` where NVML does not tell.
+        """
 
         def link(one: Any, other: Any) -> str:
             if one is None or other is None:
@@ -370,22 +376,9 @@ def device_used_bytes(uuid: str) -> int | None:
     return current_session().used_bytes(uuid)
 
 
-def own_used_bytes(uuid: str) -> int | None:
-    """Return the bytes that this process uses on one GPU, its CUDA context included; ``None`` where it is not known."""
-    return current_session().own_bytes(uuid)
-
-
 def gpu_number(uuid: str) -> int | None:
     """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance, which has none, and without NVML."""
     return None if uuid.startswith("MIG-") else current_session().location(uuid).gpu_index
-
-
-def device_energy_joules(uuid: str) -> float | None:
-    """Return the energy that a GPU has used since its driver was loaded; ``None`` where NVML does not tell.
-
-    The difference of two readings is the energy used between them, by all processes.
-    """
-    return current_session().energy_joules(uuid)
 
 
 def device_condition(uuid: str) -> Condition | None:
@@ -396,19 +389,6 @@ def device_condition(uuid: str) -> Condition | None:
 def gpu_policy(uuid: str) -> GpuPolicy | None:
     """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not tell."""
     return current_session().policy(uuid)
-
-
-def gpu_links(uuids: Sequence[str]) -> tuple[str, ...]:
-    """Return how each pair of GPUs is linked, in order, in nvidia-smi's words: ``NVLink``, ``PIX`` … ``SYS``.
-
-    ``unknown`` where NVML does not tell.
-    """
-    return current_session().links(uuids)
-
-
-def busy_pids(uuid: str, since_seconds: float) -> dict[int, int]:
-    """Return the processes that computed on a GPU since a ``time.time``, each with its peak use in per cent."""
-    return current_session().busy_pids(uuid, since_seconds)
 
 
 def nvml_problem() -> str | None:

@@ -35,13 +35,6 @@ class TrialJob:
     """Where to run: one of the executor's slots. ``None`` leaves that to the executor."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """The progress of a running trial."""
-
-    progress: Progress
-
-
 class Executor(Protocol):
     """Runs trials, one in each slot at a time.
 
@@ -56,7 +49,7 @@ class Executor(Protocol):
     def submit(self, job: TrialJob) -> str:
         """Start a trial in a free slot and do not wait for it; return its id."""
 
-    def wait(self) -> tuple[str, Event | Outcome]:
+    def wait(self) -> tuple[str, Progress | Outcome]:
         """Wait until a trial under way says something or ends; return its id with that. An outcome is the last."""
 
     def close(self) -> None:
@@ -102,7 +95,7 @@ class LocalExecutor:
                 return server
         raise RuntimeError("a trial was submitted although no slot for it is free")
 
-    def wait(self) -> tuple[str, Event | Outcome]:
+    def wait(self) -> tuple[str, Progress | Outcome]:
         """See ``Executor.wait``."""
         if not self._running:
             raise RuntimeError("no trial is under way")
@@ -111,7 +104,7 @@ class LocalExecutor:
                 progress = running.server.progress_of(trial_id)
                 if progress is not None:
                     running.progress.append((time.monotonic(), progress))
-                    return trial_id, Event(progress)
+                    return trial_id, progress
                 answer = running.server.end_of(trial_id)
                 if answer is not None:
                     del self._running[trial_id]
@@ -189,9 +182,9 @@ def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress],
         executor.submit(job)
         while True:
             _, report = executor.wait()
-            if not isinstance(report, Event):
+            if not isinstance(report, Progress):
                 return report
-            progress(report.progress)
+            progress(report)
     except BaseException:
         # Who stops waiting for a trial must not leave it running.
         executor.close()

@@ -13,14 +13,15 @@ from typing import Protocol
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError
 from autotune.core.measured_steps import LEAST_CORE_WAIT
+from autotune.core.messages import Progress
 from autotune.core.noise import accepts_noise
 from autotune.core.outcome import HOST_BOUND, Completed, Failed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
 from autotune.devices.condition import Condition
-from autotune.devices.nvml import busy_pids, device_condition
-from autotune.devices.presence import Mark, Presence, had_company
-from autotune.execution.executor import Event, Executor, TrialJob
+from autotune.devices.lock import Mark, Presence, had_company
+from autotune.devices.nvml import current_session, device_condition
+from autotune.execution.executor import Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
 _INTERVAL_SECONDS = 0.2
@@ -99,10 +100,10 @@ class WatchedExecutor:
         self._watches[trial_id] = watches
         return self._executor.submit(job)
 
-    def wait(self) -> tuple[str, Event | Outcome]:
+    def wait(self) -> tuple[str, Progress | Outcome]:
         """See ``Executor.wait``; the outcome says what disturbed the trial."""
         trial_id, report = self._executor.wait()
-        return trial_id, report if isinstance(report, Event) else _starved(self._judge(trial_id, report))
+        return trial_id, report if isinstance(report, Progress) else _starved(self._judge(trial_id, report))
 
     def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
         watches = self._watches.pop(trial_id, [])
@@ -241,7 +242,7 @@ class _Watch:
                 why = (*outcome.disturbed, *self._missing(after), *_newcomer_lines(others))
                 return dataclasses.replace(outcome, disturbed=why)
             case Completed():
-                busy = busy_pids(self._gpu.uuid, self._started)
+                busy = current_session().busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
                 drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)

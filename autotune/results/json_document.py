@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from autotune.core.candidate import Arm, Document
 from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
-from autotune.core.schema import encode, make_record, with_version
+from autotune.core.schema import encode, make_record, record_fields, with_version
 from autotune.core.stop import LeftOut, StopReason
 from autotune.results.report import Report
 from autotune.results.study_view import StudyView, TrialView
 from autotune.store.records import Stage, StudyState, TrialState
 
+_CANDIDATE = (("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *record_fields(Arm))
 # The fields of a measurement that are printed under their own names.
 _MEASURED = (
     "samples_per_second",
@@ -160,25 +160,19 @@ def report_document(report: Report) -> Document:
 @functools.cache
 def candidate_type() -> type[Any]:
     """Return the type of a candidate's document, see ``Candidate.parameters``."""
-    arm = get_type_hints(Arm)
-    fields = ((field.name, arm[field.name]) for field in dataclasses.fields(Arm))
-    return make_record(
-        "Candidate", [("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *fields]
-    )
+    return make_record("Candidate", _CANDIDATE)
 
 
 @functools.cache
 def trial_type() -> type[Any]:
     """Return the type of a trial's document."""
-    measured, arm = get_type_hints(Measurement), get_type_hints(Arm)
+    measured = dict(record_fields(Measurement))
     return make_record(
         "Trial",
         [
             ("number", int),
             ("stage", Stage),
-            ("per_device_train_batch_size", int),
-            ("gradient_accumulation_steps", int),
-            *((field.name, arm[field.name]) for field in dataclasses.fields(Arm)),
+            *_CANDIDATE,
             ("state", TrialState),
             ("feasible", bool),
             *((name, measured.get(name, float) | None) for name in _MEASURED),

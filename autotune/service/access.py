@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from autotune.core.errors import ServiceError, StorageError
 from autotune.service.searches import Searches
-from autotune.service.tokens import digest, may_write
+from autotune.service.tokens import digest
 from autotune.store.queue import TokenRecord
 
 log = logging.getLogger("autotune.service")
@@ -144,7 +144,7 @@ async def _reader(request: Request) -> TokenRecord:
 
 
 async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
-    if not may_write(token):
+    if not token.may_write:
         raise ServiceError(
             f"the token {token.name!r} may only read", "ask the operator for one with the role run", status=403
         )

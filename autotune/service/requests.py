@@ -1,4 +1,4 @@
-"""Read what a client asks for: the options of a search as JSON, checked as the command line checks them.
+"""Read what a client asks for, a search or a verification: options as JSON, checked as the command line checks them.
 
 No code comes over HTTP: a Trainer or a script can be named only as the operator lists it, and a path only within the
 operator's folders.
@@ -16,7 +16,7 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
-from autotune.core.options import BRINGS_CODE, check_arguments, json_value, options_of
+from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
 from autotune.devices.listing import find_device
 from autotune.engine.allowed_paths import check_paths
 from autotune.engine.work import search_request
@@ -25,12 +25,16 @@ from autotune.store.queue import Needs
 from autotune.tuning.allowed import check_request
 from autotune.tuning.request import check_study_name
 from autotune.tuning.run import free_names
+from autotune.verify.throughput import check_steps
 
 # Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
 _NOT_OVER_HTTP = frozenset(
     {"storage", "wait", "as_json", "server", "priority", "parallel", "executor", "dry_run", "lever", *BRINGS_CODE}
 )
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
+VERIFIES = "verify_study"
+"""The name in a job's request under which the study is that it verifies."""
+_OF_VERIFY = ("study", "steps", "priority")
 # Besides the options of a search.
 _EXTRA = ("priority", "needs")
 _MOST_PRIORITY = 10
@@ -210,3 +214,35 @@ def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str
     objective = options.get("objective") or "throughput"
     names = free_names(str(options.get("model") or options.get("code")), options.get("effective_batch"), objective)
     return next(name for name in names if not is_taken(name))
+
+
+@dataclass(frozen=True)
+class VerificationSubmission:
+    """A verification that may be queued."""
+
+    study: str
+    options: Document
+    priority: int
+
+
+def read_verification(document: Any) -> VerificationSubmission:
+    """Return what a client asks for; raises ``InvalidRequestError`` for what no verification takes."""
+    if not isinstance(document, dict) or not isinstance(document.get("study"), str):
+        raise InvalidRequestError("no study is named", 'send {"study": "bert-large-uncased-64"}')
+    for name in document:
+        if name not in _OF_VERIFY:
+            raise InvalidRequestError(f"{str(name)[:60]!r} is not an option of verify", f"use {', '.join(_OF_VERIFY)}")
+    check_study_name(document["study"])
+    options: Document = {VERIFIES: document["study"]}
+    if document.get("steps") is not None:
+        options["steps"] = int(BY_NAME["steps"].kind.check("steps", document["steps"]))
+        check_steps(options["steps"])
+    return VerificationSubmission(document["study"], options, read_priority(document))
+
+
+def needs_of_study(environment: Document) -> Needs:
+    """Return what a machine must have for a study's promise to hold on it."""
+    if environment["device_kind"] != "cuda":
+        return Needs("cpu")
+    ranks = environment.get("ranks", {}).get("world_size", 1)
+    return Needs("cuda", str(environment["device_name"]).lower(), int(environment["device_memory_bytes"]), int(ranks))

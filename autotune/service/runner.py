@@ -21,7 +21,7 @@ from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
 from autotune.core.owner import this_owner
 from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind
 from autotune.service.change_events import ChangeEvents
-from autotune.service.verifications import VERIFIES
+from autotune.service.requests import VERIFIES
 from autotune.store.leases import name_of_study, renewed
 from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer
 from autotune.store.records import new_id
@@ -76,10 +76,6 @@ class Runner:
     _thread: threading.Thread | None = None
 
     # What the service sees of it
-
-    def hosts(self) -> Sequence[Host]:
-        """Return the machines on which jobs run."""
-        return self.engine.hosts()
 
     def wake(self) -> None:
         """Have the queue looked at: a job was added."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.core.errors import InvalidRequestError, ServiceError, StorageError, UnknownStudyError
 from autotune.core.units import format_rate
 from autotune.engine.work import Engine, Host
 from autotune.results.json_document import trial_document
@@ -22,23 +25,21 @@ from autotune.service.change_events import ChangeEvents
 from autotune.service.documents import FailureDocument, PlaceDocument, SearchDocument, StatusDocument
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
+    VERIFIES,
     Submission,
+    VerificationSubmission,
     canonical,
     check_against,
     choose_study,
+    needs_of_study,
     read_needs,
     read_submission,
-)
-from autotune.service.runner import Runner, offers_of, unmet
-from autotune.service.tokens import may_write
-from autotune.service.verifications import (
-    VERIFIES,
-    VerificationSubmission,
-    needs_of_study,
     read_verification,
 )
+from autotune.service.runner import Runner, offers_of, unmet
 from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
+from autotune.tuning.run import log_folder
 from autotune.verify.target import verifiable_export
 
 log = logging.getLogger("autotune.service")
@@ -46,6 +47,7 @@ log = logging.getLogger("autotune.service")
 MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
 _MOST_COMPARED = 20
+_SECONDS_BETWEEN_FORGETTING = 3600.0
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Searches:
             _check_same(known, submission.options, submission.needs, idempotency_key)
         if known is not None:
             return known, False
-        offers = offers_of(self.runner.hosts())
+        offers = offers_of(self.engine.hosts())
         fitting = [device for offer, device in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
         self._check_length()
@@ -197,11 +199,6 @@ class Searches:
                 self._result_lines[job.id] = line
         return found
 
-    def drop_result_lines(self, ids: Iterable[str]) -> None:
-        """Forget the lines of searches that are forgotten."""
-        for job_id in ids:
-            self._result_lines.pop(job_id, None)
-
     def _line_of_verification(self, job: JobRecord) -> str:
         shown = (self.verification(job) or {}).get("verification") or {}
         verdict = shown.get("verdict")
@@ -224,7 +221,7 @@ class Searches:
     def describe_all(self, jobs: Sequence[JobRecord]) -> list[SearchDocument]:
         """Return jobs as the API shows them."""
         queued = [job for job in jobs if job.state == "queued"]
-        hosts = self.runner.hosts() if queued else []
+        hosts = self.engine.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
         return [
             self._describe(
@@ -276,14 +273,10 @@ class Searches:
             },
         }
 
-    def waits_for(self, job: JobRecord) -> str:
-        """Say what a queued job waits for."""
-        return waits_for(job, self.runner.hosts(), self.store.queue.ahead_of([job])[job.id])
-
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where a machine has what it needs."""
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
-        return unmet(needs, self.runner.hosts())
+        return unmet(needs, self.engine.hosts())
 
     def cancel(self, job: JobRecord, by: TokenRecord) -> JobRecord:
         """Cancel a job for a token that may; one that has ended stays as it is."""
@@ -296,10 +289,43 @@ class Searches:
         self.changes.notify(job.id)
         return cancelled or job
 
+    # Forgetting
+
+    async def forget_hourly(self, keep: timedelta) -> None:
+        """Forget what has become old, at once and every hour."""
+        while True:
+            try:
+                await asyncio.to_thread(self.forget, keep)
+            except StorageError as error:
+                log.warning("old searches cannot be forgotten now: %s", error)
+            except Exception:
+                # Nobody waits for this task: without this, one error would end it unseen.
+                log.exception("old searches cannot be forgotten now")
+            await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
+
+    def forget(self, keep: timedelta) -> int:
+        """Forget the searches that ended longer ago, with their events; return how many.
+
+        The logs of a study go with the last of its searches. Studies stay: what they measured answers and shortens
+        later searches.
+        """
+        queue, count = self.store.queue, 0
+        while gone := queue.forget(queue.clock() - keep):
+            count += len(gone)
+            for study in set(gone.values()):
+                if not queue.jobs(study=study, most=1):
+                    shutil.rmtree(log_folder(self.storage, study), ignore_errors=True)
+            for job_id in gone:
+                self._result_lines.pop(job_id, None)
+        if count:
+            log.info("old searches forgotten", extra={"fields": {"searches": count}})
+            self.changes.notify_all()
+        return count
+
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:
     """Return whether a token may change a search: an admin's every one, another its own."""
-    return token.role == "admin" or (may_write(token) and job.submitted_by == token.name)
+    return token.role == "admin" or (token.may_write and job.submitted_by == token.name)
 
 
 def check_may_change(token: TokenRecord, job: JobRecord) -> None:
@@ -335,7 +361,7 @@ def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
 def describe_devices(searches: Searches) -> list[Document]:
     """Return the devices on which searches run as the API shows them, each with the search that it runs."""
     found = []
-    for host in searches.runner.hosts():
+    for host in searches.engine.hosts():
         for device in host.devices:
             job = searches.runner.job_on(host.name, device.uuid)
             about = {"search": job.id, "study": job.study} if job is not None else {"search": None, "study": None}

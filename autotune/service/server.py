@@ -26,7 +26,6 @@ from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
-from autotune.service.retention import forget_hourly
 from autotune.service.runner import held
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -193,7 +192,7 @@ async def _run(
         await asyncio.sleep(0.01)
     beside = [asyncio.create_task(_release_listeners(searches, server))]
     if keep is not None:
-        beside.append(asyncio.create_task(forget_hourly(searches, keep)))
+        beside.append(asyncio.create_task(searches.forget_hourly(keep)))
     asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()

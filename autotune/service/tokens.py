@@ -6,7 +6,7 @@ import hashlib
 import secrets
 
 from autotune.core.errors import InvalidRequestError
-from autotune.store.queue import Queue, Role, TokenRecord
+from autotune.store.queue import Queue, Role
 
 # 32 random bytes cannot be guessed, so their digest needs no salt and no slow hash.
 _TOKEN_BYTES = 32
@@ -26,8 +26,3 @@ def add_token(queue: Queue, name: str, role: Role) -> str:
     token = "at_" + secrets.token_urlsafe(_TOKEN_BYTES)
     queue.add_token(name, digest(token), role)
     return token
-
-
-def may_write(token: TokenRecord) -> bool:
-    """Return whether a token allows more than reading."""
-    return token.role != "read"

@@ -153,6 +153,11 @@ class TokenRecord:
     role: Role
     created_at: datetime
 
+    @property
+    def may_write(self) -> bool:
+        """Whether it allows more than reading."""
+        return self.role != "read"
+
 
 _JOB, _EVENT, _TOKEN = (row.metadata.tables[row.__tablename__] for row in (JobRow, JobEventRow, TokenRow))
 

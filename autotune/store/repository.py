@@ -128,13 +128,9 @@ class Store:
         """Return the environment's document; raises ``ValueError`` where there is none with this id."""
         return self._document(EnvironmentRow, environment_id)
 
-    def workload(self, workload_id: str) -> Document:
-        """Return the workload's document; raises ``ValueError`` where there is none with this id."""
-        return self._document(WorkloadRow, workload_id)
-
     def workload_of(self, study: StudyRecord) -> Document:
         """Return a study's workload, which other studies may share, with the place of this study's dataset."""
-        workload = self.workload(study.workload_id)
+        workload = self._document(WorkloadRow, study.workload_id)
         place = study.request.get("data_at")
         return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
 

@@ -20,9 +20,8 @@ from autotune.estimate.advice import Grades, Offer
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Pool, Tried
 from autotune.estimate.step_time import StepTime, StepTimeModel
-from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import advice_document
-from autotune.results.prediction_text import experts_line
+from autotune.results.prediction_text import advice_lines, experts_line, grade_lines
 from autotune.space.levers import why_unpredictable
 from autotune.space.precision_names import HALF
 from autotune.space.space import Batches

@@ -21,7 +21,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices.host import machine_id, processor_name
-from autotune.devices.nvml import gpu_links, gpu_policy
+from autotune.devices.nvml import current_session, gpu_policy
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import library_versions, packages_of_workload, version_of
 from autotune.space.levers import packages_of
@@ -116,7 +116,7 @@ def _ranks(placement: Placement) -> Document:
         "ranks": {
             "world_size": placement.ranks,
             "backend": "nccl" if placement.kind == "cuda" else "gloo",
-            "links": list(gpu_links(placement.uuids)) if placement.kind == "cuda" else [],
+            "links": list(current_session().links(placement.uuids)) if placement.kind == "cuda" else [],
         },
     }
 

@@ -26,7 +26,7 @@ from autotune.estimate.gpu_time import calibrated
 from autotune.estimate.history import History, batch_of, cap_of
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_time import StepForecast
-from autotune.execution import Event, Executor, TrialJob
+from autotune.execution import Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.store.records import Stage, StudyRecord, TrialRecord, now
@@ -410,10 +410,10 @@ class Search:
     def _react(self) -> None:
         """Wait for the next event or outcome of the running trials, and record it."""
         trial_id, report = self._executor.wait()
-        if isinstance(report, Event):
+        if isinstance(report, Progress):
             running = self._running[trial_id]
-            self._running[trial_id] = replace(running, progress=report.progress, said_seconds=self._clock())
-            self._observer.progress(running.record.number, report.progress)
+            self._running[trial_id] = replace(running, progress=report, said_seconds=self._clock())
+            self._observer.progress(running.record.number, report)
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)

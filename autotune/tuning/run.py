@@ -35,7 +35,7 @@ from autotune.core.inspection import Inspection
 from autotune.core.protection import PROTECTED
 from autotune.core.schema import encode
 from autotune.devices.host import host_memory
-from autotune.devices.presence import Presence
+from autotune.devices.lock import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.models.tasks import max_seq_len
 from autotune.store.location import resolve_location, shown_location

@@ -23,24 +23,26 @@ from autotune.devices.prices import Prices
 from autotune.estimate.advice import Graded, Offer
 from autotune.estimate.step_time import StepTime
 from autotune.models.resolve import resolve_model
-from autotune.results.advice_text import advice_lines, grade_lines
 from autotune.results.predicted import (
     GpuPredictionDocument,
+    GpuView,
     PredictionDocument,
     RanksPredictionDocument,
     TimedBatchDocument,
     arm_prediction_type,
     best_prediction_type,
+    gpu_view,
 )
 from autotune.results.prediction_text import (
     accuracy_lines,
+    advice_lines,
     choice_line,
     gpu_lines,
+    grade_lines,
     prediction_lines,
     time_lines,
     unknown_line,
 )
-from autotune.results.prediction_view import GpuView, gpu_view
 from autotune.store.opening import open_store
 from autotune.tuning.predictions import known_chips
 

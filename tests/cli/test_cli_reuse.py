@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import TINY_SEARCH, Ran, Run, command, environment, run_process
 
-from autotune.devices.presence import Presence
+from autotune.devices.lock import Presence
 
 AGAIN = (*TINY_SEARCH, "--effective-batch", "16")
 

@@ -17,8 +17,7 @@ from autotune.core.device import Device, Neighbour
 from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
-from autotune.devices.json_document import devices_document
-from autotune.devices.listing import find_device
+from autotune.devices.listing import devices_document, find_device
 from autotune.devices.nvml import device_used_bytes, visible_gpus
 
 
@@ -374,14 +373,14 @@ answer = [measured(1536), measured(None), measured(512), measured("-"), measured
         assert machine.ask(code) == [512 * MIB, most, most, most, 3 * GIB]
 
     def test_energy_is_told_in_joules(self, machine: Machine) -> None:
-        read = f"device_energy_joules('{uuid_of(0)}')"
-        code = f"from autotune.devices.nvml import device_energy_joules\nanswer = [{read}, {read}]"
+        read = f"current_session().energy_joules('{uuid_of(0)}')"
+        code = f"from autotune.devices.nvml import current_session\nanswer = [{read}, {read}]"
         assert machine.ask(code) == [7000.0, 7300.0]
 
     def test_energy_is_absent_where_it_is_not_counted(self, machine: Machine, old_machine: Machine) -> None:
         code = (
-            "from autotune.devices.nvml import device_energy_joules as read\n"
-            f"answer = [read(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
+            "from autotune.devices.nvml import current_session\n"
+            f"answer = [current_session().energy_joules(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
         )
         assert machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetTotalEnergyConsumption:0=3") == [None] * 4
         assert old_machine.ask(code) == [None] * 4

@@ -10,12 +10,12 @@ import pytest
 from recorded import job_of, measurement
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.devices.host import cpu_device
-from autotune.devices.lock import FOLDER_VARIABLE
-from autotune.devices.presence import Presence, had_company
-from autotune.execution import Event, TrialJob
+from autotune.devices.lock import FOLDER_VARIABLE, Presence, had_company
+from autotune.execution import TrialJob
 from autotune.execution.executor import run_to_end
 from autotune.execution.gpu_monitor import WatchedExecutor
 from autotune.store.records import TrialRecord
@@ -26,7 +26,7 @@ COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))
 
 STAY = """
 import sys
-from autotune.devices.presence import Presence
+from autotune.devices.lock import Presence
 with Presence("cpu"):
     print("here", flush=True)
     sys.stdin.read()
@@ -92,7 +92,7 @@ class TestPresence:
 
     def test_two_that_look_at_once_never_both_see_themselves_alone(self) -> None:
         look = (
-            "import sys\nfrom autotune.devices.presence import Presence\n"
+            "import sys\nfrom autotune.devices.lock import Presence\n"
             "with Presence('cpu') as ours:\n"
             "    print('here', flush=True); sys.stdin.readline()\n"
             "    print(sum(ours.mark().is_alone for _ in range(20_000)), flush=True); sys.stdin.readline()"
@@ -135,7 +135,7 @@ class Trials:
         self._trial_id = job.trial_id
         return job.trial_id
 
-    def wait(self) -> tuple[str, Event | Outcome]:
+    def wait(self) -> tuple[str, Progress | Outcome]:
         if self._disturbing:
             with Presence("cpu"):
                 pass

@@ -15,7 +15,7 @@ from autotune.devices.prices import Prices
 from autotune.estimate.advice import SCALED_DOUBT, Graded, Grades, Offer, in_order, pareto_front, rank
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel
-from autotune.results.advice_text import advice_lines
+from autotune.results.prediction_text import advice_lines
 
 
 def offer(name: str, seconds: float, price: float | None, doubt: float = 1.1) -> Offer:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Outcome
-from autotune.execution import Event, Executor, TrialJob
+from autotune.execution import Executor, TrialJob
 
 
 class ExecutorContract:
@@ -21,7 +22,7 @@ class ExecutorContract:
         while len(found) < count:
             trial_id, report = executor.wait()
             assert trial_id not in found, "nothing comes after the outcome"
-            if isinstance(report, Event):
+            if isinstance(report, Progress):
                 heard.add(trial_id)
             else:
                 assert trial_id in heard

@@ -13,9 +13,10 @@ from tiny import tiny_workload
 
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError
+from autotune.core.messages import Progress
 from autotune.core.placement import Placement, RankDevices
 from autotune.core.units import GIB
-from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
+from autotune.execution import Executor, LocalExecutor, TrialJob, TrialServer
 
 
 class TestSimulated(ExecutorContract):
@@ -44,7 +45,7 @@ class TestLocal(ExecutorContract):
         (server,) = [s for s in processes_named("stand_in_server", children(os.getpid())) if victim in children(s)]
         os.kill(server, signal.SIGKILL)
         trial_id, report = executor.wait()
-        while isinstance(report, Event):
+        while isinstance(report, Progress):
             trial_id, report = executor.wait()
         assert trial_id == lost
         assert report.reason == "lost"

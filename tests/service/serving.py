@@ -61,9 +61,6 @@ class StandInEngine:
         self._hosts.append(Host(name, devices))
         self.wake()
 
-    def remove_all(self) -> None:
-        self._hosts.clear()
-
     def next_run(self, seconds: float = 60.0) -> StandInRun:
         return self._started.get(timeout=seconds)
 

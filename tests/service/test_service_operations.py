@@ -42,7 +42,6 @@ from autotune.core.errors import StorageError
 from autotune.service import server
 from autotune.service.app import make_app
 from autotune.service.change_events import ChangeEvents
-from autotune.service.retention import forget, forget_hourly
 from autotune.service.searches import Searches
 from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
@@ -243,10 +242,10 @@ def test_searches_that_ended_long_ago_are_forgotten_and_their_studies_stay(
     logs.mkdir(parents=True)
     (logs / "trial-0000.log").write_text("said\n")
     clock = searches.store.queue.clock
-    assert forget(searches, timedelta(days=1)) == 0
+    assert searches.forget(timedelta(days=1)) == 0
     assert logs.is_dir()
     searches.store.queue.clock = lambda: clock() + timedelta(days=2)
-    assert forget(searches, timedelta(days=1)) == 1
+    assert searches.forget(timedelta(days=1)) == 1
     assert [job.id for job in searches.store.queue.jobs()] == [waiting]
     assert searches.store.queue.events(old) == []
     assert not logs.exists()
@@ -293,11 +292,11 @@ def test_forgetting_goes_on_after_any_error(
             return {}
 
         monkeypatch.setattr(searches.store.queue, "forget", fail_twice)
-        forgetting = asyncio.create_task(forget_hourly(searches, timedelta(days=1)))
+        forgetting = asyncio.create_task(searches.forget_hourly(timedelta(days=1)))
         await asyncio.wait_for(tries.wait(), 60)
         forgetting.cancel()
 
-    monkeypatch.setattr("autotune.service.retention._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("autotune.service.searches._SECONDS_BETWEEN_FORGETTING", 0.01)
     asyncio.run(run())
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == [

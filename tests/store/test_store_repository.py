@@ -150,9 +150,8 @@ def test_a_trial_ends_once(store: Store, new_study: NewStudy, new_trial: NewTria
 def test_unknown_ids(store: Store, new_study: NewStudy) -> None:
     assert store.trial(new_id()) is None
     assert store.trials(new_id()) == []
-    for read in (store.workload, store.environment):
-        with pytest.raises(ValueError, match="no row"):
-            read(new_id())
+    with pytest.raises(ValueError, match="no row"):
+        store.environment(new_id())
     with pytest.raises(StorageError, match="no longer in"):
         store.update_study(dataclasses.replace(new_study("first"), id=new_id()))
 
@@ -186,11 +185,11 @@ def test_running_trials_of_a_killed_search_are_lost(store: Store, new_study: New
     assert [trial.state for trial in store.trials(elsewhere.study_id)] == ["running"]
 
 
-def test_equal_fingerprints_are_one_row(store: Store) -> None:
+def test_equal_fingerprints_are_one_row(store: Store, new_study: NewStudy) -> None:
     first = store.intern_workload({"model": "a"}, "same")
     assert store.intern_workload({"model": "b"}, "same") == first
     assert store.intern_workload({"model": "b"}, "other") != first
-    assert store.workload(first) == {"model": "a"}
+    assert store.workload_of(dataclasses.replace(new_study("first"), workload_id=first)) == {"model": "a"}
     environment = store.intern_environment({"driver": "1"}, "same")
     assert store.intern_environment({}, "same") == environment
     assert store.environment(environment) == {"driver": "1"}

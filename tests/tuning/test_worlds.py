@@ -21,7 +21,7 @@ from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Outcome
 from autotune.core.units import GIB
-from autotune.devices.presence import Presence
+from autotune.devices.lock import Presence
 from autotune.estimate.history import History, Tried
 from autotune.estimate.noise import too_noisy
 from autotune.execution import TrialJob

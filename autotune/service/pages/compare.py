@@ -18,8 +18,8 @@ from autotune.results.html.charts import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page
+from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches
-from autotune.service.verifications import VERIFIES
 from autotune.store.queue import JobRecord
 
 _MOST_KNOWN = 200

@@ -14,14 +14,12 @@ from autotune.core.errors import AutotuneError
 from autotune.models import catalog
 from autotune.service.access import Known, Reader, Submitter
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.pages.asked import command_of
-from autotune.service.pages.form import FIELDS, FieldError, more_fields, read_form
+from autotune.service.pages.form import FIELDS, FieldError, command_of, more_fields, read_form
 from autotune.service.pages.frame import Visitor, form_fields, page, render, sign_in_page
 from autotune.service.pages.listing import rows_of
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_devices
-from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, TokenRecord
 
 _MOST_SHOWN = 30
@@ -93,13 +91,13 @@ def _home(
     parts: Markup,
     error: AutotuneError | None = None,
 ) -> HTMLResponse:
-    every = [device for host in searches.runner.hosts() for device in host.devices]
+    every = [device for host in searches.engine.hosts() for device in host.devices]
     more = more_fields(asked, has_codes=bool(searches.codes))
     return page(
         "home.html",
         token=token,
         error=error,
-        may_write=may_write(token),
+        may_write=token.may_write,
         asked=asked,
         fields=FIELDS,
         more=more,

@@ -13,8 +13,8 @@ from fastapi.responses import HTMLResponse, Response
 from autotune.core.units import format_seconds
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page
+from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, waits_for
-from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobOrder, JobRecord, JobState, TokenRecord
 
 # Each that has ended is looked up when it is shown first, some milliseconds each.
@@ -67,7 +67,7 @@ class Row:
 
 def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
     """Return the rows of searches, in their order."""
-    hosts, results = searches.runner.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
+    hosts, results = searches.engine.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
     ahead = searches.store.queue.ahead_of([job for job in jobs if job.state == "queued"])
 
     def told(job: JobRecord) -> str:

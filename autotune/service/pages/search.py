@@ -6,31 +6,40 @@ import dataclasses
 import shlex
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from markupsafe import Markup
 
+from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_seconds
 from autotune.results.export import Format, beside_lines, make_export, render
 from autotune.results.html.page import study_page
 from autotune.results.report import Report
+from autotune.results.wording import rate_unit
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
-from autotune.service.pages.asked import arguments, command_of, fields_of, not_in_fields, request_again
+from autotune.service.pages.form import arguments, command_of, fields_of, not_in_fields, request_again
 from autotune.service.pages.frame import Visitor, error_page, sign_in_page
 from autotune.service.pages.listing import Row
-from autotune.service.pages.proof import latest_run, shown_by
 from autotune.service.pages.rendered import rendered_of
+from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
-from autotune.service.tokens import may_write
-from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
 from autotune.store.repeats import Repeats
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
+
+_VERDICTS = {
+    "kept": "Kept: a stock Trainer does what was promised.",
+    "missed": "Missed: a stock Trainer does not do what was promised.",
+    "faster": "Faster than promised: the search measured too low.",
+    "cannot_tell": "Cannot tell: the run was too short or too uneven.",
+}
+_SPEED = "samples_per_second"
 
 router = APIRouter(include_in_schema=False)
 
@@ -113,9 +122,9 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         "search_parts.html",
         job=job,
         row=Row(job, ""),
-        waits_for=searches.waits_for(job) if job.state == "queued" else None,
+        waits_for=searches.describe(job)["waits_for"] if job.state == "queued" else None,
         may_change=may_change(token, job),
-        may_write=may_write(token),
+        may_write=token.may_write,
         has_ended=job.state in ENDED,
         verifies=job.request.get(VERIFIES),
         asked=None if is_verification else _asked(job, url),
@@ -180,3 +189,42 @@ def _exports(report: Report) -> _Exports:
     made = make_export(report)
     texts = tuple((form, name, render(made, form).rstrip()) for form, name in _EXPORTS)
     return _Exports(texts, tuple(beside_lines(made)))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the run of a stock ``Trainer`` has shown."""
+
+    verdict: str
+    missed: AutotuneError | None
+    why: tuple[str, ...]
+    compared: tuple[tuple[str, Document], ...]
+    """What was promised and what came, with their names."""
+    rate_unit: str
+    """Of both speeds."""
+
+
+def latest_run(searches: Searches, study: str) -> JobRecord | None:
+    """Return the latest run of a stock ``Trainer`` as a study exports it."""
+    # A search may bear the same name.
+    named = searches.store.queue.jobs(study=f"verify {study}")
+    return next((job for job in named if VERIFIES in job.request), None)
+
+
+def shown_by(searches: Searches, job: JobRecord) -> Shown | None:
+    """Return what a verification has shown; ``None`` where it has shown nothing yet."""
+    told = searches.verification(job)
+    if told is None:
+        return None
+    study = searches.store.study(job.request[VERIFIES])
+    unit = rate_unit(searches.store.workload_of(study) if study is not None else {})
+    document: dict[str, Any] = told.get("verification") or {}
+    verdict, missed = str(document.get("verdict") or ""), told.get("problem")
+    both = [(name, document.get(key)) for name, key in (("promised", "promised"), ("stock Trainer", "obtained"))]
+    return Shown(
+        _VERDICTS.get(verdict, verdict),
+        None if missed is None else AutotuneError(str(missed.get("message")), str(missed.get("hint") or "")),
+        tuple(map(str, document.get("why") or ())),
+        tuple((name, one) for name, one in both if one) if all(one and _SPEED in one for _, one in both) else (),
+        unit,
+    )

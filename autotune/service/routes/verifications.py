@@ -10,8 +10,8 @@ from autotune.core.candidate import Document
 from autotune.core.errors import UnknownStudyError
 from autotune.service.access import Known, Reader, Submitter
 from autotune.service.openapi import verification_body
+from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches
-from autotune.service.verifications import VERIFIES
 from autotune.store.queue import JobRecord
 
 router = APIRouter(tags=["verify"])

@@ -126,7 +126,7 @@ class CudaMeter(Meter):
         return context_beside(self._uuid, self._used_before_bytes, reserved_bytes, is_alone=self._is_alone)
 
     def energy_joules(self) -> float | None:
-        return nvml.device_energy_joules(self._uuid)
+        return nvml.current_session().energy_joules(self._uuid)
 
 
 def expand_segments(expand: bool) -> None:
@@ -265,7 +265,7 @@ def context_beside(
     all memory in use since a reading before CUDA started counts, with what a desktop or a neighbour took meanwhile. So
     it counts up to the largest context only, unless this is one of several ranks: their libraries take more.
     """
-    own_bytes = nvml.own_used_bytes(uuid)
+    own_bytes = nvml.current_session().own_bytes(uuid)
     # In a container, the number of another process of the host may be this one's.
     if own_bytes is not None and own_bytes > reserved_bytes:
         return own_bytes - reserved_bytes
