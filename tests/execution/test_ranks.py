@@ -139,3 +139,23 @@ def test_a_rank_that_is_killed_in_full_swing_ends_the_trial(trainers: TrialServe
     assert outcome.reason == "killed"
     assert "rank 1: killed by SIGKILL" in outcome.message
     assert under_way(trainers) == []
+
+
+@pytest.mark.whole
+def test_four_ranks_train_together_and_end_with_one_that_is_killed(cpu: Device, tmp_path: Path) -> None:
+    candidate = Candidate(Arm(strategy="ddp", ranks=4), 2, 3)
+    with TrialServer(Placement.of(*[cpu] * 4), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
+
+        def kill(record: Progress) -> None:
+            if record.step == 2:
+                os.kill(max(under_way(server)), 9)
+
+        effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=100.0)
+        outcome = run_trial(server, candidate=candidate, effort=effort, timeout_seconds=200.0)
+        assert isinstance(outcome, Completed), outcome
+        assert outcome.measurement.ranks == 4
+        assert outcome.measurement.samples_per_second == pytest.approx(24 / outcome.measurement.step_seconds)
+        ended = run_trial(server, candidate=candidate, effort=ENDLESS, progress=kill, timeout_seconds=200.0)
+        assert isinstance(ended, Failed)
+        assert "rank 3: killed by SIGKILL" in ended.message
+        assert under_way(server) == []

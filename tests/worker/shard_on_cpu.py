@@ -52,7 +52,7 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
     child = os.fork()
     if child:
         return child
-    os.environ.update(rank_variables(rank, 2, port))
+    os.environ.update(rank_variables(rank, job.ranks, port))
     torch.set_num_threads(1)
     AcceleratorState.__init__ = shard_on_cpu
     register = CallbackHandler.__init__
@@ -80,6 +80,6 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
 if __name__ == "__main__":
     store = open_store()
     given, place = Job.from_document(json.loads(sys.argv[1])), Path(sys.argv[2])
-    ranks = [rank_of(given, rank, store.port, place) for rank in range(2)]
+    ranks = [rank_of(given, rank, store.port, place) for rank in range(given.ranks)]
     for pid in ranks:
         os.waitpid(pid, 0)

@@ -46,33 +46,37 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.parametrize(
-    ("of", "compiled"),
+    ("of", "compiled", "ranks"),
     # A compiler for C++ takes most of the last one's time.
-    [*((of, False) for of in WORKLOADS), pytest.param("built in", True, marks=pytest.mark.whole)],
+    [
+        *((of, False, 2) for of in WORKLOADS),
+        pytest.param("built in", False, 4, marks=pytest.mark.whole),
+        pytest.param("built in", True, 2, marks=pytest.mark.whole),
+    ],
 )
-def test_a_trial_shards_each_layer_and_measures_both_ranks(
-    cpu: Device, tmp_path: Path, of: str, compiled: bool
+def test_a_trial_shards_each_layer_and_measures_all_ranks(
+    cpu: Device, tmp_path: Path, of: str, compiled: bool, ranks: int
 ) -> None:
-    arm = dataclasses.replace(ARM, torch_compile=compiled, regional_compilation=compiled)
+    arm = dataclasses.replace(ARM, torch_compile=compiled, regional_compilation=compiled, ranks=ranks)
     candidate = Candidate(arm, 2, 4)
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=90.0)
-    work = TrialWork(candidate, Placement.of(cpu, cpu).rank_devices, 8 * GIB, effort, seed=1)
+    work = TrialWork(candidate, Placement.of(*[cpu] * ranks).rank_devices, 8 * GIB, effort, seed=1)
     job = Job("trial", WORKLOADS[of](), work, 250.0, str(tmp_path / "trial.log"), Protection())
     words = [sys.executable, str(PROGRAM), json.dumps(job.document()), str(tmp_path)]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = warm.run(words, capture_output=True, text=True, timeout=270, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
+    for rank in range(ranks):
         outcome = json.loads((tmp_path / f"{rank}.json").read_text())
         assert outcome["state"] == "completed", (outcome, done.stderr[-3000:])
         assert outcome["shards"]["whole"] == []
         # Each layer, the embedding and the rest.
         assert {"FSDPBertLayer"} <= set(outcome["shards"]["units"]) or "FSDPCheckpointWrapper" in str(outcome["shards"])
         measured = outcome["measurement"]
-        assert (measured["ranks"], measured["micro_steps_run"]) == (2, 3)
+        assert (measured["ranks"], measured["micro_steps_run"]) == (ranks, 3)
         assert (measured["compile_seconds"] is not None) is compiled
-        # 2 samples × 4 micro-steps × 2 ranks.
-        assert measured["samples_per_second"] == pytest.approx(16 / measured["step_seconds"])
+        # 2 samples × 4 micro-steps on each rank.
+        assert measured["samples_per_second"] == pytest.approx(8 * ranks / measured["step_seconds"])
 
 
 @pytest.mark.parametrize("tied", [False, True])
