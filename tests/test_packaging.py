@@ -86,7 +86,7 @@ def test_the_wheel_works_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target),
         str(wheel), folder=elsewhere)  # fmt: skip
     path = {"PYTHONPATH": str(target)}
-    program = "import autotune, autotune.store.migrate as m; print(autotune.__file__); print(m.migrations_folder())"
+    program = "import autotune, autotune.store.opening as m; print(autotune.__file__); print(m.migrations_folder())"
     module, migrations = run(sys.executable, "-c", program, folder=elsewhere, **path).splitlines()
     assert Path(module).is_relative_to(target)
     assert Path(migrations) == target / "autotune" / "_migrations"

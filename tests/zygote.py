@@ -43,7 +43,7 @@ _MODULES = (
     "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.report", "autotune.cli.studies", "autotune.cli.export",
     "autotune.cli.verify", "autotune.cli.view", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
     "autotune.engine.local", "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
-    "autotune.results.json_document", "autotune.store.migrate", "autotune.tuning.answer_cache", "autotune.tuning.loop",
+    "autotune.results.json_document", "autotune.store.opening", "autotune.tuning.answer_cache", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.predictions",
     "autotune.worker.dataset.reading", "autotune.worker.user.run", "autotune.worker.dataset.prepared",
     "autotune.worker.private.datasets", "alembic.migration", "msgspec", "optuna.storages._rdb.models", "rich.console",

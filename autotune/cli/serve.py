@@ -167,12 +167,11 @@ def token() -> None:
 @table_options("token")
 def add(name: str, role: Role, storage: str) -> None:
     """Make a token and print it; it is not shown again."""
-    from autotune.service.tokens import add_token
     from autotune.store.opening import open_store
 
     # Also before the first start, so that a service under systemd prints no token into a log.
     with open_store(storage) as store:
-        click.echo(add_token(store.queue, name, role))
+        click.echo(store.queue.add_token(name, role))
 
 
 @token.command("list")

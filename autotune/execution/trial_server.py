@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from autotune.core.dataset_folder import HeldData, hold_data
@@ -101,9 +100,7 @@ class TrialServer:
             self._process.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._gpu.close()
         if any(not job.has_ended for job in self._jobs.values()):
             self.close()

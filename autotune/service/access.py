@@ -15,8 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from autotune.core.errors import ServiceError, StorageError
 from autotune.service.searches import Searches
-from autotune.service.tokens import digest
-from autotune.store.queue import TokenRecord
+from autotune.store.queue import TokenRecord, digest_of
 
 log = logging.getLogger("autotune.service")
 
@@ -48,13 +47,13 @@ class Access:
     async def identify_soon(self, request: Request) -> TokenRecord | None:
         """Return the token of a request; mostly without a thread, since it was just looked up."""
         token, address = token_of(request), request.client.host if request.client else ""
-        return self._believed(digest(token)) or await run_in_threadpool(self.check, token, address)
+        return self._believed(digest_of(token)) or await run_in_threadpool(self.check, token, address)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
         """Return the record of a token; ``ServiceError`` for an address that has guessed too often."""
         if not token:
             return None
-        key = digest(token)
+        key = digest_of(token)
         if (believed := self._believed(key)) is not None:
             return believed
         is_locked = self._count_guesses(address) >= _MOST_GUESSES

@@ -28,7 +28,6 @@ from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
 from autotune.service.runner import held
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
 from autotune.store.records import now
@@ -157,7 +156,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         )
         server = _Server(config)
         # Where the database has tokens, they were shown once.
-        token = None if store.queue.tokens() else add_token(store.queue, "operator", "admin")
+        token = None if store.queue.tokens() else store.queue.add_token("operator", "admin")
         asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token), settings.keep))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sqlite3
 import sys
@@ -22,7 +23,6 @@ from autotune.core.errors import StorageError
 from autotune.core.installation import how_to_add
 from autotune.store import postgres
 from autotune.store.location import Location
-from autotune.store.strict_json import read_strict_json, write_strict_json
 
 # How long SQLite waits for another process's lock. A busy disk may take longer than its default of 5 s.
 LOCK_TIMEOUT_SECONDS = 60.0
@@ -31,6 +31,8 @@ LOCK_TIMEOUT_SECONDS = 60.0
 # than to use it. A search needs two at a time, a service up to forty, which then wait for each other.
 POOL_SIZE = 20
 
+# The key of an object that stands for a number that JSON has no way to write.
+_FLOAT_KEY = "$float"
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
 
@@ -47,6 +49,37 @@ _SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("SQLITE_PERM", "cannot be opened", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
     ("SQLITE_IOERR", "cannot be read or written", f"look after the disk, or {_ANOTHER_FILE}"),
 )
+
+
+def write_strict_json(value: Any) -> str:
+    """Return a document as JSON that every database accepts, with objects in place of NaN and infinity.
+
+    Python writes these as words of its own, which SQLite keeps and PostgreSQL refuses.
+    """
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_replaced(value), separators=(",", ":"), allow_nan=False)
+
+
+def read_strict_json(text: str | bytes) -> Any:
+    """Return the document that ``write_strict_json`` was given."""
+    marked = _FLOAT_KEY.encode() if isinstance(text, bytes) else _FLOAT_KEY
+    return json.loads(text, object_hook=_number if marked in text else None)  # type: ignore[operator]
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT_KEY: str(value)}
+    if isinstance(value, dict):
+        return {key: _replaced(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each) for each in value]
+    return value
+
+
+def _number(found: dict[str, Any]) -> Any:
+    return float(found[_FLOAT_KEY]) if found.keys() == {_FLOAT_KEY} else found
 
 
 def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:

@@ -11,6 +11,10 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import secrets
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,11 +43,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.elements import ColumnElement
 
 from autotune.core.candidate import Document
-from autotune.core.errors import StorageError
-from autotune.store.engine import storage_errors, transaction
-from autotune.store.priority_semaphore import PrioritySemaphore
+from autotune.core.errors import InvalidRequestError, StorageError
+from autotune.store.engine import storage_errors, transaction, write_strict_json
 from autotune.store.records import new_id, now
-from autotune.store.strict_json import write_strict_json
 from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, JobEventRow, JobRow, TokenRow
 
 JobState = Literal["queued", "running", "finished", "failed", "cancelled"]
@@ -57,6 +59,8 @@ JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 _WRITERS_TO_A_SERVER = 8
 JobOrder = Literal["submitted", "study", "owner", "state", "device", "batch", "took"]
 """What jobs are sorted by."""
+# 32 random bytes cannot be guessed, so their digest needs no salt and no slow hash.
+_TOKEN_BYTES = 32
 MOST_LOSSES = 3
 """A job whose processes or nodes were lost so often has failed: it may be what ends them."""
 
@@ -159,6 +163,11 @@ class TokenRecord:
         return self.role != "read"
 
 
+def digest_of(token: str) -> str:
+    """Return what is stored of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 _JOB, _EVENT, _TOKEN = (row.metadata.tables[row.__tablename__] for row in (JobRow, JobEventRow, TokenRow))
 
 
@@ -167,6 +176,56 @@ class AttemptOverError(Exception):
 
 
 Event = tuple[str, Document]
+
+
+class PrioritySemaphore:
+    """Admits ``places`` threads at a time: urgent ones first, others in the order in which they asked.
+
+    SQLite lets one writer in, and those that wait for its lock sleep in between; threads of one process need not. A
+    server lets in many, but a process has only so many connections, and those that wait for one are served in no order.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._guard = threading.Lock()
+        self._free = places
+        self._urgent: deque[threading.Lock] = deque()
+        self._others: deque[threading.Lock] = deque()
+
+    @contextlib.contextmanager
+    def take(self, *, is_urgent: bool = False) -> Iterator[None]:
+        """Wait for a place, and hold it for as long as the block lasts."""
+        gate = threading.Lock()
+        gate.acquire()
+        with self._guard:
+            waits = self._free == 0
+            if waits:
+                (self._urgent if is_urgent else self._others).append(gate)
+            else:
+                self._free -= 1
+        try:
+            if waits:
+                gate.acquire()
+        except BaseException:
+            # Interrupted while it waited, or just as it was given the place.
+            with self._guard:
+                for waiting in (self._urgent, self._others):
+                    if gate in waiting:
+                        waiting.remove(gate)
+                        raise
+            self._pass_on()
+            raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        with self._guard:
+            waiting = self._urgent or self._others
+            if waiting:
+                waiting.popleft().release()
+            else:
+                self._free += 1
 
 
 class Queue:
@@ -444,12 +503,19 @@ class Queue:
 
     # Tokens
 
-    def add_token(self, name: str, digest: str, role: Role) -> TokenRecord:
-        """Record a token by its digest."""
+    def add_token(self, name: str, role: Role) -> str:
+        """Make a token and record its digest; return it, to be shown once."""
+        if not name or len(name) > 64 or not name.isprintable():
+            raise InvalidRequestError(f"{name[:80]!r} is not a name for a token", "use up to 64 printable characters")
+        if any(known.name == name for known in self.tokens()):
+            raise InvalidRequestError(
+                f"there is a token named {name!r} already", "remove it first, or use another name"
+            )
+        text = "at_" + secrets.token_urlsafe(_TOKEN_BYTES)
         token = TokenRecord(new_id(), name, role, self.clock())
         with self._transaction(writes=True, is_single=True) as connection:
-            connection.execute(insert(_TOKEN).values(**dataclasses.asdict(token), digest=digest))
-        return token
+            connection.execute(insert(_TOKEN).values(**dataclasses.asdict(token), digest=digest_of(text)))
+        return text
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""

@@ -8,7 +8,7 @@ import pytest
 from command_line import TINY_MODEL, Run, Studied
 
 from autotune.core.units import format_rate
-from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.opening import head_revision, migrations_folder
 
 HEAD = head_revision(migrations_folder())
 

@@ -17,7 +17,6 @@ import psutil
 from served import Service
 from standing_in import program
 
-from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
 from autotune.store.queue import ENDED
 
@@ -36,7 +35,7 @@ class Chaos:
         self.random = random.Random(seed)
         self.storage = str(service.folder / "a.db")
         with open_store(self.storage) as store:
-            self.tokens = [add_token(store.queue, f"client {number}", "admin") for number in range(CLIENTS)]
+            self.tokens = [store.queue.add_token(f"client {number}", "admin") for number in range(CLIENTS)]
         service.token = self.tokens[0]
         self.ids: dict[str, str] = {}
         """Of what was accepted, by study."""

@@ -13,7 +13,6 @@ from autotune.service.app import make_app
 from autotune.service.pages import add_pages
 from autotune.service.routes import health
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
 
@@ -71,13 +70,13 @@ def server(searches: Searches) -> Iterator[TestClient]:
 @pytest.fixture
 def writer(server: TestClient, store: Store) -> TestClient:
     """A client whose token may run searches."""
-    return with_token(server, add_token(store.queue, "writer", "run"))
+    return with_token(server, store.queue.add_token("writer", "run"))
 
 
 @pytest.fixture
 def reader(server: TestClient, store: Store) -> TestClient:
     """A client whose token may read."""
-    return with_token(server, add_token(store.queue, "reader", "read"))
+    return with_token(server, store.queue.add_token("reader", "read"))
 
 
 @pytest.fixture

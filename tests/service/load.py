@@ -17,7 +17,6 @@ from served import Service
 from serving import record_answers
 from standing_in import with_devices
 
-from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
 
 ASKED = {"model": "bert-tiny", "effective_batch": 16}
@@ -223,7 +222,7 @@ def measure(folder: Path, storage: str, jobs: int = 5000, database: psutil.Proce
     """Load a service on an empty database; return what was found."""
     record_answers(storage, ANSWERED)
     with open_store(storage) as store:
-        tokens = [add_token(store.queue, f"client {number}", "run") for number in range(TOKENS)]
+        tokens = [store.queue.add_token(f"client {number}", "run") for number in range(TOKENS)]
     with Service(folder, with_devices(folder, {"load": DEVICES}, TRIAL_SECONDS)) as service:
         service.serve("--storage", storage)
         watched = [psutil.Process(), psutil.Process(service.process.pid), *([database] if database else [])]

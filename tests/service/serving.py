@@ -16,7 +16,6 @@ from autotune.engine.local import LocalRun
 from autotune.engine.work import Host, Run, Work
 from autotune.service.app import make_app
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
 
 URL = "http://127.0.0.1"
@@ -119,7 +118,7 @@ def record_answers(storage: str, *requests: Document) -> str:
     engine = StandInEngine()
     engine.add(H200)
     with open_store(storage) as store:
-        searches, token = Searches(store, storage, engine), add_token(store.queue, "ann", "run")
+        searches, token = Searches(store, storage, engine), store.queue.add_token("ann", "run")
         with TestClient(make_app(searches), base_url=URL) as plain:
             for request in requests:
                 with_token(plain, token).post("/v1/searches", json=request).raise_for_status()

@@ -15,7 +15,6 @@ from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
 from autotune.service.pages import rendered
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token
 from autotune.store.opening import open_store
 from autotune.store.queue import JobEvent, Needs, TokenRecord
 from autotune.store.repository import Store
@@ -30,7 +29,7 @@ async def heard(feed: Feeds, job_id: str, after: int, token: TokenRecord) -> byt
 
 def token_in(store: Store) -> TokenRecord:
     """A token that the database knows."""
-    add_token(store.queue, "listener", "read")
+    store.queue.add_token("listener", "read")
     return store.queue.tokens()[0]
 
 
@@ -114,7 +113,7 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
         searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
         access = Access(searches)
-        gone, other = (add_token(store.queue, name, "read") for name in ("gone", "other"))
+        gone, other = (store.queue.add_token(name, "read") for name in ("gone", "other"))
         records = {name: access.check(token, "") for name, token in (("gone", gone), ("other", other))}
         job, _ = store.queue.submit("a", {}, Needs())
         feed = Feeds(searches, access)

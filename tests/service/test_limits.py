@@ -26,7 +26,6 @@ from autotune.service.predictions import PredictionProcess, Predictions
 from autotune.service.routes import health
 from autotune.service.searches import Searches
 from autotune.service.server import Settings, serve
-from autotune.service.tokens import add_token
 from autotune.store.records import StudyRecord
 from autotune.store.repository import Store
 
@@ -81,8 +80,8 @@ def test_a_token_changes_its_own_searches_alone_and_an_admin_all(
     server: TestClient, writer: TestClient, store: Store, searches: Searches, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = writer.post("/v1/searches", json={**TINY, "study": "mine"}).json()
-    other = with_token(server, add_token(store.queue, "other", "run"))
-    admin = with_token(server, add_token(store.queue, "root", "admin"))
+    other = with_token(server, store.queue.add_token("other", "run"))
+    admin = with_token(server, store.queue.add_token("root", "admin"))
     refused = other.delete(f"/v1/searches/{mine['id']}")
     assert (refused.status_code, refused.json()["detail"]) == (403, "the search 'mine' belongs to 'writer'")
     # Nor does it go on with another's study.
@@ -110,7 +109,7 @@ def test_a_study_of_the_command_line_belongs_to_the_admins(
     refused = writer.post("/v1/searches", json={**TINY, "study": "theirs"})
     assert refused.status_code == 403
     assert refused.json()["detail"] == "the study 'theirs' was made on the command line, and belongs to the admins"
-    admin = with_token(server, add_token(store.queue, "root", "admin"))
+    admin = with_token(server, store.queue.add_token("root", "admin"))
     assert admin.post("/v1/searches", json={**TINY, "study": "theirs"}).status_code in (200, 201, 202)
 
 

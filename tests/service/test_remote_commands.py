@@ -17,7 +17,6 @@ from autotune.service.app import make_app
 from autotune.service.client import TOKEN_VARIABLE
 from autotune.service.searches import Searches
 from autotune.service.server import _Server
-from autotune.service.tokens import add_token
 
 STUDY = "bert-large-uncased-64"
 
@@ -25,7 +24,7 @@ STUDY = "bert-large-uncased-64"
 @pytest.fixture
 def url(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a service, whose token is in the environment."""
-    monkeypatch.setenv(TOKEN_VARIABLE, add_token(searches.store.queue, "ann", "run"))
+    monkeypatch.setenv(TOKEN_VARIABLE, searches.store.queue.add_token("ann", "run"))
     server = _Server(uvicorn.Config(make_app(searches), log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -44,7 +43,7 @@ def run(url: str, *words: str) -> Result:
 def test_a_finished_study_of_a_service_is_shown_followed_and_exported(
     url: str, searches: Searches, on_gpu: StandInEngine
 ) -> None:
-    token = add_token(searches.store.queue, "bob", "run")
+    token = searches.store.queue.add_token("bob", "run")
     from autotune.service.client import Client
 
     options = {"model": "bert-large-uncased", "effective_batch": 64}

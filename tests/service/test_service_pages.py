@@ -20,7 +20,6 @@ from autotune.core.owner import this_owner
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token
 from autotune.store.leases import name_of_study
 from autotune.store.queue import Needs
 from autotune.store.records import new_id
@@ -33,7 +32,7 @@ LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
 @pytest.fixture
 def visitor(server: TestClient, store: Store) -> TestClient:
     """A browser that has signed in."""
-    answer = server.post("/session", data={"token": add_token(store.queue, "ann", "run")}, headers={"Origin": URL})
+    answer = server.post("/session", data={"token": store.queue.add_token("ann", "run")}, headers={"Origin": URL})
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     return server
 
@@ -48,7 +47,7 @@ def test_without_a_token_every_page_asks_for_it(server: TestClient) -> None:
 
 
 def test_the_cookie_is_kept_from_scripts_and_other_sites(server: TestClient, store: Store) -> None:
-    token = add_token(store.queue, "ann", "run")
+    token = store.queue.add_token("ann", "run")
     cookie = server.post("/session", data={"token": token}).headers["set-cookie"]
     assert cookie.startswith(f"{COOKIE}=")
     assert "HttpOnly" in cookie
@@ -250,7 +249,7 @@ def test_a_database_that_does_not_answer_is_said(visitor: TestClient, store: Sto
 
 
 def test_who_may_only_read_sees_no_form(server: TestClient, store: Store) -> None:
-    server.post("/session", data={"token": add_token(store.queue, "bob", "read")})
+    server.post("/session", data={"token": store.queue.add_token("bob", "read")})
     page = server.get("/").text
     assert "it starts no search" in page
     assert 'action="/searches"' not in page
@@ -278,7 +277,7 @@ def test_the_optuna_dashboard_is_for_those_who_have_a_token(
     with TestClient(app, base_url=URL, follow_redirects=False) as client:
         assert client.get("/dashboard").headers["location"] == "/"
         assert client.get("/api/studies").status_code == 303
-        client.post("/session", data={"token": add_token(store.queue, "bob", "read")})
+        client.post("/session", data={"token": store.queue.add_token("bob", "read")})
         page = client.get("/dashboard/").text
         assert '<body><a class="way-back" href="/">' in page
         # What would change a study is not shown.

@@ -15,7 +15,7 @@ from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
 from autotune.service.searches import Searches
 from autotune.service.server import Settings
-from autotune.service.tokens import add_token, digest
+from autotune.store.queue import digest_of
 from autotune.store.repository import Store
 
 JSON = {"Content-Type": "application/json"}
@@ -57,7 +57,7 @@ def test_who_may_only_read_changes_nothing(server: TestClient, reader: TestClien
 def test_a_removed_token_is_refused_soon(server: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     later = 0.0
     monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
-    client = with_token(server, add_token(store.queue, "gone", "run"))
+    client = with_token(server, store.queue.add_token("gone", "run"))
     assert client.get("/v1/searches").status_code == 200
     store.queue.remove_token("gone")
     later = access._BELIEVED_SECONDS
@@ -66,11 +66,11 @@ def test_a_removed_token_is_refused_soon(server: TestClient, store: Store, monke
 
 @pytest.mark.parametrize("searches", ["sqlite"], indirect=True)
 def test_tokens_are_stored_as_digests_alone(store: Store) -> None:
-    token = add_token(store.queue, "ann", "run")
+    token = store.queue.add_token("ann", "run")
     assert store.path is not None
     content = b"".join(path.read_bytes() for path in store.path.parent.iterdir() if path.is_file())
     assert token.encode() not in content
-    assert digest(token).encode() in content
+    assert digest_of(token).encode() in content
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8321", "", "localhost.evil"])
@@ -214,7 +214,7 @@ def test_a_token_that_submits_in_a_loop_is_stopped(
     assert codes == [202, 202, 429]
     assert "within a minute" in writer.post("/v1/verify", json={"study": "x"}).json()["detail"]
     assert writer.get("/v1/searches").status_code == 200
-    other = with_token(server, add_token(store.queue, "other", "run"))
+    other = with_token(server, store.queue.add_token("other", "run"))
     assert other.post("/v1/searches", json=TINY).status_code in (200, 202)
 
 

@@ -10,7 +10,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.opening import head_revision, migrations_folder
 
 FOLDER = Path(__file__).parent / "recorded_searches"
 REVISIONS = sorted(path.stem.removeprefix("search_") for path in FOLDER.glob("search_*.sql"))

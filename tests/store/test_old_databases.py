@@ -15,8 +15,7 @@ from autotune.core.outcome import Failed
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
-from autotune.store.migrate import migrations_folder
-from autotune.store.opening import current_revision, open_store
+from autotune.store.opening import current_revision, migrations_folder, open_store
 from autotune.tuning.environment import _FIRST_VARIABLES
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from processes import wait_until
 
-from autotune.store.priority_semaphore import PrioritySemaphore
+from autotune.store.queue import PrioritySemaphore
 
 
 def waiting(semaphore: PrioritySemaphore) -> int:

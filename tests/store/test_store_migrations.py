@@ -23,8 +23,7 @@ from autotune.core.prediction import PredictionAnswer
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
-from autotune.store.migrate import migrations_folder
-from autotune.store.opening import open_store
+from autotune.store.opening import migrations_folder, open_store
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
@@ -200,8 +199,7 @@ def test_an_installation_finds_its_own_migrations(tmp_path: Path) -> None:
     # The library lies beside an installed package under the very name of the checkout's folder.
     (site / "alembic" / "versions").mkdir(parents=True)
     look = (
-        "from autotune.store import migrate, opening; "
-        "print(migrate.migrations_folder()); opening.open_store('new.db').close()"
+        "from autotune.store import opening; print(opening.migrations_folder()); opening.open_store('new.db').close()"
     )
 
     def run() -> subprocess.CompletedProcess[str]:

@@ -24,14 +24,19 @@ from autotune.cli.main import cli
 from autotune.core.errors import StorageError
 from autotune.core.owner import this_owner
 from autotune.results.dashboard import DashboardStorage, app_over
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, storage_errors, transaction
+from autotune.store.engine import (
+    LOCK_TIMEOUT_SECONDS,
+    build_engine,
+    read_strict_json,
+    storage_errors,
+    transaction,
+    write_strict_json,
+)
 from autotune.store.leases import name_of_study
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.measured import measured_trials
-from autotune.store.migrate import head_revision, migrations_folder
-from autotune.store.opening import current_revision, open_store, upgrade
+from autotune.store.opening import current_revision, head_revision, migrations_folder, open_store, upgrade
 from autotune.store.repository import Store
-from autotune.store.strict_json import read_strict_json, write_strict_json
 
 HEAD = head_revision(migrations_folder())
 
