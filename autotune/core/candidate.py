@@ -16,21 +16,32 @@ from autotune.core.units import plural
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
-Strategy = Literal["ddp", "fsdp", "fsdp-keep", "zero1", "zero2", "zero3", "zero2-offload"]
+Strategy = Literal["ddp", "fsdp", "fsdp-keep", "hybrid", "zero1", "zero2", "zero3", "zero2-offload"]
 """How several ranks share a model.
 
 ``ddp``: each has all of it, and they exchange gradients. ``fsdp`` (FSDP2): each keeps a part of weights, gradients and
 optimizer state; a layer's weights are gathered for its forward pass, freed, and gathered again for its backward pass.
-``fsdp-keep``: gathered weights stay until the backward pass has used them. ``zero1``, ``zero2``, ``zero3``: stages of
+``fsdp-keep``: gathered weights stay until the backward pass has used them. ``hybrid``: as ``fsdp`` within groups of
+ranks, each of which has all of the model, as ``HYBRID_SHARD`` of FSDP1. ``zero1``, ``zero2``, ``zero3``: stages of
 DeepSpeed's ZeRO, in which each keeps a part of the optimizer state, of the gradients as well, of the weights as well.
 ``zero2-offload``: the optimizer state is in the host's memory, and the CPU updates the weights; also for one rank.
 """
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "fsdp", "zero1", "zero2", "zero3", "zero2-offload")
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "hybrid", "fsdp", "zero1", "zero2", "zero3", "zero2-offload")
 """In the order in which they are tried: the one with the least communication first, and DeepSpeed's after torch's."""
 
-FSDP: frozenset[Strategy] = frozenset(("fsdp", "fsdp-keep"))
+FSDP: frozenset[Strategy] = frozenset(("fsdp", "fsdp-keep", "hybrid"))
 ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
 """The stage of DeepSpeed's ZeRO, of the strategies that are DeepSpeed's."""
+
+
+def group_size(ranks: int) -> int | None:
+    """Return how many ranks share a model under hybrid sharding; ``None`` where the ranks make no equal groups.
+
+    The largest groups there are, two of them where the number is even: they need the least memory, and a search has one
+    such strategy.
+    """
+    return next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), None)
+
 
 Document = dict[str, Any]
 
@@ -85,7 +96,7 @@ class Arm:
     cpu_affinity: bool = field(default=False, metadata=_said("pinned to one core"))
     """Run all threads of the training process on one CPU core. Data loader workers stay free."""
     strategy: Strategy | None = field(
-        default=None, metadata=_said(lambda arm: f"{arm.strategy} × {arm.ranks}" if arm.ranks > 1 else arm.strategy)
+        default=None, metadata=_said(lambda arm: f"{arm.strategy} × {arm.groups}" if arm.ranks > 1 else arm.strategy)
     )
     """``None`` for one rank."""
     ranks: int = 1
@@ -135,11 +146,23 @@ class Arm:
     )
     """Ranks that share each sample, of which each has a part of its tokens: ``cp_size`` of accelerate's
     ``ParallelismConfig``."""
+    dp_shard_size: int | None = field(default=None, metadata=_said(None, sparse=True))
+    """Ranks between which the model is divided, of ``hybrid``, as in accelerate's ``ParallelismConfig``."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 has each rank keep only a part of the model."""
         return self.strategy in FSDP
+
+    @property
+    def sharing(self) -> int:
+        """Ranks between which FSDP2 divides the model."""
+        return self.dp_shard_size or self.ranks
+
+    @property
+    def groups(self) -> str:
+        """Number of ranks in words: ``4``, or of hybrid sharding ``2 × 2``, groups and the ranks of each."""
+        return f"{self.ranks // self.sharing} × {self.sharing}" if self.dp_shard_size else str(self.ranks)
 
     @property
     def data_parallel(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune.core.device import Precision, precisions_of
@@ -15,17 +15,32 @@ _LARGE_WORKSPACE_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """What GPUs take to exchange data: a time for each call, and a rate for the bytes that each of them sends."""
+
+    call_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """What GPUs of one host exchange data through."""
 
     kind: Literal["NVLink", "PCIe"]
     bytes_per_second: float
     """Specified, of one GPU in one direction."""
+    all_reduce: Collective | None = None
+    """Measured on this host; ``None`` where it was not."""
+    all_gather: Collective | None = None
+    group_gather: Collective | None = None
+    """Between the ranks of a group of hybrid sharding."""
 
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Share of that rate which an all-reduce reaches: least, usual, most."""
-        return _SHARES_OF_LINKS[self.kind]
+    def cases(self, measured: Collective | None) -> tuple[Collective, Collective, Collective]:
+        """Return what an exchange takes at worst, usually and at best: near what was measured, else by the link."""
+        shares = _SHARES_OF_LINKS[self.kind] if measured is None else _SHARES_OF_MEASURED
+        rated = measured or Collective(_SMALLEST_WORK_SECONDS, self.bytes_per_second)
+        worst, usual, best = (Collective(rated.call_seconds, rated.bytes_per_second * share) for share in shares)
+        return worst, usual, best
 
 
 # Bus bandwidth of NCCL's all_reduce_perf. NVLink: 230 to 250 of 300 GB/s on eight A100 and 460 to 480 of 450 GB/s on
@@ -33,6 +48,10 @@ class Link:
 # bridge of two H100 PCIe (github.com/NVIDIA/nccl-tests/issues/194). PCIe: 35 to 45 of 63 GB/s on eight H100 PCIe (the
 # same page), 28 and 35 of 63 GB/s on eight and four RTX 5090 (github.com/NVIDIA/nccl/issues/1639), 6.2 of 15.8 GB/s
 # between two RTX 3090 Ti without direct access (github.com/mli/transformers-benchmarks).
+_SMALLEST_WORK_SECONDS = 2e-5
+"""Least time of one all-reduce: 20 to 40 microseconds for 8 bytes on PCIe and NVLink hosts (nccl-tests; 42 microseconds
+on eight RTX 4090 in github.com/NVIDIA/nccl/issues/1530)."""
+_SHARES_OF_MEASURED = (0.6, 1.0, 1.1)
 _SHARES_OF_LINKS = {"NVLink": (0.38, 0.8, 1.05), "PCIe": (0.18, 0.5, 0.71)}
 
 # The rate of 16 lanes, after encoding: 8, 16 and 32 GT/s with 128 of 130 bits (PCI Express base specifications).
@@ -107,3 +126,5 @@ class Calibration:
     bytes_per_second: float | None
     kernel_seconds: float
     dispatch_seconds: float
+    collectives: dict[str, Collective] = field(default_factory=dict)
+    """By the name of the field of ``Link``; empty for one GPU."""

@@ -154,6 +154,8 @@ class GpuWork:
     device_uuid: str
     convolves: bool
     """Whether to load the kernels of convolutions as well, which take memory."""
+    ranks: int = 1
+    """GPUs that train together; the first is the one with the UUID."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,8 +359,8 @@ class _Tried(TypedDict, total=False):
         ALL, "auto",
     )]
     strategy: Annotated[str | Sequence[str] | None, Option(
-        "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: "
-        "all possible].", BOTH, kind=words_or_auto(STRATEGIES),
+        "Ways for several GPUs to share the model: ddp, fsdp-keep, hybrid, fsdp, zero1, zero2, zero3, zero2-offload "
+        "[default: all possible].", BOTH, kind=words_or_auto(STRATEGIES),
     )]
     context_parallel: Annotated[int, Option(
         "With --gpus: have so many GPUs share each sample, of which each has a part of its tokens, for long contexts. "

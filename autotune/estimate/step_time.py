@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.chip import Chip, Rates
+from autotune.core.chip import Chip, Link, Rates
 from autotune.core.device import Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operations
@@ -29,9 +29,6 @@ _BUCKET_BYTES = 25 * 2**20
 """``bucket_cap_mb`` of DistributedDataParallel, whose default the Trainer keeps."""
 _COPIES = 4
 """Reads and writes of a gradient: into its bucket, and back (the Trainer leaves ``gradient_as_bucket_view`` off)."""
-_SMALLEST_WORK_SECONDS = 2e-5
-"""Least time of one all-reduce: 20 to 40 microseconds for 8 bytes on PCIe and NVLink hosts (nccl-tests; 42 microseconds
-on eight RTX 4090 in github.com/NVIDIA/nccl/issues/1530)."""
 
 _GATHER_HOST_SECONDS = 2.3e-5
 """What the host takes for each parameter of a micro-step, to gather it, to free it and to reduce its gradient."""
@@ -78,33 +75,37 @@ def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Ca
     """Return what FSDP adds to a candidate's steps on GPUs of one host; raises as ``exchange`` does.
 
     In a ring each rank receives all parts of the others once. In bf16 and fp16 weights are gathered and gradients
-    reduced in 16 bits (accelerate's mixed precision of FSDP2).
+    reduced in 16 bits (accelerate's mixed precision of FSDP2). Under hybrid sharding, ranks of different groups then
+    sum up the gradients of their part.
     """
-    arm = candidate.arm
-    sent = (arm.ranks - 1) / arm.ranks * operations.gradient_bytes
-    sent /= 2 if arm.precision in ("bf16", "fp16") else 1
-    rate = _rate(chip, case)
+    arm, link = candidate.arm, _link(chip)
+    exchanged_bytes = operations.gradient_bytes / (2 if arm.precision in ("bf16", "fp16") else 1)
+    sent = (arm.sharing - 1) / arm.sharing * exchanged_bytes
+    gathered = link.group_gather if arm.dp_shard_size else link.all_gather
+    gather, reduce = (link.cases(how)[_CASES.index(case)] for how in (gathered, link.all_reduce))
     gathers = candidate.gradient_accumulation_steps * (1 if arm.strategy == "fsdp-keep" else 2)
     reductions = candidate.gradient_accumulation_steps if arm.sync_each_batch else 1
     tensors = operations.gradient_tensors
     units = max(1, tensors // _PARAMETERS_OF_LAYER)
-    least = (gathers + reductions) * units * _SMALLEST_WORK_SECONDS
+    groups = arm.ranks // arm.sharing
+    between = 2 * (groups - 1) / groups * exchanged_bytes / arm.sharing
+    summed = units * reduce.call_seconds + between / reduce.bytes_per_second if groups > 1 else 0.0
     host = _GATHER_HOST_SECONDS + (0.0 if arm.strategy == "fsdp-keep" else _GATHER_AGAIN_HOST_SECONDS)
     return Exchange(
-        exchanged=least + (gathers + reductions) * sent / rate,
-        shown=2 * (_SMALLEST_WORK_SECONDS + sent / units / rate),
+        exchanged=(gathers + reductions) * (units * gather.call_seconds + sent / gather.bytes_per_second)
+        + reductions * summed,
+        shown=2 * (gather.call_seconds + sent / units / gather.bytes_per_second) + summed / units,
         host_micro_step=host * tensors,
         host_step=_SHARDED_UPDATE_HOST_SECONDS * tensors,
     )
 
 
-def _rate(chip: Chip, case: Case) -> float:
-    """Return the bytes a second that a rank sends; raises ``InvalidRequestError`` for GPUs that have no link."""
-    rates = chip.rates
-    assert rates is not None
-    if rates.link is None:
+def _link(chip: Chip) -> Link:
+    """Return what the GPUs exchange data through; raises ``InvalidRequestError`` for GPUs that have no link."""
+    assert chip.rates is not None
+    if chip.rates.link is None:
         raise InvalidRequestError(f"several {chip.name} in one host are not predicted", "ask for one")
-    return rates.link.bytes_per_second * rates.link.shares[_CASES.index(case)]
+    return chip.rates.link
 
 
 def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
@@ -112,14 +113,14 @@ def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual
 
     A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs that have no link.
     """
-    rate, rates = _rate(chip, case), chip.rates
+    link, rates = _link(chip), chip.rates
     assert rates is not None
-    sent = 2 * (ranks - 1) / ranks
+    reduce = link.cases(link.all_reduce)[_CASES.index(case)]
+    sent = 2 * (ranks - 1) / ranks / reduce.bytes_per_second
     buckets = max(1, -(-operations.gradient_bytes // _BUCKET_BYTES))
-    least = buckets * _SMALLEST_WORK_SECONDS
     return Exchange(
-        exchanged=least + sent * operations.gradient_bytes / rate,
-        shown=_SMALLEST_WORK_SECONDS + sent * min(_BUCKET_BYTES, operations.gradient_bytes) / rate,
+        exchanged=buckets * reduce.call_seconds + sent * operations.gradient_bytes,
+        shown=reduce.call_seconds + sent * min(_BUCKET_BYTES, operations.gradient_bytes),
         copies=_COPIES * operations.gradient_bytes / (rates.bandwidth_bytes_per_second * EFFICIENCIES.copy),
     )
 

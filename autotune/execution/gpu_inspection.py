@@ -28,7 +28,7 @@ class GpuInspection:
 
     def __init__(self, placement: Placement, convolves: bool) -> None:
         self._placement = placement
-        self._work = GpuWork(placement.device.uuid, convolves=convolves)
+        self._work = GpuWork(placement.device.uuid, convolves=convolves, ranks=placement.ranks)
         self._stack = contextlib.ExitStack()
         self._process: OneShot | None = None
         self._used_before: int | None = None

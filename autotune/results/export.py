@@ -36,6 +36,7 @@ from autotune.space.training_arguments import (
     fsdp_settings,
     launch_variables,
     linked_fields,
+    parallelism,
     training_arguments,
 )
 
@@ -464,8 +465,7 @@ def _accelerate_config(export: Export) -> str:
     if arm.is_sharded:
         settings = {**fsdp_settings(arm), "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap}
         config["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
-    if arm.context_parallel > 1:
-        sizes = {"dp_shard_size": arm.data_parallel, "cp_size": arm.context_parallel}
+    if sizes := parallelism(arm):
         config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     if arm.zero_stage is not None:
         # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.

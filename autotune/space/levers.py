@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from autotune.core.candidate import STRATEGIES, Arm, Precision
+from autotune.core.candidate import FSDP, STRATEGIES, Arm, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
@@ -264,7 +264,7 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever("cpu_affinity", memory="none", preference=7),
     Lever(
-        "strategy", STRATEGIES, operations=lambda name: "ddp" if name in ("fsdp", "fsdp-keep") else name,
+        "strategy", STRATEGIES, operations=lambda name: "ddp" if name in FSDP else name,
         never_slower=_less_communication, preference=1, inconvenience=lambda name: name not in (None, "ddp"),
         package=lambda name: DEEPSPEED if Arm(strategy=name).zero_stage is not None else None,
     ),
@@ -446,6 +446,7 @@ LEVERS: tuple[Lever, ...] = (
     ),
     # Ring attention exists for CUDA's kernels alone, so that no fake tensor shows what it allocates.
     Lever("context_parallel", (), part_of="strategy", is_traced=lambda count: count == 1),
+    Lever("dp_shard_size", (), part_of="strategy", operations=lambda size: None),
 )  # fmt: skip
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}

@@ -115,7 +115,7 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
     assert arm.transformer_layer_cls_to_wrap is not None
     return {
         "version": 2,
-        "reshard_after_forward": arm.strategy == "fsdp",
+        "reshard_after_forward": arm.strategy != "fsdp-keep",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap.split(","),
         "activation_checkpointing": arm.gradient_checkpointing,
@@ -125,18 +125,23 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
 
 
 def launch_variables(arm: Arm) -> dict[str, str]:
-    """Return the environment variables from which accelerate learns that ranks share samples.
+    """Return the environment variables from which accelerate learns that ranks share samples, or hybrid sharding.
 
     ``TrainingArguments`` have a field for it, ``parallelism_config``, which takes an object and no JSON. ``accelerate
     launch`` sets the same variables from its configuration file.
     """
-    if arm.context_parallel == 1:
-        return {}
-    return {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(arm.data_parallel),
-        "PARALLELISM_CONFIG_CP_SIZE": str(arm.context_parallel),
-    }
+    sizes = parallelism(arm)
+    names = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **names} if sizes else {}
+
+
+def parallelism(arm: Arm) -> dict[str, int]:
+    """Return the sizes of accelerate's ``ParallelismConfig``; none where its defaults do."""
+    if arm.context_parallel > 1:
+        return {"dp_shard_size": arm.data_parallel, "cp_size": arm.context_parallel}
+    if arm.dp_shard_size:
+        return {"dp_replicate_size": arm.ranks // arm.dp_shard_size, "dp_shard_size": arm.dp_shard_size}
+    return {}
 
 
 def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:

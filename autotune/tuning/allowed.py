@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.core.candidate import FSDP, OWN_OPTIM, ZERO_STAGES, Strategy
+from autotune.core.candidate import FSDP, OWN_OPTIM, ZERO_STAGES, Strategy, group_size
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.options import BY_NAME
@@ -174,7 +174,7 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
             f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
             f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
         )
-    zero = [strategy for strategy in request.strategies or () if strategy in ZERO_STAGES]
+    zero = [strategy for strategy in request.strategies or () if strategy in ZERO_STAGES or strategy == "hybrid"]
     if zero:
         use = "use --strategy ddp,fsdp" if request.ranks > 1 else "leave --strategy out"
         raise InvalidRequestError(
@@ -197,7 +197,7 @@ def _check_context_parallel(request: SearchRequest) -> None:
         raise DeviceError(f"{said}: {request.device.kind} has no attention over several ranks", without)
     if workload.task != "causal-lm":
         raise InvalidRequestError(f"{said}: ranks share samples of causal-lm, and this is {workload.task}", without)
-    other = [strategy for strategy in request.strategies or () if strategy not in FSDP]
+    other = [strategy for strategy in request.strategies or () if strategy not in FSDP or strategy == "hybrid"]
     if other:
         raise InvalidRequestError(
             f"{said}: ranks that share samples shard the weights with FSDP, not {other[0]}",
@@ -247,6 +247,11 @@ def _check_strategies(request: SearchRequest) -> None:
     sharded = [strategy for strategy in strategies if strategy != "ddp"]
     if not sharded:
         return
+    if "hybrid" in sharded and group_size(request.ranks) is None:
+        raise InvalidRequestError(
+            f"--strategy hybrid divides the GPUs in equal groups of two or more, and {request.ranks} make none",
+            "use fsdp, or 4 GPUs",
+        )
     fsdp = [strategy for strategy in strategies if strategy in FSDP]
     if fsdp and request.device.kind == "cpu":
         raise DeviceError(

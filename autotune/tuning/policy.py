@@ -373,7 +373,7 @@ def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Pol
 def _strategy(arm: Arm) -> str | None:
     if arm.strategy is None:
         return None
-    ranks = f" × {arm.ranks}" if arm.ranks > 1 else ""
+    ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
     return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy
+from autotune.core.candidate import FSDP, STRATEGIES, ZERO_STAGES, Arm, Strategy, group_size
 from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import ModelFacts
@@ -97,8 +97,10 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
         # Adapters under DeepSpeed were not tried.
         with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
         strategies += [s for s in STRATEGIES if (s in FSDP and with_fsdp) or (s in ZERO_STAGES and with_zero)]
-        if not _may_offload(request, model):
-            strategies = [strategy for strategy in strategies if strategy != "zero2-offload"]
+        impossible: set[Strategy] = set() if _may_offload(request, model) else {"zero2-offload"}
+        if group_size(request.ranks) is None:
+            impossible.add("hybrid")
+        strategies = [strategy for strategy in strategies if strategy not in impossible]
     return tuple(strategies)
 
 
@@ -121,6 +123,7 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
     return replace(
         arm,
         transformer_layer_cls_to_wrap=",".join(model.layer_classes),
+        dp_shard_size=group_size(request.ranks) if strategy == "hybrid" else None,
         sync_each_batch=syncs,
         context_parallel=request.context_parallel,
     )

@@ -9,16 +9,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from autotune.core.chip import Calibration, Chip
+from autotune.core.candidate import group_size
+from autotune.core.chip import Calibration, Chip, Collective
 from autotune.core.inspection import GpuFacts, GpuWork
 from autotune.worker.process import serve_one_job
 from autotune.worker.trial.meter import context_bytes
+
+T = TypeVar("T")
 
 
 def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
@@ -38,6 +45,10 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
     # Only to predict better: without it, specified rates are used.
     with contextlib.suppress(Exception):
         calibration = calibrate(torch.device("cuda", 0))
+        if work.ranks > 1:
+            calibration = replace(
+                calibration, collectives=_within(_MOST_SECONDS, lambda: collectives(work.ranks)) or {}
+            )
     return GpuFacts(measured_bytes, chip, torch.version.cuda, _cudnn_version(), _cublas_version(), calibration)
 
 
@@ -149,6 +160,71 @@ def _best_seconds(
         run = min(run, (time.perf_counter() - started) / together)
         if time.perf_counter() > deadline:
             return run, issued
+
+
+# The exchange between GPUs, of what DDP reduces at once (its ``bucket_cap_mb``) and of ten times as much: what a call
+# takes beside its bytes follows from the two.
+_EXCHANGED_BYTES = (25 * 2**20, 250 * 2**20)
+_EXCHANGE_SECONDS = 0.2
+"""For each size."""
+_MOST_SECONDS = 20.0
+"""An exchange that hangs is left to a trial, which has a time limit and tells of it."""
+
+
+def collectives(ranks: int) -> dict[str, Collective]:
+    """Return what exchanges take between so many GPUs, all driven by this process, and between a group of them."""
+    nccl: Any = importlib.import_module("torch.cuda.nccl")
+
+    def timed(gpus: int, size_bytes: int, *, gathers: bool) -> float:
+        devices = [torch.device("cuda", index) for index in range(gpus)]
+        part = size_bytes // 4 // gpus
+        whole = [torch.zeros(part * gpus, device=device) for device in devices]
+        if not gathers:
+            return _best_exchange(lambda: nccl.all_reduce(whole), devices)
+        parts = [torch.zeros(part, device=device) for device in devices]
+        return _best_exchange(lambda: nccl.all_gather(parts, whole), devices)
+
+    found = {}
+    for name, gpus in (("all_reduce", ranks), ("all_gather", ranks), ("group_gather", group_size(ranks))):
+        if gpus is not None:
+            gathers = name != "all_reduce"
+            first, second = (timed(gpus, size_bytes, gathers=gathers) for size_bytes in _EXCHANGED_BYTES)
+            # In a ring each byte is sent (n - 1) / n times to gather it, and as often before to sum it up.
+            sent, more = ((1 if gathers else 2) * (gpus - 1) / gpus * size for size in _EXCHANGED_BYTES)
+            rate = (more - sent) / (second - first)
+            found[name] = Collective(max(0.0, first - sent / rate), rate)
+    return found
+
+
+def _best_exchange(work: Callable[[], None], devices: list[torch.device]) -> float:
+    def seconds() -> float:
+        started = time.perf_counter()
+        for _ in range(_RUN_TOGETHER):
+            work()
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) / _RUN_TOGETHER
+
+    # The first call connects the GPUs.
+    seconds()
+    best, deadline = float("inf"), time.perf_counter() + _EXCHANGE_SECONDS
+    while time.perf_counter() < deadline:
+        best = min(best, seconds())
+    return best
+
+
+def _within(seconds: float, measure: Callable[[], T]) -> T | None:
+    """Return what a measurement gives; ``None`` where it fails or takes longer, and goes on until the process ends."""
+    told: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            told.append(measure())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return told[0] if told else None
 
 
 def _wait(device: torch.device) -> None:

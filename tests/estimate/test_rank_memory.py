@@ -32,9 +32,12 @@ def test_a_freed_block_is_used_again_in_its_own_stream_alone() -> None:
     assert replay(events, 40 * MIB, lambda number: number - 1).reserved_bytes == 30 * MIB
 
 
-_SAMPLE = {"sharded": [("fsdp", True, False), ("fsdp-keep", False, True)], "zero": ["zero2", "zero3"]}
+_SAMPLE = {
+    "sharded": [("fsdp", True, False), ("fsdp-keep", False, True)],
+    "zero": ["zero2", "zero3"],
+}
 _OTHERS = {
-    "sharded": [("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)],
+    "sharded": [("hybrid", True, False), ("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)],
     "zero": ["zero1", "zero2-offload"],
 }
 _TRACED = """
@@ -88,7 +91,8 @@ copy = {
 sharded = {}
 for strategy, checkpointing, syncs in kinds["sharded"]:
     arm = Arm(
-        "bf16", checkpointing, strategy=strategy, ranks=2, transformer_layer_cls_to_wrap="BertLayer",
+        "bf16", checkpointing, strategy=strategy, ranks=4 if strategy == "hybrid" else 2,
+        dp_shard_size=2 if strategy == "hybrid" else None, transformer_layer_cls_to_wrap="BertLayer",
         sync_each_batch=syncs,
     )
     training = FakeTraining(bert, arm, chip)

@@ -13,9 +13,9 @@ from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operatio
 from several_gpus import grids, several
 from step_times import H200, cells, known_steps
 
-from autotune.core.candidate import STRATEGIES, Arm, Candidate, Strategy
+from autotune.core.candidate import Arm, Candidate, Strategy
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Calibration
+from autotune.core.chip import Calibration, Collective
 from autotune.core.errors import InvalidRequestError
 from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.core.prediction import MemoryPrediction, Operation, Operations, PredictionAnswer
@@ -312,7 +312,10 @@ def test_recorded_steps_of_two_h200_are_in_their_intervals() -> None:
 
 def test_strategies_are_predicted_in_the_order_that_was_measured(traced: Operations) -> None:
     model = StepTimeModel(CHIPS["h200"])
-    speeds = [model.predict(traced, candidate(2, 32, 1, strategy)).samples_per_second for strategy in STRATEGIES[:3]]
+    speeds = [
+        model.predict(traced, candidate(2, 32, 1, strategy)).samples_per_second
+        for strategy in ("ddp", "fsdp-keep", "fsdp")
+    ]
     # 536, 371 and 327 samples a second on two H200.
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] > 1.1 * speeds[1]
@@ -329,9 +332,28 @@ def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(tra
     assert seconds("fsdp", 4, sync_each_batch=True) == pytest.approx(12 * once)
     # 0.67 GB of bf16 weights, of which the other rank has half.
     link = CHIPS["rtx-4090"].rates.link  # type: ignore[union-attr]
-    assert once == pytest.approx(0.335e9 / (link.bytes_per_second * link.shares[1]), rel=0.1)
+    assert once == pytest.approx(0.335e9 / (link.cases(None)[1].bytes_per_second), rel=0.1)
     known = gathering(traced, CHIPS["rtx-4090"], candidate(2, 8, 1, "fsdp"))
     assert known.added_seconds(10.0) == known.shown < known.added_seconds(0.0) == known.exchanged
+
+
+def test_a_measured_exchange_stands_for_the_rate_of_the_link(traced: Operations) -> None:
+    times = {
+        "all_reduce": Collective(1e-4, 100e9),
+        "all_gather": Collective(0.0, 50e9),
+        "group_gather": Collective(0.0, 20e9),
+    }
+    chip = calibrated(CHIPS["h200"], replace(measured(), collectives=times))
+    size = traced.gradient_bytes
+    buckets = -(-size // (25 * 2**20))
+    assert exchange(traced, chip, 4).exchanged == pytest.approx(buckets * 1e-4 + 1.5 * size / 100e9)
+    # Gathered once, reduced once, in 16 bits; within groups, and then summed up between them.
+    keep, hybrid = (replace(candidate(4, 8, 1, name).arm, dp_shard_size=shared) for name, shared in
+                    (("fsdp-keep", None), ("hybrid", 2)))  # fmt: skip
+    assert gathering(traced, chip, Candidate(keep, 8)).exchanged == pytest.approx(2 * 0.75 * size / 2 / 50e9)
+    units = traced.gradient_tensors // 12
+    within, between = 3 * 0.5 * size / 2 / 20e9, units * 1e-4 + size / 2 / 2 / 100e9
+    assert gathering(traced, chip, Candidate(hybrid, 8)).exchanged == pytest.approx(within + between)
 
 
 def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> None:

@@ -41,7 +41,7 @@ def prepared_on_two(model: Document | None = None, **options: Any) -> Prepared:
     changed: Document = {"effective_batch": 64, "world_size": 2, "study": "two", "precisions": ("bf16",), **options}
     workload = changed.pop("workload", BERT_LARGE)
     device: Device = changed.pop("device", H200)
-    others = (SECOND if device is H200 else device,)
+    others = changed.pop("others", (SECOND if device is H200 else device,))
     request = SearchRequest(workload, device, others=others, **changed)
     check_request(request)
     return prepare(request, facts(**(LAYERS if model is None else model)))
@@ -81,6 +81,14 @@ def test_ddp_keeps_its_first_buckets_where_a_second_copy_of_them_would_take_much
     for seen in (AfterStep(), AfterStep(("pooler.weight",), ())):
         arms = prepared_on_two({**LAYERS, "after_step": seen}, memory_limit_bytes=24 * GIB).space.arms
         assert {arm.ddp_find_unused_parameters for arm in arms} == {None}
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(4, {2}), (8, {4}), (9, {3}), (3, set()), (5, set())])
+def test_hybrid_sharding_divides_the_model_within_the_largest_equal_groups(ranks: int, groups: set[int]) -> None:
+    gpus = tuple(dataclasses.replace(H200, uuid=f"GPU-{index}", index=index) for index in range(1, ranks))
+    arms = prepared_on_two(others=gpus, world_size=ranks, effective_batch=ranks * 8).space.arms
+    assert {arm.dp_shard_size for arm in arms if arm.strategy == "hybrid"} == groups
+    assert {arm.dp_shard_size for arm in arms if arm.strategy != "hybrid"} == {None}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,8 @@ OF_LOOP = {**own_trainer(), "interface": CodeInterface("accelerate")}
 @pytest.mark.parametrize(
     ("strategies", "model", "options", "message", "hint"),
     [
+        ("hybrid", LAYERS, {}, "divides the GPUs in equal groups of two or more, and 2 make none", "use fsdp"),
+        ("hybrid", own_trainer(), {"workload": OWN}, "code of your own is searched with DDP and FSDP only", ""),
         ("fsdp", {"layer_classes": ()}, {}, "BertForSequenceClassification has no class of layers", "--strategy ddp"),
         ("fsdp", {**LAYERS, "sharding_error": "shared weights"}, {}, "cannot shard Bert", "--strategy ddp"),
         ("fsdp", {"layer_classes": (), "sharding_error": UNSHARDED}, {},

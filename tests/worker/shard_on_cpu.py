@@ -43,6 +43,8 @@ class Shards(TrainerCallback):  # type: ignore[misc]
     found: ClassVar[dict[str, Any]] = {}
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        meshes = {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)}
+        self.found["meshes"] = sorted(meshes)
         self.found["whole"] = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
         self.found["units"] = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "reshard")})
 

@@ -53,6 +53,16 @@ def test_it_is_what_torch_counts(name: str, sizes: dict[str, Any], frozen: bool)
     assert counted.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
+@pytest.mark.parametrize("heads", [2, 8])
+def test_attention_with_fewer_keys_than_queries_is_counted(heads: int) -> None:
+    """As each torch does: that of 2.11 refuses it."""
+    query, key = (torch.empty((2, count, 16, 32), device="meta") for count in (8, heads))
+    with Arithmetic() as counted:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, key)
+    # Queries by keys and the result by values, each 2 × 32 operations of 16 × 16 pairs.
+    assert counted.forward_flops == 2 * 8 * 16 * 16 * 2 * 2 * 32
+
+
 def test_a_trial_counts_that_of_a_sample(trial_server: Any) -> None:
     """Weights of BERT's linear layers, times its tokens: the same at every batch, and with checkpointing."""
     workload = tiny_workload("bert-tiny", seq_len=32)

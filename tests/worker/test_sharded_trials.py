@@ -13,7 +13,7 @@ import torch
 import warm
 from tiny import tiny_workload
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate, Strategy
 from autotune.core.device import Device
 from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import Effort
@@ -46,18 +46,20 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.parametrize(
-    ("of", "compiled", "ranks"),
+    ("of", "strategy", "compiled", "ranks"),
     # A compiler for C++ takes most of the last one's time.
     [
-        *((of, False, 2) for of in WORKLOADS),
-        pytest.param("built in", False, 4, marks=pytest.mark.whole),
-        pytest.param("built in", True, 2, marks=pytest.mark.whole),
+        *((of, "fsdp", False, 2) for of in WORKLOADS),
+        pytest.param("built in", "fsdp-keep", False, 4, marks=pytest.mark.whole),
+        pytest.param("built in", "hybrid", False, 4, marks=pytest.mark.whole),
+        pytest.param("built in", "fsdp", True, 2, marks=pytest.mark.whole),
     ],
 )
 def test_a_trial_shards_each_layer_and_measures_all_ranks(
-    cpu: Device, tmp_path: Path, of: str, compiled: bool, ranks: int
+    cpu: Device, tmp_path: Path, of: str, strategy: Strategy, compiled: bool, ranks: int
 ) -> None:
-    arm = dataclasses.replace(ARM, torch_compile=compiled, regional_compilation=compiled, ranks=ranks)
+    arm = dataclasses.replace(ARM, strategy=strategy, torch_compile=compiled, regional_compilation=compiled,
+                              ranks=ranks, dp_shard_size=2 if strategy == "hybrid" else None)  # fmt: skip
     candidate = Candidate(arm, 2, 4)
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=90.0)
     work = TrialWork(candidate, Placement.of(*[cpu] * ranks).rank_devices, 8 * GIB, effort, seed=1)
@@ -70,6 +72,7 @@ def test_a_trial_shards_each_layer_and_measures_all_ranks(
         outcome = json.loads((tmp_path / f"{rank}.json").read_text())
         assert outcome["state"] == "completed", (outcome, done.stderr[-3000:])
         assert outcome["shards"]["whole"] == []
+        assert outcome["shards"]["meshes"] == [[2, 2] if strategy == "hybrid" else [ranks]]
         # Each layer, the embedding and the rest.
         assert {"FSDPBertLayer"} <= set(outcome["shards"]["units"]) or "FSDPCheckpointWrapper" in str(outcome["shards"])
         measured = outcome["measurement"]
@@ -150,15 +153,18 @@ def test_ranks_share_samples_of_models_that_attend_to_all_tokens_alone(workload:
             check_attends_to_all(model)
 
 
-def test_an_accelerate_that_gives_each_rank_samples_of_its_own_is_refused() -> None:
-    tokenizer = SimpleNamespace(padding_side="right")
-    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=None), 2)
-    check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=tokenizer), 2)
+def test_an_accelerate_that_passes_over_what_is_shared_is_refused() -> None:
+    def trainer(padding_side: str = "right", **sizes: int) -> SimpleNamespace:
+        accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))
+        return SimpleNamespace(accelerator=accelerator, processing_class=SimpleNamespace(padding_side=padding_side))
+
+    samples, groups = {"dp_shard_size": 2, "cp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}
+    for sizes in (samples, groups):
+        check_shared_by(trainer(**sizes), sizes)
+    check_shared_by(trainer("left", **groups), groups)
     with pytest.raises(SettingUnavailableError, match=r"does not let ranks share samples: upgrade it to 1\.10"):
-        check_shared_by(SimpleNamespace(get_cp_size=lambda: 1, processing_class=None), 2)
-
-
-def test_padding_that_no_mask_would_hide_is_refused() -> None:
-    tokenizer = SimpleNamespace(padding_side="left")
+        check_shared_by(trainer(dp_shard_size=4, cp_size=1), samples)
+    with pytest.raises(SettingUnavailableError, match="does not let ranks form groups"):
+        check_shared_by(SimpleNamespace(accelerator=None, processing_class=None), groups)
     with pytest.raises(SettingUnavailableError, match="pads on the left"):
-        check_shared_by(SimpleNamespace(get_cp_size=lambda: 2, processing_class=tokenizer), 2)
+        check_shared_by(trainer("left", **samples), samples)

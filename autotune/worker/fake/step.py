@@ -270,7 +270,7 @@ class FakeTraining:
         self.operations: Operations | None = None
         """What the operations of the last traced step compute and move."""
         # A mesh reads values, so it is made before tensors are fake.
-        self._mesh = join_fake_ranks(arm.ranks) if arm.is_sharded else None
+        self._mesh = join_fake_ranks(arm.ranks, arm.dp_shard_size) if arm.is_sharded else None
         install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:

@@ -52,20 +52,31 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def join_fake_ranks(ranks: int) -> Any:
-    """Join a process group as its rank 0, and return its mesh.
+def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
+    """Join a process group as its rank 0, and return its mesh: of groups, where fewer ranks are ``sharing`` a model.
 
     Its collectives exchange nothing, and the other ranks need not exist. Must come before tensors are fake, since a
     mesh reads values.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+    if sharing is None:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+    # FSDP takes the part for one dimension from the mesh of two where tensors are fake.
+    around(DeviceMesh, "__getitem__", _without_modes)
+    return init_device_mesh("cpu", (ranks // sharing, sharing), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _without_modes(function: Callable[..., Any], *words: Any) -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return function(*words)
 
 
 def start_sharding(model: Any) -> None:

@@ -56,7 +56,22 @@ def _flops_of(function: Any, given: Any, named: Any, result: Any) -> int | None:
     if packet._qualified_op_name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         packet = torch.ops.aten._scaled_dot_product_flash_attention
     formula = flop_registry.get(packet)
-    return None if formula is None else int(formula(*given, **named, out_val=result))
+    if formula is None:
+        return None
+    if "attention" in packet.__name__:
+        given = _with_all_heads(given, axis=1 if "scaled_dot_product" in packet.__name__ else -2)
+    return int(formula(*given, **named, out_val=result))
+
+
+def _with_all_heads(given: Any, axis: int) -> Any:
+    """Return the inputs of an attention with as many keys and values as queries; torch 2.11 refuses to count fewer."""
+    query, *others = given[:3]
+    whole = []
+    for each in others:
+        shape = list(each.shape)
+        shape[axis] = query.shape[axis]
+        whole.append(each.new_empty(shape, device="meta"))
+    return (query, *whole, *given[3:])
 
 
 def _gradients(function: Any, given: Any) -> int:

@@ -89,20 +89,23 @@ def check_attends_to_all(model: Any) -> None:
         )
 
 
-def check_shared_by(trainer: Any, count: int) -> None:
-    """Raise ``SettingUnavailableError`` where not so many ranks share each sample, or attention would see padding.
+def check_shared_by(trainer: Any, sizes: dict[str, int]) -> None:
+    """Raise ``SettingUnavailableError`` where ranks do not share as asked, or attention would see padding.
 
-    accelerate before 1.10 has FSDP2, and passes over the variables that ask for it: each rank would train on samples
-    of its own. With it no layer has a mask, which hides what is padded on the left.
+    accelerate before 1.10 has FSDP2, and passes over the variables that ask for these ``sizes``: each rank would train
+    on samples of its own, or have a part of the model that is divided between all. Where ranks share samples no layer
+    has a mask, which hides what is padded on the left.
     """
-    if getattr(trainer.processing_class, "padding_side", None) == "left":
+    if "cp_size" in sizes and getattr(trainer.processing_class, "padding_side", None) == "left":
         raise SettingUnavailableError(
             "the tokenizer pads on the left, which ranks that share samples cannot hide: set its padding_side to right"
         )
-    if trainer.get_cp_size() != count:
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    if any(getattr(config, name, None) != size for name, size in sizes.items()):
+        what, option = ("share samples", "--context-parallel") if "cp_size" in sizes else ("form groups", "hybrid")
         raise SettingUnavailableError(
-            f"accelerate {accelerate.__version__} does not let ranks share samples: upgrade it to 1.10 or later, or "
-            "leave --context-parallel out"
+            f"accelerate {accelerate.__version__} does not let ranks {what}: upgrade it to 1.10 or later, or leave "
+            f"{option} out"
         )
 
 

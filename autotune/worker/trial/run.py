@@ -22,7 +22,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcom
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
-from autotune.space.training_arguments import launch_variables, training_arguments
+from autotune.space.training_arguments import launch_variables, parallelism, training_arguments
 from autotune.training import apply
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
 from autotune.worker.dataset.prepared import PreparedDataset
@@ -230,8 +230,8 @@ class Trial:
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
                               data_collator=dataset.collator)  # fmt: skip
-        if arm.context_parallel > 1:
-            check_shared_by(trainer, arm.context_parallel)
+        if sizes := parallelism(arm):
+            check_shared_by(trainer, sizes)
         if is_on_meta:
             shard_from_meta(trainer, workload)
         self._host_bytes = most_host_bytes()
