@@ -3,26 +3,31 @@
     python studies/several_gpus.py
 
 Steps of two H200 were measured with this project, with DDP and with FSDP. Speed-ups over one GPU with DDP are compared
-with what Lambda published for eight other GPUs (``studies/landscapes/several_gpus.json``).
+with what Lambda published for eight other GPUs (``studies/landscapes/several_gpus.json``). Of four H200 the exchanges
+alone were measured, beside what a search measures of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from recorded_steps import LANDSCAPES, Subject, operations_key, published, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.chip import Calibration, Collective
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.step_time import StepTime, StepTimeModel
+from autotune.estimate.gpu_time import calibrated
+from autotune.estimate.step_time import StepTime, StepTimeModel, exchange, gathering
 from autotune.models.resolve import resolve_model
 
 SEVERAL = LANDSCAPES / "several_gpus.json"
+EXCHANGES = LANDSCAPES / "exchanges_4xh200.json"
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,25 @@ def grids() -> list[Ranks]:
     return found
 
 
+def exchanges() -> list[tuple[str, int, str, float, float, float]]:
+    """Return model, ranks, strategy and seconds of each exchange on H200s, with those predicted from what a search
+    measures there, and from the specified link."""
+    known = json.loads(EXCHANGES.read_text(encoding="utf-8"))
+    of_link = CHIPS["h200"]
+    found = []
+    for model, size, tensors, ranks, strategy, seconds in known["rows"]:
+        measured = decode(known["collectives"][str(ranks)], dict[str, Collective])
+        of_host = calibrated(of_link, Calibration(0, {}, None, 0.0, 0.0, measured))
+        arm = Arm("bf16", strategy=strategy, ranks=ranks, dp_shard_size=2 if strategy == "hybrid" else None)
+        step = Operations((), {}, tensors, size)
+        told = [
+            exchange(step, chip, ranks) if strategy == "ddp" else gathering(step, chip, Candidate(arm, 8))
+            for chip in (of_host, of_link)
+        ]
+        found.append((model, ranks, strategy, seconds, told[0].exchanged, told[1].exchanged))
+    return found
+
+
 def _key(subject: Subject, arm: Arm, known: Collection[str]) -> str | None:
     """Return the key of a step's operations, which models have under their short or their whole names."""
     names = [subject.model, resolve_model(subject.model).repository or subject.model]
@@ -125,6 +149,14 @@ def main() -> None:
     own = sorted(abs(known.expected[0] / known.measured - 1) for known in every if known.of_one is None)
     print(f"of this project: {len(own)} steps, median error {own[len(own) // 2]:.0%}, at most {own[-1]:.0%}")
     print(f"in the interval: {inside} of {len(every)}")
+    print(f"\n{'exchange':<16}{'GPUs':<6}{'strategy':<11}{'measured':>9}{'predicted':>10}{'error':>7}  by the link")
+    errors = []
+    for model, ranks, strategy, seconds, of_host, of_link in exchanges():
+        errors.append((abs(of_host / seconds - 1), abs(of_link / seconds - 1)))
+        told = f"{model:<16}{ranks:<6}{strategy:<11}{seconds * 1e3:>6.1f} ms{of_host * 1e3:>7.1f} ms"
+        print(f"{told}{of_host / seconds - 1:>+7.1%}{of_link / seconds - 1:>+12.1%}")
+    of_host, of_link = (statistics.median(each) for each in zip(*errors, strict=True))
+    print(f"median error {of_host:.1%}; by the specified link {of_link:.1%}")
 
 
 if __name__ == "__main__":

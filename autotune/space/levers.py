@@ -581,6 +581,9 @@ def excluding(arm: Arm) -> str | None:
         return f"{whole} needs whole weights, which ZeRO-3 has divided"
     if arm.checkpointed_layers is not None and arm.is_sharded:
         return "FSDP2 checkpoints every layer that it shards, or none"
+    if arm.torch_compile_mode is not None and arm.ranks > 1:
+        # Its trial took a minute of four H200, for a gain that nobody measured.
+        return "reduce-overhead is searched on one GPU"
     return "DeepSpeed's steps are not searched compiled" if arm.torch_compile and arm.zero_stage is not None else None
 
 

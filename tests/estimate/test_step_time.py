@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from published import FITTED, calibrated_errors, is_inside, published_predictions
 from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operations
-from several_gpus import grids, several
+from several_gpus import exchanges, grids, several
 from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate, Strategy
@@ -354,6 +354,13 @@ def test_a_measured_exchange_stands_for_the_rate_of_the_link(traced: Operations)
     units = traced.gradient_tensors // 12
     within, between = 3 * 0.5 * size / 2 / 20e9, units * 1e-4 + size / 2 / 2 / 100e9
     assert gathering(traced, chip, Candidate(hybrid, 8)).exchanged == pytest.approx(within + between)
+
+
+def test_exchanges_of_h200s_are_predicted_from_what_was_measured_of_two_sizes() -> None:
+    errors = [abs(predicted / seconds - 1) for *_, seconds, predicted, _ in exchanges()]
+    assert len(errors) == 35
+    assert statistics.median(errors) < 0.05
+    assert max(errors) < 0.15
 
 
 def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> None:
