@@ -220,6 +220,13 @@ class StepTime:
     """Seconds for which gradients are exchanged between ranks, hidden behind the backward pass or not."""
     unknown_operations: dict[str, int] = field(default_factory=dict)
     """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
+    alone_seconds: float = 0.0
+    """What a rank would take if there were no others."""
+
+    @property
+    def scaling_efficiency(self) -> float | None:
+        """Return the throughput over that of as many GPUs that train alone; ``None`` for one."""
+        return self.alone_seconds / self.seconds if self.candidate.arm.ranks > 1 else None
 
     @property
     def unknown_share(self) -> float:
@@ -285,6 +292,7 @@ class StepTimeModel:
             self._models[precision] = GpuModel(self._rates, precision, EFFICIENCIES)
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
+        alone = step_seconds(operations, gpu, self._host, accumulation)
         if candidate.arm.is_sharded and precision in ("bf16", "fp16"):
             others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
             total = sum(gpu.by_kind.values())
@@ -322,6 +330,7 @@ class StepTimeModel:
             self._rates.half_flops if operations.is_in_half(batch) else peak_flops(self._rates, precision),
             exchanged,
             operations.unknown,
+            alone,
         )
 
     def _sharding_host(self, operations: Operations, candidate: Candidate) -> HostSpeed:

@@ -36,6 +36,8 @@ class SpeedDocument:
     """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
     unknown_operations_share: float
     """Share of the GPU time that is this traffic; what else these operations take is left out."""
+    scaling_efficiency: float | None
+    """Of several GPUs: the throughput over that of as many that train alone."""
 
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
@@ -53,6 +55,7 @@ def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
         predicted.gpu_seconds_by_kind,
         predicted.unknown_operations,
         predicted.unknown_share,
+        predicted.scaling_efficiency,
     )
 
 

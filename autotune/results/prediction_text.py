@@ -188,6 +188,8 @@ def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:
     line = f"Choose {best.name()}: {format_rate(speed.samples_per_second)} samples/s"
     line += f" ({format_rate(low)} to {format_rate(high)})"
     line += f", {format_rate(speed.tokens_per_second)} tokens/s" if speed.tokens_per_second else ""
+    if speed.scaling_efficiency is not None:
+        line += f", {speed.scaling_efficiency:.0%} of what so many GPUs would train alone"
     near = [
         batch.name()
         for arm in arms

@@ -303,6 +303,7 @@ def with_speed(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]
         "gpu_seconds_by_kind": {},
         "unknown_operations": {},
         "unknown_operations_share": 0.0,
+        "scaling_efficiency": None,
     }
 
 

@@ -293,6 +293,8 @@ def test_several_ranks_train_more_samples_and_are_known_less_well(traced: Operat
     model = StepTimeModel(CHIPS["h200"])
     one, two = model.predict(traced, Candidate(Arm("bf16"), 32)), model.predict(traced, candidate(2, 32))
     assert 1.6 < two.samples_per_second / one.samples_per_second < 2
+    assert two.scaling_efficiency == pytest.approx(two.samples_per_second / one.samples_per_second / 2)
+    assert one.scaling_efficiency is None
     assert two.interval_seconds[1] / two.interval_seconds[0] > one.interval_seconds[1] / one.interval_seconds[0]
 
 
