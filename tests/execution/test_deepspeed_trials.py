@@ -30,9 +30,11 @@ FIRST_SECONDS = 280.0
     [
         (Arm("fp32", strategy="zero1", ranks=2), 1),
         (Arm("bf16", gradient_checkpointing=True, strategy="zero3", ranks=2), 4),
+        (Arm("bf16", strategy="zero2", ranks=4), 2),
+        (Arm("bf16", strategy="zero3", ranks=4), 1),
         (Arm("bf16", strategy="zero2-offload", ranks=1), 2),
     ],
-    ids=lambda value: value.strategy if isinstance(value, Arm) else str(value),
+    ids=lambda value: f"{value.strategy} {value.ranks}" if isinstance(value, Arm) else str(value),
 )
 def test_a_trial_of_each_stage_trains(cpu: Device, tmp_path: Path, arm: Arm, accumulation: int) -> None:
     with TrialServer(Placement.of(*[cpu] * arm.ranks), tiny_workload("bert-tiny"), tmp_path / "logs") as server:

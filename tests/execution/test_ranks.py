@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,7 +144,9 @@ def test_a_rank_that_is_killed_in_full_swing_ends_the_trial(trainers: TrialServe
 
 
 @pytest.mark.whole
-def test_four_ranks_train_together_and_end_with_one_that_is_killed(cpu: Device, tmp_path: Path) -> None:
+def test_four_ranks_train_together_are_as_slow_as_the_slowest_and_end_with_one_that_is_killed(
+    cpu: Device, tmp_path: Path
+) -> None:
     candidate = Candidate(Arm(strategy="ddp", ranks=4), 2, 3)
     with TrialServer(Placement.of(*[cpu] * 4), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
 
@@ -150,11 +154,21 @@ def test_four_ranks_train_together_and_end_with_one_that_is_killed(cpu: Device, 
             if record.step == 2:
                 os.kill(max(under_way(server)), 9)
 
+        def delay(record: Progress) -> None:
+            if record.step == 2:
+                slow = max(under_way(server))
+                os.kill(slow, signal.SIGSTOP)
+                threading.Timer(3.0, os.kill, (slow, signal.SIGCONT)).start()
+
         effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=100.0)
         outcome = run_trial(server, candidate=candidate, effort=effort, timeout_seconds=200.0)
         assert isinstance(outcome, Completed), outcome
         assert outcome.measurement.ranks == 4
         assert outcome.measurement.samples_per_second == pytest.approx(24 / outcome.measurement.step_seconds)
+        slowed = run_trial(server, candidate=candidate, effort=effort, progress=delay, timeout_seconds=200.0)
+        assert isinstance(slowed, Completed), slowed
+        # The step of all is that of the slowest: one of the two that are timed took three seconds longer.
+        assert slowed.measurement.step_seconds > outcome.measurement.step_seconds + 1.0
         ended = run_trial(server, candidate=candidate, effort=ENDLESS, progress=kill, timeout_seconds=200.0)
         assert isinstance(ended, Failed)
         assert "rank 3: killed by SIGKILL" in ended.message
