@@ -460,6 +460,9 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         # The kernel forgets it where a process gets other rights.
         process.die_with(os.getppid())
     torch.set_num_threads(torch_threads)
+    if job.ranks == 1 and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        # A Trainer copies its model to every GPU that it sees.
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     match job.work:
         case PredictionWork() as work:
             # Patches torch permanently, so it is imported only in this process.
