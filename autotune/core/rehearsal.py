@@ -98,6 +98,8 @@ class Evaluation:
     left_bytes: int = 0
     """Of the device, what one evaluation leaves behind, such as a copy of the weights: later steps need that much more.
     """
+    of_loop: bool = False
+    """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,17 +258,20 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
     )
     if found.settings:
         fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting} does, and is exported"
+        how = f"{fitting} of its DataLoader does" if found.of_loop else f"{fitting} does, and is exported"
+        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {how}"
+    if found.of_loop and found.whole is None:
+        return f"the evaluation does not fit: {needs}, where {line} fit; have its DataLoader make smaller ones"
+    settings = "smaller batch" if found.of_loop else "per_device_eval_batch_size or eval_accumulation_steps"
     cure = (
-        "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
+        "compute the metrics batch by batch, or evaluate fewer samples"
+        if found.of_loop
+        else "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
         "(batch_eval_metrics), or evaluate fewer samples"
         if found.whole is not None
         else "what it makes beside its batches, such as copies of the weights, is too large"
     )
-    return (
-        f"the evaluation does not fit: {needs}{host}, where {line} fit, and no per_device_eval_batch_size or "
-        f"eval_accumulation_steps changes that: {cure}"
-    )
+    return f"the evaluation does not fit: {needs}{host}, where {line} fit, and no {settings} changes that: {cure}"
 
 
 def _host_alarm(host: HostUse) -> Iterator[str]:

@@ -56,7 +56,7 @@ _FAIL_ALIKE = 2
 # Earlier trials are used where one of them runs now within its interval, or this difference. A choice.
 _SAME_HOUR = 0.05
 # Winners that may run out of memory beyond their first steps before one of them is the answer all the same. A choice.
-_MOST_DEATHS = 4
+_MOST_DEATHS = 8
 
 
 def _without_numbers(failed: Failed) -> str:
