@@ -98,6 +98,8 @@ class Evaluation:
     left_bytes: int = 0
     """Of the device, what one evaluation leaves behind, such as a copy of the weights: later steps need that much more.
     """
+    of_loop: bool = False
+    """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,11 @@ class Rehearsal:
         return self.peak_bytes + left if self.peak_bytes is not None and left > NOISE_BYTES else None
 
     @property
+    def needs_less(self) -> str | None:
+        """Return what is out of memory and with a smaller batch may not be; ``None`` without."""
+        return None if self.problem is not None else next(self._of_batch(), None)
+
+    @property
     def alarms(self) -> list[str]:
         """Return what ends the run before its end, each with what to do."""
         return [] if self.problem is not None else list(self._alarms())
@@ -185,17 +192,10 @@ class Rehearsal:
         line = format_bytes(self.line_bytes or 0)
         if (found := self.evaluation) is not None and not found.fits:
             yield _evaluation_alarm(found, line)
-        if self.left_peak_bytes is not None and found is not None and self.left_peak_bytes > (self.line_bytes or 0):
-            yield (
-                f"an evaluation leaves {format_bytes(found.left_bytes)} behind, such as a copy of the weights: with it "
-                f"the next step needs {format_bytes(self.left_peak_bytes)}, where {line} fit"
-            )
-        if (batch := self.longest) is not None and not batch.fits:
-            needs = "is out of memory" if batch.peak_bytes is None else f"needs {format_bytes(batch.peak_bytes)}"
-            yield (
-                f"a batch of the longest samples ({batch.samples} of up to {batch.tokens:,} tokens) {needs}, where "
-                f"{line} fit: search with a smaller --memory-limit or --max-batch, or cut these samples"
-            )
+        yield from (
+            f"{each}, and nothing smaller was found: cut the longest samples, or search with --max-batch"
+            for each in self._of_batch()
+        )
         if (saved := self.saving) is not None and not saved.fits:
             needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
             yield f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
@@ -207,6 +207,21 @@ class Rehearsal:
             )
         if (host := self.host) is not None and self.growth_bytes is None:
             yield from _host_alarm(host)
+
+    def _of_batch(self) -> Iterator[str]:
+        """Yield what is out of memory with this batch."""
+        line, found = format_bytes(self.line_bytes or 0), self.evaluation
+        if self.left_peak_bytes is not None and found is not None and self.left_peak_bytes > (self.line_bytes or 0):
+            yield (
+                f"an evaluation leaves {format_bytes(found.left_bytes)} behind, such as a copy of the weights: with it "
+                f"the next step needs {format_bytes(self.left_peak_bytes)}, where {line} fit"
+            )
+        if (batch := self.longest) is not None and not batch.fits:
+            needs = "is out of memory" if batch.peak_bytes is None else f"needs {format_bytes(batch.peak_bytes)}"
+            yield (
+                f"a batch of the longest samples ({batch.samples} of up to {batch.tokens:,} tokens) {needs}, where "
+                f"{line} fit"
+            )
 
     @property
     def sentences(self) -> list[str]:
@@ -243,17 +258,20 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
     )
     if found.settings:
         fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting} does, and is exported"
+        how = f"{fitting} of its DataLoader does" if found.of_loop else f"{fitting} does, and is exported"
+        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {how}"
+    if found.of_loop and found.whole is None:
+        return f"the evaluation does not fit: {needs}, where {line} fit; have its DataLoader make smaller ones"
+    settings = "smaller batch" if found.of_loop else "per_device_eval_batch_size or eval_accumulation_steps"
     cure = (
-        "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
+        "compute the metrics batch by batch, or evaluate fewer samples"
+        if found.of_loop
+        else "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
         "(batch_eval_metrics), or evaluate fewer samples"
         if found.whole is not None
         else "what it makes beside its batches, such as copies of the weights, is too large"
     )
-    return (
-        f"the evaluation does not fit: {needs}{host}, where {line} fit, and no per_device_eval_batch_size or "
-        f"eval_accumulation_steps changes that: {cure}"
-    )
+    return f"the evaluation does not fit: {needs}{host}, where {line} fit, and no {settings} changes that: {cure}"
 
 
 def _host_alarm(host: HostUse) -> Iterator[str]:

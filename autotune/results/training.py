@@ -82,9 +82,6 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
     is_several = export.processes > 1
     launcher = ["torchrun", "--standalone", "--nproc_per_node", str(export.processes)] if is_several else ["python"]
     shown = shlex.join([*launcher, *own, *source.argv] if source.kind == "script" else [*launcher, source.name])
-    if kind == "placeholders" and export.cpu_core is None and not folder:
-        words = (sys.executable, *own, *source.argv)
-        return Start(words, source.cwd, shown, variables, settings, notes=tuple(notes))
     words = (sys.executable, *(("-m", "torch.distributed.run", *launcher[1:]) if is_several else ()), "-m", _MODULE)
     training = RealTraining(
         report.study.name,

@@ -232,8 +232,8 @@ class Store:
                     "let one search at a time work on a study, then go on with autotune resume",
                 )
 
-    def refuse_trial(self, trial_id: str, outcome: Failed) -> None:
-        """Record that a trial which had completed is of another training."""
+    def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
+        """Record another outcome of a trial that has ended: what was learned of it later."""
         values = {"state": outcome.state, "outcome": outcome_document(outcome)}
         with self._guarded() as connection:
             connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))

@@ -269,7 +269,9 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
-        if source is None or source.framework != "trainer" or not prepared.model.interface.goes_on:
+        if source is None or source.framework == "placeholders":
+            return None
+        if source.framework == "trainer" and not prepared.model.interface.goes_on:
             return None
         if candidate.arm.ranks > 1:
             return Rehearsal(problem="it trains on several devices")

@@ -18,13 +18,14 @@ from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
 from autotune.core.placement import Placement
+from autotune.core.rehearsal import Rehearsal
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.gpu_time import calibrated
 from autotune.estimate.history import History, batch_of, cap_of
-from autotune.estimate.pooling import Speed
+from autotune.estimate.pooling import Speed, Tried
 from autotune.estimate.step_time import StepForecast
 from autotune.execution import Executor, TrialJob
 from autotune.results.report import deviations_before
@@ -54,6 +55,8 @@ from autotune.tuning.studies import open_study
 _FAIL_ALIKE = 2
 # Earlier trials are used where one of them runs now within its interval, or this difference. A choice.
 _SAME_HOUR = 0.05
+# Winners that may run out of memory beyond their first steps before one of them is the answer all the same. A choice.
+_MOST_DEATHS = 8
 
 
 def _without_numbers(failed: Failed) -> str:
@@ -111,6 +114,8 @@ class Search:
     ) -> None:
         self._prepared = prepared
         self._looker, self._rehearse = looker, rehearse
+        self._died: list[tuple[list[Tried], Rehearsal]] = []
+        """Trials of winners that run out of memory beyond their first steps."""
         self._request = prepared.request
         self._executor = executor
         self._store = store
@@ -146,9 +151,8 @@ class Search:
         self._observer.begins(self._prepared, self._records.study)
         try:
             stop = self._loop()
-            while self._looks_wrong():
+            while self._looks_wrong() or self._dies_later():
                 stop = self._loop()
-            self._rehearse_best()
         except BaseException as error:
             self._stop_after(error)
             raise
@@ -284,17 +288,52 @@ class Search:
         self._observer.note(f"{why}; going on without")
         outcome = Failed("other_training", why)
         for trial_id in self._plan.rule_out(verdict.levers, best.candidate, outcome):
-            self._store.refuse_trial(trial_id, outcome)
+            self._store.change_outcome(trial_id, outcome)
         return True
 
-    def _rehearse_best(self) -> None:
-        """Run once with the winner what a long run does beyond its first steps."""
-        best, look = self._plan.best(), self._records.study.look
-        if self._rehearse is None or best is None or self._interruption.asked:
-            return
-        if (rehearsal := self._rehearse(best.candidate, self._plan.elapsed_seconds())) is not None:
-            look = replace(look or Look(), rehearsal=rehearsal)
-            self._records.study = replace(self._records.study, look=look)
+    def _dies_later(self) -> bool:
+        """Run once with the winner what a long run does beyond its first steps; return whether the search goes on.
+
+        That is where it is out of memory there, and a smaller batch may not be. Where nothing that was found survives,
+        the first winner is the answer, with what ends it.
+        """
+        best, look, died = self._plan.best(), self._records.study.look, self._died
+        if self._rehearse is None or self._interruption.asked:
+            return False
+        if best is None and died:
+            first, rehearsal = died[0]
+            for tried in first:
+                self._change(tried, tried.outcome)
+        elif best is None:
+            return False
+        else:
+            found = self._rehearse(best.candidate, self._plan.elapsed_seconds())
+            if found is None:
+                return False
+            rehearsal = found
+        self._records.study = replace(self._records.study, look=replace(look or Look(), rehearsal=rehearsal))
+        if best is None or rehearsal.needs_less is None or len(died) == _MOST_DEATHS:
+            return False
+        trials = [each for each in self._history.outcomes_of(best.candidate) if each.trial_id in self._plan.records]
+        died.append((trials, rehearsal))
+        self._observer.note(f"{best.candidate.describe()}: {rehearsal.needs_less}; going on with what needs less")
+        outcome = OutOfMemory(rehearsal.needs_less, during="the longest batch")
+        for tried in trials:
+            self._change(tried, outcome)
+        for tried in self._history.feasible():
+            over = self._history.ruled_out_by(tried.candidate)
+            if over is not None and over.outcome == outcome and tried.trial_id in self._plan.records:
+                # It needs as much.
+                trials.append(tried)
+                self._change(tried, outcome)
+        return True
+
+    def _change(self, tried: Tried, outcome: Outcome) -> None:
+        """Put an outcome in the place of that of a trial, here and in the database."""
+        current = next(each for each in self._history.tried if each.trial_id == tried.trial_id)
+        self._history.replace(current, outcome)
+        self._plan.records[tried.trial_id] = replace(self._plan.records[tried.trial_id], outcome=outcome)
+        self._store.change_outcome(tried.trial_id, outcome)
 
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free; return why the search starts no more.

@@ -13,9 +13,9 @@ from test_anytime import Gpu, prepared_with_levers
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
-from autotune.core.outcome import Completed, Failed
+from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.placement import Placement
-from autotune.core.rehearsal import Evaluation, Rehearsal, Whole
+from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Whole
 from autotune.core.units import GIB
 from autotune.estimate.history import History
 from autotune.results.export import make_export, render
@@ -174,6 +174,46 @@ def test_settings_of_an_evaluation_that_fits_are_told_and_exported(tmp_path: Pat
     assert "per_device_eval_batch_size=4, eval_accumulation_steps=16 does" in line
     exported = json.loads(render(make_export(report), "json"))
     assert exported.items() >= SETTINGS.items()
+
+
+def searched_with_longest(most: int, folder: Path) -> tuple[Run, list[Candidate], list[str]]:
+    """Search where the batch of the longest samples fits up to some batch; return what was rehearsed, and the notes."""
+    runner, asked = Gpu().runner(), list[Candidate]()
+
+    def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal:
+        asked.append(candidate)
+        batch = candidate.per_device_train_batch_size
+        return Rehearsal(longest=LongestBatch(batch, 3000, None, fits=batch <= most, read=9, of=9), line_bytes=24 * GIB)
+
+    with new_store(folder) as store:
+        arguments = (prepared(), runner, store, RecordingObserver(), Path("logs"))
+        study = Search(*arguments, clock=runner.clock, rehearse=rehearse).run()
+        return Run(study, RecordingObserver(), store.trials(study.id)), asked, notes(load_report(store, study.name))
+
+
+def test_a_search_goes_on_to_what_survives_the_longest_batch(tmp_path: Path) -> None:
+    first = searched_with_longest(10_000, tmp_path / "all")[0].best.candidate
+    most = first.per_device_train_batch_size // 2
+    run, asked, lines = searched_with_longest(most, tmp_path / "half")
+    survivor = run.best.candidate
+    assert survivor.arm.gradient_checkpointing or survivor.per_device_train_batch_size == most
+    assert asked[0] == first
+    assert asked[-1] == survivor
+    for died in [trial.outcome for trial in run.trials if trial.candidate == first]:
+        assert isinstance(died, OutOfMemory)
+        assert died.message.startswith("a batch of the longest samples (")
+    assert not any("nothing smaller was found" in line for line in lines)
+
+
+def test_where_nothing_survives_the_longest_batch_the_first_winner_is_told_with_it(tmp_path: Path) -> None:
+    first = searched_with_longest(10_000, tmp_path / "all")[0].best.candidate
+    run, asked, lines = searched_with_longest(0, tmp_path / "none")
+    assert len(set(asked)) == len(asked)
+    assert any(
+        "of up to 3,000 tokens) is out of memory" in line and "nothing smaller was found" in line for line in lines
+    )
+    assert run.study.state == "finished"
+    assert run.best.candidate == first or len(asked) == 9
 
 
 def test_a_rehearsal_that_failed_is_told_and_changes_no_answer() -> None:

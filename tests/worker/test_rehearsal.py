@@ -16,11 +16,15 @@ from autotune.core.units import MIB
 from autotune.core.workload import Workload
 
 RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
+LOOPS = RUNS.with_name("loop_runs.py")
 
 
-def rehearsed(server: ServerClient, name: str, cap_bytes: int) -> Rehearsal:
-    """What is found of one of the trainings under a limit."""
-    workload = Workload.of_source(find_script(("python", str(RUNS), name)))
+def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None) -> Rehearsal:
+    """What is found of one of the trainings under a limit, in a ``loop`` on a framework."""
+    words = ("python", str(RUNS), name) if loop is None else ("python", str(LOOPS), loop, name)
+    workload = Workload.of_source(find_script(words))
+    if loop is not None:
+        workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
     work = RehearsalWork(Candidate(Arm(), 8, 1), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0)
     answer = server.run(workload, work)
@@ -54,6 +58,34 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
     healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB)
     assert healthy.problem is None
     assert healthy.alarms == []
+
+
+# What is told of a loop on accelerate, and under which limit.
+LOOP_ENDINGS = {
+    "batch": ("512 are out of memory, where .*; batch_size=(64|128|256) of its DataLoader does", 150),
+    "logits": ("of which .* are outputs, where .*compute the metrics batch by batch", 400),
+    "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
+}
+
+
+@pytest.mark.parametrize("name", LOOP_ENDINGS)
+def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
+    trial_server: ServerClient, folder: Path, name: str
+) -> None:
+    words, cap_mib = LOOP_ENDINGS[name]
+    assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB, loop="accelerate").alarms))
+    healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB, loop="accelerate")
+    assert (healthy.problem, healthy.alarms, healthy.unknown) == (None, [], ())
+    assert healthy.evaluation is not None
+    assert healthy.evaluation.batch == (16 if name == "batch" else 8)
+    assert healthy.evaluation.samples == (2000 if name == "logits" else 512)
+
+
+def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:
+    found = rehearsed(trial_server, "raises", 400 * MIB, loop="accelerate")
+    assert found.alarms == []
+    (told,) = found.unknown
+    assert re.match("the validation: .* raised ZeroDivisionError: division by zero", told)
 
 
 def test_a_run_that_is_no_more_than_its_steps_is_not_rehearsed(trial_server: ServerClient, folder: Path) -> None:

@@ -3,19 +3,23 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_real_training import FIELDS, TRAINER, run
+import torch
+import warm
+from server_client import ServerClient
+from test_real_training import FIELDS, TRAINER, inspected, run
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.real_training import Promise, RealTraining
 from autotune.core.training_source import find_script
 from autotune.core.units import GIB
 from autotune.results.training import watched_line
 from autotune.space.training_arguments import training_arguments
-from autotune.worker.user.run_watch import RunWatch
+from autotune.worker.user.run_watch import LoopWatch, RunWatch, watch_trainer
 
 PROMISE = Promise(100.0, 90.0, 110.0, GIB, tokens_per_sample=50.0, utilization=0.4)
 
@@ -29,7 +33,8 @@ class Watched:
         self.logs: dict[str, Any] = {}
         self._arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, per_device_train_batch_size=8)
         self._state, self._control = TrainerState(max_steps=1000), TrainerControl()
-        self._watch = RunWatch(promise, self.said.append, lambda: self.now)
+        trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[]))
+        self._watch = watch_trainer(trainer, RunWatch(promise, self.said.append, lambda: self.now))
         self._call("on_train_begin")
 
     def _call(self, event: str, **others: Any) -> None:
@@ -105,3 +110,61 @@ def test_a_real_training_is_watched(tmp_path: Path) -> None:
     assert "autotune: 30 steps at" in ran.stderr
     (line,) = (tmp_path / "runs.jsonl").read_text().splitlines()
     assert json.loads(line)["steps"] == 30
+
+
+class WatchedLoop:
+    """A loop of eight samples a step, of which the test says how long each part takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.said: list[str] = []
+        self.watch = RunWatch(PROMISE, self.said.append, lambda: self.now)
+        self.loop = LoopWatch(self.watch, 8)
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+    def load(self, data: object, seconds: float) -> None:
+        """Take a batch of some data, and use it so long."""
+        self.loop.give(lambda _: None, iter(()), data)
+        self.now += seconds
+
+    def train(self, steps: int, *data: object) -> None:
+        """Train so many steps of 0.08 s, each with batches of all of the data."""
+        for _ in range(steps):
+            for each in data:
+                self.load(each, 0.06 / len(data))
+            self.loop.updated(self.optimizer)
+            # It waits for its loss.
+            self.now += 0.02
+
+
+def test_evaluations_and_checkpoints_of_a_loop_are_left_out() -> None:
+    watched, train, evaluated = WatchedLoop(), object(), object()
+    watched.train(110, train)
+    for _ in range(5):
+        watched.load(evaluated, 10.0)
+    watched.train(100, train)
+    watched.loop.save(lambda: setattr(watched, "now", watched.now + 60.0))
+    watched.train(100, train)
+    watched.loop.end()
+    assert watched.watch.steps == 300
+    assert watched.watch.speed() == pytest.approx(100.0, rel=0.01)
+    assert "300 steps at" in watched.said[-1]
+    assert "as promised" in watched.said[-1]
+
+
+def test_a_loop_over_two_loaders_at_once_evaluates_nothing() -> None:
+    watched, one, other = WatchedLoop(), object(), object()
+    watched.train(110, one, other)
+    # Another object in each epoch.
+    watched.train(100, object(), other)
+    assert watched.watch.speed() == pytest.approx(100.0, rel=0.02)
+    assert watched.watch.steps == 200
+
+
+def test_a_real_loop_is_watched(trial_server: ServerClient, folder: Path) -> None:
+    source = inspected(trial_server, "--num_train_epochs", "8")
+    promise = replace(PROMISE, low=1e-3, high=1e9, runs_file=str(folder / "runs.jsonl"))
+    with warm.cold():
+        ran = run(RealTraining("s", source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}, promise=promise), folder)
+    assert "autotune: 54 steps at" in ran.stderr
+    assert json.loads((folder / "runs.jsonl").read_text())["kept"]

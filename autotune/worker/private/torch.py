@@ -42,6 +42,13 @@ def _answering(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool
     return lambda *args, **kwargs: real(*args, **kwargs) if is_over() else answer
 
 
+def around_batches(act: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
+    """Have ``act`` give each batch of every ``DataLoader``; it gets what gives it, the iterator, and the dataset."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    around(_BaseDataLoaderIter, "__next__", lambda give, batches: act(give, batches, batches._dataset))
+
+
 # Fake tensors
 
 

@@ -37,6 +37,8 @@ class Changes:
     """Told what the script had said instead."""
     overrules: Callable[[int], None] = lambda _: None
     """Told the accumulation that the script had said, where its code is not told another by an option."""
+    epoch_batches: int | None = None
+    """After which an epoch ends, and its validation comes; ``None`` in a trial, which has none."""
 
     @classmethod
     def of(

@@ -221,11 +221,14 @@ class OwnTrial(Trial):
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in takes else None
         self._overlay_loader(batch, accumulation=run)
-        changes = Changes.of(source, candidate, takes, run, lambda _: None)
+        steps, changes = self._loop_steps(run), self._changes(source, candidate, takes, run, lambda _: None)
         set_options(changes.options)
         on_cpu = self._device_kind == "cpu"
-        ADAPTERS[source.framework].measure(changes, self._loop_steps(run), output_dir, on_cpu=on_cpu)
+        ADAPTERS[source.framework].measure(changes, steps, output_dir, on_cpu=on_cpu)
         run_script(source, output_dir)
+
+    def _changes(self, *words: Any) -> Changes:
+        return Changes.of(*words)
 
     def _run_with_placeholders(self, output_dir: str) -> None:
         """Run the script with the candidate's values in place, or with its own."""

@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.core.errors import TrainingSourceError
 from autotune.core.loop import LoopConfig
@@ -29,6 +29,9 @@ from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
 from autotune.worker.wrapping import after, around, on_import
+
+if TYPE_CHECKING:
+    from autotune.worker.user.run_watch import LoopWatch
 
 
 def main() -> None:
@@ -74,10 +77,21 @@ class Run:
         self.training = training
         self.name = training.source.name
         self.is_verified = False
+        self._watch: LoopWatch | None = None
 
     def install(self) -> None:
         """Have the settings put where they belong, in this process from now on."""
         self.is_verified = True
+        on_import("torch", lambda _: self.watch_loop())
+
+    def watch_loop(self) -> None:
+        """Have a loop watched to its end."""
+        from autotune.worker.user.run_watch import LoopWatch, RunWatch
+
+        if self.training.promise is not None:
+            samples = self.training.candidate.samples_per_step
+            self._watch = LoopWatch(RunWatch(self.training.promise, _say), samples)
+            self._watch.install()
 
     def stop(self, message: str, hint: str) -> NoReturn:
         """End the process. The user's code might catch an error."""
@@ -85,7 +99,9 @@ class Run:
         leave(TrainingSourceError.exit_code)
 
     def end(self) -> None:
-        """End with an error where nothing was seen to train."""
+        """Say how the run went; end with an error where nothing was seen to train."""
+        if self._watch is not None:
+            self._watch.end()
         if not self.is_verified:
             self.stop(
                 f"{self.name} ended without a step that could be looked at",
@@ -187,9 +203,9 @@ class TrainerRun(Run):
 
         trainer.add_callback(Looks())
         if self.training.promise is not None:
-            from autotune.worker.user.run_watch import watch
+            from autotune.worker.user.run_watch import RunWatch, watch_trainer
 
-            watch(trainer, self.training.promise, _say)
+            watch_trainer(trainer, RunWatch(self.training.promise, _say))
 
     def check(self, trainer: Any, loader: Any) -> None:
         """End the process where a ``Trainer`` that begins to train would do so otherwise than it was set."""
@@ -241,6 +257,8 @@ class LoopRun(Run):
             if key is not None and (batch is not None or arm.dataloader_num_workers):
                 self._loader = LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor)
                 self._loader.install()
+            # First: the other takes its hook away within the hooks of a step, which only the last of them can.
+            self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes
             self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
             self._watch_schedules()

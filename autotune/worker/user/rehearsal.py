@@ -46,7 +46,7 @@ from autotune.worker.user.trainer_trial import TrainerTrial
 # Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.
 _FEWEST_STEPS, _MOST_STEPS = 2, 24
 # Batches of the two parts of an evaluation; the larger as far as there is time. Choices.
-_SMALL_PART, _LARGE_PART = 2, 64
+SMALL_PART, LARGE_PART = 2, 64
 # A checkpoint of more takes long to write. A choice.
 _MOST_SAVED_BYTES = 4 * 2**30
 _SAVED_PER_WEIGHT = 3
@@ -183,15 +183,11 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
         return None
 
     def _trim(self) -> None:
-        """Give back what was freed: else it is used again before resident memory grows."""
         if self._is_on_cpu:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+            trim()
 
     def _reset(self) -> None:
-        gc.collect()
-        self._trim()
-        self._meter.reset_peaks()
+        give_back(self._meter, is_on_cpu=self._is_on_cpu)
 
     def _host(self) -> HostUse | None:
         if not self._tree.has_children:
@@ -288,7 +284,7 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
 
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
         """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
-        batches = -(-samples // batch) if samples is not None else _LARGE_PART
+        batches = -(-samples // batch) if samples is not None else LARGE_PART
         first = longest_first(data, samples, batch, self._work.seconds / 3)
         try:
             before = self._held_now()
@@ -297,12 +293,12 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
                 self._left_bytes = max(0, (self._held_now() or before) - before)
             each = max(warm.seconds, 1e-4)
             most = int(self._work.seconds / 2 / each)
-            if batches <= min(most, _LARGE_PART):
+            if batches <= min(most, LARGE_PART):
                 part = self._part(data, first, batches, batch)
                 return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
             flush = flushed_after if flushed_after is not None and 2 * flushed_after <= most else None
-            few = flush or _SMALL_PART
-            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, min(most, _LARGE_PART)))
+            few = flush or SMALL_PART
+            many = min(batches, 2 * flush if flush else max(SMALL_PART + 2, min(most, LARGE_PART)))
             small, large = (self._part(data, first, count, batch) for count in (few, many))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
@@ -392,6 +388,20 @@ def _own_bytes(pid: int | None) -> int:
     except OSError:
         return 0
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
+
+
+def trim() -> None:
+    """Give back what was freed of the host's memory: else it is used again before resident memory grows."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back(meter: Meter, *, is_on_cpu: bool) -> None:
+    """Give back what is not needed any more, and measure peaks from now on."""
+    gc.collect()
+    if is_on_cpu:
+        trim()
+    meter.reset_peaks()
 
 
 # Samples and their lengths

@@ -16,6 +16,7 @@ from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user import placeholder_inspection, trainer_inspection
 from autotune.worker.user.inspection import Code, inspect_loop
+from autotune.worker.user.loop_rehearsal import LoopRehearsal
 from autotune.worker.user.own_look import look_at_own
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import TrainerRehearsal
@@ -51,7 +52,8 @@ def run_own(
 
     match work:
         case RehearsalWork():
-            TrainerRehearsal(workload, work, scratch, finish, ranks).run_and_end()
+            rehearsal = TrainerRehearsal if source.framework == "trainer" else LoopRehearsal
+            rehearsal(workload, work, scratch, finish, ranks).run_and_end()
         case LookWork():
             look_at_own(workload, work, scratch, finish, ranks)
         case TrialWork():

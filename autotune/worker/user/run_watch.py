@@ -1,7 +1,7 @@
 """Watch a real training with a winner: its speed against the promise, its memory, its data, its GPU's clocks.
 
-Nothing waits for the GPU: a step is two readings of the host's clock, and all else is read when the ``Trainer`` logs,
-by which time it has waited for its loss.
+Nothing waits for the GPU in a step, which is some readings of the host's clock. All else is read when a ``Trainer``
+logs, by which time it has waited for its loss, and every ten seconds of another loop.
 """
 
 from __future__ import annotations
@@ -9,122 +9,112 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.core.real_training import Promise, WatchedRun
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.devices.nvml import device_condition
+from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.meter import growth_of
+from autotune.worker.wrapping import around, on_import
 
 # Steps that are left out at the start, those after which a speed is judged, and the seconds that they take. Choices.
 _WARM_STEPS, _FEWEST_STEPS, _FEWEST_SECONDS = 10, 20, 5.0
+# Seconds after which a loop is judged that writes no logs we know of. A choice.
+_EVERY_SECONDS = 10.0
+# Steps in a row with other data, after which that is trained with, too. A choice.
+_CHANGED = 3
 # Share of the time that is waited for data above which it is told. A choice.
 _LONG_WAIT = 0.2
 
 
-class RunWatch(TrainerCallback):  # type: ignore[misc]
-    """Watches one training; puts what it sees into the logs, and says what is off."""
+class RunWatch:
+    """Counts the steps of one training, says what is off in them, and how they went."""
 
     def __init__(self, promise: Promise, say: Callable[[str], None], clock: Callable[[], float] | None = None) -> None:
-        self._promise, self._say, self._clock = promise, say, clock or time.perf_counter
+        self.promise, self._say, self.clock = promise, say, clock or time.perf_counter
         self._is_off: set[str] = set()
-        self._held: list[int | None] = []
-        self._begin()
+        self._held: list[tuple[int, int]] = []
+        """Steps, and bytes that were allocated after them."""
+        self.begin(1, torch.device("cpu"))
 
-    def _begin(self) -> None:
-        self._seen = self._steps = self._judged_steps = 0
-        self._seconds = self._waited = self._judged_seconds = self._judged_waited = 0.0
-        self._tokens: int | None = None
-        self._since = self._clock()
+    def begin(self, samples: int, device: torch.device) -> None:
+        """Begin anew, with steps of so many samples."""
+        self._samples, self._device = samples, device
+        self.is_on_cuda = device.type == "cuda"
+        self._seen = self.steps = self._judged_steps = 0
+        self.seconds = self._waited = self._judged_seconds = self._judged_waited = 0.0
+        self.wait = 0.0
+        """Seconds that the batches of the step under way were waited for."""
+        self.since = self.clock()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin anew."""
-        self._begin()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note how long the step's batches were waited for."""
-        self._wait = self._clock() - self._since
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the step."""
-        now = self._clock()
+    def step_ends(self) -> None:
+        """Count a step."""
+        now = self.clock()
         self._seen += 1
         if self._seen > _WARM_STEPS:
-            self._steps += 1
-            self._seconds += now - self._since
-            self._waited += self._wait
-        self._since = now
+            self.steps += 1
+            self.seconds += now - self.since
+            self._waited += self.wait
+        self.since, self.wait = now, 0.0
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def catch_up(self) -> None:
+        """Count the time since the last step, which it has taken on the device."""
+        now = self.clock()
+        self.seconds += now - self.since if self.steps else 0.0
+        self.since = now
+
+    def leave_out(self) -> None:
         """Leave out the time since the last step."""
-        self._since = self._clock()
+        self.since = self.clock()
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave out the time since the last step."""
-        self._since = self._clock()
+    def speed(self) -> float:
+        """Return the samples a second of all that was counted."""
+        return self.steps * self._samples / max(self.seconds, 1e-9)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add what is known by now to the logs of the training, and say what is off."""
-        if logs is None or "loss" not in logs or not self._steps:
-            return
-        # The Trainer has waited for the GPU since the last step.
-        now = self._clock()
-        self._seconds += now - self._since
-        self._since = now
-        speed = self._speed(args, self._steps, self._seconds)
-        found = {"samples_per_second": round(speed, 3)}
-        if self._promise.tokens_per_sample:
-            found["tokens_per_second"] = round(speed * self._promise.tokens_per_sample, 1)
-        if self._promise.utilization is not None:
-            found["mfu"] = round(self._promise.utilization * speed / self._promise.samples_per_second, 4)
-        left = (state.max_steps - state.global_step) * self._seconds / self._steps
-        found["seconds_left"] = round(left, 1)
-        logs.update(found)
-        # The Trainer's own record was written just before.
-        if state.log_history and "loss" in state.log_history[-1]:
-            state.log_history[-1].update(found)
-        self._judge(args, state.global_step)
-
-    def _speed(self, args: Any, steps: int, seconds: float) -> float:
-        samples: int = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return steps * samples / max(seconds, 1e-9)
-
-    def _judge(self, args: Any, step: int) -> None:
-        steps, seconds = self._steps - self._judged_steps, self._seconds - self._judged_seconds
-        if args.device.type == "cuda":
+    def judge(self, step: int) -> None:
+        """Say what is off in the steps since the last time."""
+        steps, seconds = self.steps - self._judged_steps, self.seconds - self._judged_seconds
+        if self.is_on_cuda:
             self._judge_memory(step)
         if steps < _FEWEST_STEPS or seconds < _FEWEST_SECONDS:
             return
-        speed, wait = self._speed(args, steps, seconds), (self._waited - self._judged_waited) / seconds
-        self._judged_steps, self._judged_seconds, self._judged_waited = self._steps, self._seconds, self._waited
-        low, promised = self._promise.low, self._promise.samples_per_second
+        speed, wait = steps * self._samples / seconds, (self._waited - self._judged_waited) / seconds
+        self._judged_steps, self._judged_seconds, self._judged_waited = self.steps, self.seconds, self._waited
+        low, promised = self.promise.low, self.promise.samples_per_second
         slow = (
             f"{format_rate(speed)} samples/s, where {format_rate(promised)} were promised, at least {format_rate(low)}"
         )
         self._tell("speed", step, slow if speed < low else None)
         self._tell("data", step, f"{wait:.0%} of the time is spent waiting for data" if wait > _LONG_WAIT else None)
-        if args.device.type == "cuda":
-            uuid = getattr(torch.cuda.get_device_properties(args.device), "uuid", None)
+        if self.is_on_cuda:
+            uuid = getattr(torch.cuda.get_device_properties(self._device), "uuid", None)
             condition = device_condition(f"GPU-{uuid}") if uuid is not None else None
             slowdowns = condition.slowdowns if condition is not None else ()
             self._tell("clocks", step, f"the GPU is slowed down: {', '.join(slowdowns)}" if slowdowns else None)
 
     def _judge_memory(self, step: int) -> None:
-        reserved = torch.cuda.max_memory_reserved()
-        over = f"{format_bytes(reserved)} are reserved, more than {format_bytes(self._promise.line_bytes)}"
-        self._tell("memory", step, over if reserved > self._promise.line_bytes else None)
-        self._held.append(torch.cuda.memory_allocated())
-        growth = growth_of(self._held)
-        self._tell(
-            "growth", step, None if growth is None else f"memory grows by {format_bytes(growth)} from log to log"
-        )
+        reserved, line = torch.cuda.max_memory_reserved(self._device), self.promise.line_bytes
+        over = f"{format_bytes(reserved)} are reserved, more than {format_bytes(line)}"
+        self._tell("memory", step, over if reserved > line else None)
+        self._held.append((step, torch.cuda.memory_allocated(self._device)))
+        growth, words = growth_of([held for _, held in self._held]), None
+        if growth is not None:
+            each = growth * (len(self._held) - 1) / max(1, step - self._held[0][0])
+            left = max(0, line - reserved) / each
+            words = (
+                f"memory grows by {format_bytes(int(each))} a step: the limit is reached after about {left:,.0f} more"
+            )
+        self._tell("growth", step, words)
 
     def _tell(self, what: str, step: int, words: str | None) -> None:
         """Say what is off once, until it is over."""
@@ -134,28 +124,168 @@ class RunWatch(TrainerCallback):  # type: ignore[misc]
             self._is_off.add(what)
             self._say(f"step {step:,}: {words}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say how the run went, and record it."""
-        if self._steps < _FEWEST_STEPS:
+    def end(self, *, is_first: bool) -> None:
+        """Say how the run went; the first of its processes records it."""
+        if self.steps < _FEWEST_STEPS:
             return
-        speed, promise = self._speed(args, self._steps, self._seconds), self._promise
+        speed, promise = self.speed(), self.promise
         low, high = promise.low, promise.high
         kept = speed >= low
         verdict = "as promised" if low <= speed <= high else "more than promised" if kept else "less than promised"
-        peak = f"; {format_bytes(torch.cuda.max_memory_reserved())} at the peak" if args.device.type == "cuda" else ""
+        peak = f"; {format_bytes(torch.cuda.max_memory_reserved(self._device))} at the peak" if self.is_on_cuda else ""
         self._say(
-            f"{self._steps:,} steps at {format_rate(speed)} samples/s, {verdict} ({format_rate(low)} to "
-            f"{format_rate(high)}); {self._waited / self._seconds:.1%} waiting for data{peak}; evaluations and "
-            f"checkpoints left out, {format_seconds(self._seconds)} of steps"
+            f"{self.steps:,} steps at {format_rate(speed)} samples/s, {verdict} ({format_rate(low)} to "
+            f"{format_rate(high)}); {self._waited / self.seconds:.1%} waiting for data{peak}; evaluations and "
+            f"checkpoints left out, {format_seconds(self.seconds)} of steps"
         )
-        if args.process_index == 0 and promise.runs_file is not None:
-            run = WatchedRun(datetime.now(UTC).isoformat(), self._steps, speed, low, kept)
+        if is_first and promise.runs_file is not None:
+            run = WatchedRun(datetime.now(UTC).isoformat(), self.steps, speed, low, kept)
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(promise.runs_file), exist_ok=True)
                 with open(promise.runs_file, "a", encoding="utf-8") as file:
                     file.write(json.dumps(encode(run)) + "\n")
 
 
-def watch(trainer: Any, promise: Promise, say: Callable[[str], None]) -> None:
-    """Watch a ``Trainer`` that is about to train; its other callbacks see what is added to the logs."""
-    trainer.callback_handler.callbacks.insert(0, RunWatch(promise, say))
+def watch_trainer(trainer: Any, watch: RunWatch) -> Any:
+    """Watch a ``Trainer`` that is about to train; return the callback, whose additions to the logs the others see."""
+    # Other loops need no transformers.
+    from transformers import TrainerCallback
+
+    class Watches(TrainerCallback):  # type: ignore[misc]
+        """Tells of the steps, and adds what is known by now to the logs of the training."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.begin(args.train_batch_size * args.gradient_accumulation_steps * args.world_size, args.device)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.wait = watch.clock() - watch.since
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.step_ends()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.leave_out()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.leave_out()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs is None or "loss" not in logs or not watch.steps:
+                return
+            # The Trainer has waited for the GPU since the last step.
+            watch.catch_up()
+            speed, promise = watch.speed(), watch.promise
+            found = {"samples_per_second": round(speed, 3)}
+            if promise.tokens_per_sample:
+                found["tokens_per_second"] = round(speed * promise.tokens_per_sample, 1)
+            if promise.utilization is not None:
+                found["mfu"] = round(promise.utilization * speed / promise.samples_per_second, 4)
+            left = (state.max_steps - state.global_step) * watch.seconds / watch.steps
+            found["seconds_left"] = round(left, 1)
+            logs.update(found)
+            # The Trainer's own record was written just before.
+            if state.log_history and "loss" in state.log_history[-1]:
+                state.log_history[-1].update(found)
+            watch.judge(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.end(is_first=args.process_index == 0)
+
+    callback = Watches()
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+class LoopWatch:
+    """Watches a loop that is no Trainer's: its steps end with an optimizer's, and its data comes from a ``DataLoader``.
+
+    Data of which batches come in most of the first steps is trained with. A batch of other data begins an evaluation,
+    which a batch of this data ends; a checkpoint is left out in the same way.
+    """
+
+    def __init__(self, watch: RunWatch, samples: int) -> None:
+        self._watch, self._samples = watch, samples
+        self._optimizer: Any = None
+        """The first that stepped: its steps are counted."""
+        self._met: dict[int, Any] = {}
+        self._data: dict[int, Any] = {}
+        """What is trained with, by its id."""
+        self._in_steps: Counter[int] = Counter()
+        self._is_away = False
+        self._steps = self._away_at = self._strange_steps = 0
+        self._judged = watch.clock()
+        self._thread = threading.get_ident()
+
+    def install(self) -> None:
+        """Watch this process from now on."""
+        around_batches(self.give)
+        register_optimizer_step_post_hook(self.updated)
+        around(torch, "save", self.save)
+        on_import("safetensors.torch", lambda module: around(module, "save_file", self.save))
+
+    def end(self) -> None:
+        """Say how the run went."""
+        self._watch.end(is_first=os.environ.get("RANK", "0") == "0")
+
+    def give(self, give: Callable[[Any], Any], batches: Iterator[Any], data: Any) -> Any:
+        """Give a batch of some data."""
+        if threading.get_ident() != self._thread:
+            return give(batches)
+        self._met[id(data)] = data
+        if self._steps >= _WARM_STEPS and id(data) not in self._data:
+            self._leave()
+            return give(batches)
+        if self._is_away:
+            self._watch.leave_out()
+            self._is_away = False
+        began = self._watch.clock()
+        batch = give(batches)
+        self._watch.wait += self._watch.clock() - began
+        return batch
+
+    def save(self, save: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        """Leave out a checkpoint that is written once there were steps."""
+        if self._steps >= _WARM_STEPS and threading.get_ident() == self._thread:
+            self._leave()
+        return save(*words, **options)
+
+    def _leave(self) -> None:
+        """Leave out what follows; the device first ends its last step, unless it had to just now."""
+        if self._is_away:
+            return
+        self._is_away = True
+        if self._steps >= self._away_at + _FEWEST_STEPS and self._watch.is_on_cuda:
+            torch.cuda.synchronize()
+        self._away_at = self._steps
+        self._watch.catch_up()
+
+    def updated(self, optimizer: Any, *_: Any) -> None:
+        """Count the step that an optimizer has ended."""
+        if torch.compiler.is_compiling():
+            return
+        watch = self._watch
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+            watch.begin(self._samples, device or torch.device("cpu"))
+        if optimizer is not self._optimizer:
+            return
+        self._steps += 1
+        if self._steps <= _WARM_STEPS:
+            self._in_steps.update(self._met.keys())
+            self._data |= self._met
+        if self._steps == _WARM_STEPS:
+            self._data = {key: data for key, data in self._data.items() if 2 * self._in_steps[key] > _WARM_STEPS}
+        self._strange_steps = self._strange_steps + 1 if self._met.keys() - self._data.keys() else 0
+        if self._strange_steps == _CHANGED:
+            # Such as another object in each epoch.
+            self._data |= self._met
+        self._met = {}
+        if self._is_away:
+            self._is_away = False
+            watch.leave_out()
+            return
+        watch.step_ends()
+        if watch.since - self._judged > _EVERY_SECONDS:
+            self._judged = watch.since
+            watch.judge(self._steps)

@@ -165,7 +165,11 @@ class LightningOverlay:
         callbacks = [*given] if isinstance(given, list | tuple) else [given]
         logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
         callbacks = [*kept(package, callbacks), self._callback(package)]
-        return {**options, **(self._quiet or {}), "logger": logger, "callbacks": callbacks}
+        quiet, batches = dict(self._quiet or {}), self._changes.epoch_batches
+        if batches is not None:
+            del quiet["limit_val_batches"]
+            quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+        return {**options, **quiet, "logger": logger, "callbacks": callbacks}
 
     def _callback(self, package: str) -> Any:
         base: Any = importlib.import_module(f"{package}.callbacks").Callback

@@ -1,0 +1,335 @@
+"""Run once, with a loop of the user's own, what comes after its first steps: its longest batch and its validation.
+
+The data of the training ends after a few steps, so that the loop goes on to what it does at the end of an epoch. What
+is loaded then is its validation: it gets small parts of its first batches, then whole ones, and ends early.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autotune.core.jobs import TrialWork
+from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
+from autotune.core.rehearsal import Evaluation, LongestBatch, Part, Rehearsal, RehearsalWork, Whole, extrapolated
+from autotune.core.scratch import Scratch
+from autotune.core.workload import Workload
+from autotune.worker.arrays import has_shape, is_row
+from autotune.worker.failures import first_line
+from autotune.worker.private.torch import around_batches
+from autotune.worker.rendezvous import Ranks
+from autotune.worker.trial.listener import StepListener
+from autotune.worker.trial.meter import Meter, most_host_bytes
+from autotune.worker.user.adapter import Changes
+from autotune.worker.user.inspection import length
+from autotune.worker.user.loop_steps import LoopSteps, batch_samples
+from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.rehearsal import LARGE_PART, SMALL_PART, give_back, read_lengths
+
+# Batches of data that is neither trained with nor the first that is loaded after it. A choice.
+_OTHER_DATA = 2
+
+
+class LoopRehearsal(OwnTrial):
+    """A trial of a loop that ends with its validation."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        work: RehearsalWork,
+        scratch: Scratch,
+        finish: Callable[[Rehearsal], NoReturn],
+        ranks: Ranks | None = None,
+    ) -> None:
+        trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified)
+        self._work, self._answer = work, finish
+        self._parts: _Parts | None = None
+
+        def end(outcome: Outcome) -> NoReturn:
+            why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
+            if self._parts is not None:
+                self._parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
+            finish(Rehearsal(problem=why))
+
+        super().__init__(workload, trial, scratch, lambda _: None, end, ranks)
+
+    def run_code(self, output_dir: str) -> None:
+        """Run the user's code to its end, unless its process ends before."""
+        super().run_code(output_dir)
+        if self._parts is not None:
+            self._parts.end()
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        if self._parts is not None and isinstance(error, SystemExit):
+            self._parts.end()
+        super()._end_after(error)
+
+    def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
+        """Return what lets the loop run as it does by itself."""
+        self._checks.watch.remove()
+        is_counted = self._source.framework == "lightning"
+        self._parts = _Parts(
+            self._work, self._meter, self._answer, accumulation or 1, self._begins, is_counted=is_counted
+        )
+        around_batches(self._parts.give)
+        register_optimizer_step_post_hook(self._parts.updated)
+        return _NoSteps(self._source.name, accumulation, StepListener())
+
+    def _changes(self, *words: Any) -> Changes:
+        assert self._parts is not None
+        return replace(super()._changes(*words), epoch_batches=self._parts.epoch_batches)
+
+
+class _NoSteps(LoopSteps):
+    """Divides a loop into nothing."""
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Give the batches of a loader once."""
+        yield from loader
+
+    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
+        """Do nothing."""
+
+    def micro_step_ends(self) -> None:
+        """Do nothing."""
+
+    def data_is_over(self) -> None:
+        """Do nothing."""
+
+
+class _Parts:
+    """Gives the batches of a loop's loaders, and measures what is done with them."""
+
+    def __init__(
+        self,
+        work: RehearsalWork,
+        meter: Meter,
+        finish: Callable[[Rehearsal], NoReturn],
+        accumulation: int,
+        begin: Callable[[], None],
+        *,
+        is_counted: bool,
+    ) -> None:
+        """``is_counted``: the loop takes as many batches as it was told, not as many as come."""
+        self._is_counted = is_counted
+        self._work, self._meter, self._finish, self._begin = work, meter, finish, begin
+        self._is_on_cpu = work.devices.kind == "cpu"
+        self._began = time.monotonic()
+        self._unknown: list[str] = []
+        self._found = Rehearsal(line_bytes=work.line_bytes)
+        # As many batches as a library may load ahead are used later.
+        self._plain, self._long = 2 * accumulation + 2, accumulation + 2
+        self.epoch_batches = -(-(self._plain + self._long) // accumulation + 1) * accumulation
+        """Batches of the training's data, after which it ends."""
+        self._given = 0
+        self._data: list[Any] = []
+        """What is trained with."""
+        self._latest: Any = None
+        self._met: list[Any] = []
+        self._met_before: list[Any] = []
+        """Other data in the step before: what comes in two steps one after the other is trained with, too."""
+        self._make_longest: Callable[[], Any] | None = None
+        self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
+        self._is_epoch_over = False
+        self._evaluated: Any = None
+        self._others = 0
+        self._rows = 0
+        self._first: Any = None
+        """Its first batch, of which parts come before it."""
+        self._small: Part | None = None
+        self._parts_given: list[int] = []
+        """Samples of each batch of the evaluation."""
+        self._fitting = 0
+        """The most samples in one that fit."""
+        self._total: int | None = None
+
+    def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
+        """End after an error of what was done last."""
+        if self._evaluated is not None:
+            if not is_out_of_memory:
+                self._unknown.append(f"the validation: {why}")
+                self._finish(self._with())
+            settings = {"batch_size": self._fitting} if self._fitting else {}
+            found = Evaluation(
+                self._rows, self._total_samples, len(self._parts_given), None, False, settings, of_loop=True
+            )
+            self._finish(self._with(evaluation=found))
+        if self._make_longest is not None and is_out_of_memory:
+            self._finish(self._with(longest=self._longest))
+        self._finish(self._with(problem=why))
+
+    def end(self) -> NoReturn:
+        """End with what was found."""
+        if self._small is not None:
+            self._finish(self._with(evaluation=self._evaluation()))
+        self._unknown.append("a validation: none came at the end of an epoch")
+        self._finish(self._with())
+
+    def _with(self, **found: Any) -> Rehearsal:
+        seconds = round(time.monotonic() - self._began, 3)
+        return replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found)
+
+    # What the loop does
+
+    def updated(self, *_: Any) -> None:
+        """Learn what is trained with."""
+        if not self._data and self._latest is not None:
+            self._data.append(self._latest)
+        if self._given <= self._plain:
+            self._data += [data for data in self._met if any(data is each for each in self._met_before)]
+            self._met, self._met_before = [], self._met
+
+    def give(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        """Give a batch of some data."""
+        if not self._data:
+            if self._latest is None:
+                self._begin()
+            self._latest = data
+            return give(batches)
+        if any(data is each for each in self._data):
+            if self._evaluated is not None:
+                self.end()
+            return self._training_batch(give, batches, data)
+        if not self._is_epoch_over and self._given <= self._plain:
+            self._met.append(data)
+            return give(batches)
+        if not self._is_epoch_over:
+            self._end_epoch()
+        return self._evaluation_batch(give, batches, data)
+
+    def _training_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        if self._is_epoch_over:
+            # Another epoch, with nothing in between.
+            self.end()
+        self._given += 1
+        if self._given == self._plain + 1:
+            self._find_longest(batches, data)
+        if self._given <= self._plain or (self._make_longest is None and self._given < self.epoch_batches):
+            return give(batches)
+        if self._make_longest is not None and self._given <= self._plain + self._long:
+            # A loop may change a batch, so that each is another.
+            return self._make_longest()
+        self._end_epoch()
+        raise StopIteration
+
+    def _end_epoch(self) -> None:
+        self._is_epoch_over = True
+        self._meter.synchronize()
+        peak = self._meter.peaks().reserved
+        if self._make_longest is not None:
+            fits = peak <= self._work.line_bytes
+            self._found = replace(self._found, longest=replace(self._longest, peak_bytes=peak, fits=fits))
+        self._make_longest = None
+        give_back(self._meter, is_on_cpu=self._is_on_cpu)
+
+    def _find_longest(self, batches: Any, data: Any) -> None:
+        """Have the longest samples in the batches that follow, where they are longer than others."""
+        self._meter.synchronize()
+        self._found = replace(self._found, peak_bytes=self._meter.peaks().reserved)
+        of, collate, rows = length(data), batches._collate_fn, self._work.candidate.per_device_train_batch_size
+        try:
+            read = read_lengths(data, of, self._work.seconds / 3) if of is not None else {}
+        except Exception as error:
+            self._unknown.append(f"the longest batch: {first_line(error)}")
+            return
+        if not read or of is None:
+            self._unknown.append("the longest batch: the lengths of its samples are not known")
+            return
+        if len(set(read.values())) == 1 and len(read) == of:
+            return
+        chosen = sorted(read, key=lambda index: -read[index])[:rows]
+        self._longest = LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
+        self._make_longest = lambda: collate([data[index] for index in chosen])
+        give_back(self._meter, is_on_cpu=self._is_on_cpu)
+
+    # Its validation
+
+    def _evaluation_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        if self._evaluated is None:
+            self._evaluated = data
+            self._total = length(batches)
+            self._since = self._whole_since = time.perf_counter()
+        if data is not self._evaluated:
+            self._others += 1
+            if self._others > _OTHER_DATA:
+                raise StopIteration
+            return give(batches)
+        if self._parts_given:
+            self._note()
+        whole = self._parts_given.count(self._rows)
+        if whole >= LARGE_PART or (whole > SMALL_PART and time.perf_counter() - self._since > self._work.seconds):
+            raise StopIteration
+        if not self._parts_given:
+            self._first = give(batches)
+            self._rows = batch_samples(self._first) or 0
+        is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
+        part = self._rows >> 3 - len(self._parts_given) if is_small else 0
+        smaller = cut(self._first, self._rows, part) if part else None
+        batch, self._first = self._first, self._first if smaller is not None else None
+        batch = give(batches) if batch is None else batch
+        self._parts_given.append(part if smaller is not None else self._rows)
+        if smaller is None and not whole:
+            self._whole_since = time.perf_counter()
+        return batch if smaller is None else smaller
+
+    def _note(self) -> None:
+        """Take down what the batches so far have needed."""
+        self._meter.synchronize()
+        peak = self._meter.peaks().reserved
+        if peak <= self._work.line_bytes:
+            self._fitting = max(self._fitting, self._parts_given[-1])
+        whole = self._parts_given.count(self._rows)
+        host = 0 if self._is_on_cpu else most_host_bytes() or 0
+        self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
+        if whole <= SMALL_PART or self._small is None:
+            self._small = self._large
+
+    @property
+    def _total_samples(self) -> int | None:
+        return None if self._total is None else self._total * self._rows
+
+    def _evaluation(self) -> Evaluation:
+        self._note()
+        small, large = self._small, self._large
+        assert small is not None
+        total = self._total or LARGE_PART
+        whole = (
+            extrapolated(small, large, total, None)
+            if large.batches < total
+            else Whole(large.device_bytes, large.host_bytes, large.seconds, 0)
+        )
+        fits = whole.device_bytes <= self._work.line_bytes and (
+            self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
+        )
+        is_large = large.device_bytes > self._work.line_bytes
+        settings = {"batch_size": self._fitting} if is_large and self._fitting else {}
+        return Evaluation(self._rows, self._total_samples, len(self._parts_given), whole, fits, settings, of_loop=True)
+
+
+def cut(value: Any, rows: int, samples: int) -> Any:
+    """Return the first samples of a batch of so many rows; ``None`` where it has no array of as many."""
+    found = False
+
+    def part(each: Any) -> Any:
+        nonlocal found
+        if has_shape(each):
+            if len(each.shape) and each.shape[0] == rows:
+                found = True
+                return each[:samples]
+            return each
+        if isinstance(each, Mapping) or hasattr(each, "items"):
+            return type(each)({name: part(inner) for name, inner in each.items()})
+        if is_row(each) and any(has_shape(inner) or isinstance(inner, Mapping) for inner in each):
+            return type(each)(part(inner) for inner in each) if type(each) in (list, tuple) else each
+        return each[:samples] if is_row(each) and len(each) == rows else each
+
+    try:
+        smaller = part(value)
+    except Exception:
+        # Whatever a class of theirs may raise.
+        return None
+    return smaller if found else None

@@ -1,0 +1,101 @@
+"""Loops with a validation, on accelerate, Lightning or ``autotune.steps``: some die after their first steps."""
+
+import sys
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+WORDS = sys.argv[1:] or ["accelerate", "healthy-batch"]
+framework, (name, dies) = WORDS[0], (WORDS[1].removeprefix("healthy-"), not WORDS[1].startswith("healthy-"))
+
+
+def samples(count, tokens=16, longest=None):
+    lengths = [tokens] * (count - 1) + [longest or tokens]
+    return [{"input_ids": [n % 7 + 300] * many, "labels": [n % 7 + 300] * many} for n, many in enumerate(lengths)]
+
+
+def pad(rows):
+    most = max(len(row["input_ids"]) for row in rows)
+    return {
+        key: torch.tensor([[*row[key], *[fill] * (most - len(row[key]))] for row in rows])
+        for key, fill in (("input_ids", 0), ("labels", -100))
+    }
+
+
+def made():
+    """The model and both loaders."""
+    config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                  intermediate_size=32, vocab_size=1000, max_position_embeddings=4096)  # fmt: skip
+    longest = (3000 if dies else 40) if name == "longest" else None
+    train = DataLoader(samples(3000, 16, longest), batch_size=8, collate_fn=pad)
+    count = 2000 if name == "logits" else 512
+    batch = (512 if dies else 16) if name == "batch" else 8
+    return AutoModelForMaskedLM.from_config(config), train, DataLoader(samples(count, 64), batch, collate_fn=pad)
+
+
+def kept(logits):
+    """What the validation keeps of a batch."""
+    if name == "raises":
+        raise ZeroDivisionError("division by zero")
+    return logits if name == "logits" and dies else logits.argmax(-1)
+
+
+def on_accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, train, evaluated = made()
+    model, optimizer, train, evaluated = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), train, evaluated
+    )
+    for _ in range(2):
+        for batch in train:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            outputs = [kept(accelerator.gather_for_metrics(model(**batch).logits)) for batch in evaluated]
+        torch.cat(outputs).float().mean()
+
+
+def on_lightning():
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            return self.net(**batch).loss
+
+        def validation_step(self, batch, index):
+            outputs.append(kept(self.net(**batch).logits))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    net, train, evaluated = made()
+    outputs = []
+    pl.Trainer(max_epochs=2, val_check_interval=100, accelerator="cpu").fit(Module(), train, evaluated)
+
+
+def loop(config):
+    """Of ``autotune.steps``, whose batch is its own."""
+    import autotune
+
+    net, train, evaluated = made()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(2):
+        for batch in autotune.steps(train):
+            net(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            outputs = [kept(net(**batch).logits) for batch in evaluated]
+        torch.cat(outputs).float().mean()
+
+
+if __name__ == "__main__":
+    on_lightning() if framework == "lightning" else on_accelerate()
