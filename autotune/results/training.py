@@ -17,6 +17,7 @@ from autotune.core.masking import masked_options
 from autotune.core.real_training import VARIABLE, Promise, RealTraining, WatchedRun
 from autotune.core.schema import decode, encode
 from autotune.core.training_source import TrainingSource, find_script
+from autotune.core.units import plural
 from autotune.results.expert import utilization
 from autotune.results.export import Export, made_by_hand, make_export
 from autotune.results.report import Report
@@ -121,8 +122,8 @@ def watched_line(runs_file: str) -> str | None:
     if not runs:
         return None
     kept = [run for run in runs if run.kept]
-    of = "" if len(kept) == len(runs) else f" of {len(runs)}"
-    return f"speed kept in {len(kept)}{of} runs of autotune run, {sum(run.steps for run in kept):,} steps"
+    of = "" if len(kept) == len(runs) else f"{len(kept)} of "
+    return f"speed kept in {of}{plural(len(runs), 'run')} of autotune run, {sum(run.steps for run in kept):,} steps"
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:

@@ -29,7 +29,7 @@ def made():
                                   intermediate_size=32, vocab_size=1000, max_position_embeddings=4096)  # fmt: skip
     longest = (3000 if dies else 40) if name == "longest" else None
     train = DataLoader(samples(3000, 16, longest), batch_size=8, collate_fn=pad)
-    count = 2000 if name == "logits" else 512
+    count = 4000 if name == "logits" else 512
     batch = (512 if dies else 16) if name == "batch" else 8
     return AutoModelForMaskedLM.from_config(config), train, DataLoader(samples(count, 64), batch, collate_fn=pad)
 

@@ -19,14 +19,16 @@ RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
 LOOPS = RUNS.with_name("loop_runs.py")
 
 
-def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None) -> Rehearsal:
+def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None, batch: int = 8) -> Rehearsal:
     """What is found of one of the trainings under a limit, in a ``loop`` on a framework."""
     words = ("python", str(RUNS), name) if loop is None else ("python", str(LOOPS), loop, name)
     workload = Workload.of_source(find_script(words))
     if loop is not None:
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
-    work = RehearsalWork(Candidate(Arm(), 8, 1), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0)
+    work = RehearsalWork(
+        Candidate(Arm(), batch, 8 // batch), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0
+    )
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
 
@@ -44,12 +46,9 @@ ENDINGS = {
     "metrics": ("memory grows by .* a step", 400),
     "each-worker": ("5 processes of the training hold .* use fewer dataloader_num_workers", 330),
 }
-SAMPLE = ("batch", "logits", "losses", "each-worker")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.whole) for name in ENDINGS]
-)
+@pytest.mark.parametrize("name", ENDINGS)
 def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
     trial_server: ServerClient, folder: Path, name: str
 ) -> None:
@@ -68,6 +67,13 @@ LOOP_ENDINGS = {
 }
 
 
+def test_the_longest_batch_of_a_smaller_one_survives(trial_server: ServerClient, folder: Path) -> None:
+    assert rehearsed(trial_server, "longest", 600 * MIB).needs_less is not None
+    smaller = rehearsed(trial_server, "longest", 600 * MIB, batch=1)
+    assert (smaller.needs_less, smaller.alarms) == (None, [])
+    assert smaller.longest is not None
+
+
 @pytest.mark.parametrize("name", LOOP_ENDINGS)
 def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     trial_server: ServerClient, folder: Path, name: str
@@ -78,7 +84,7 @@ def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     assert (healthy.problem, healthy.alarms, healthy.unknown) == (None, [], ())
     assert healthy.evaluation is not None
     assert healthy.evaluation.batch == (16 if name == "batch" else 8)
-    assert healthy.evaluation.samples == (2000 if name == "logits" else 512)
+    assert healthy.evaluation.samples == (4000 if name == "logits" else 512)
 
 
 def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autotune.core.code_interface import Framework
 from autotune.core.jobs import TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
-from autotune.core.rehearsal import Evaluation, LongestBatch, Part, Rehearsal, RehearsalWork, Whole, extrapolated
+from autotune.core.rehearsal import Evaluation, LongestBatch, Part, Rehearsal, RehearsalWork, Whole
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.arrays import has_shape, is_row
@@ -23,13 +24,15 @@ from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.meter import Meter, most_host_bytes
+from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.rehearsal import LARGE_PART, SMALL_PART, give_back, read_lengths
+from autotune.worker.user.rehearsal import LARGE_PART, give_back, read_lengths, trim
 
+# Whole batches of a validation from which growth is told. A choice.
+_FEWEST = 8
 # Batches of data that is neither trained with nor the first that is loaded after it. A choice.
 _OTHER_DATA = 2
 
@@ -71,9 +74,8 @@ class LoopRehearsal(OwnTrial):
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
         """Return what lets the loop run as it does by itself."""
         self._checks.watch.remove()
-        is_counted = self._source.framework == "lightning"
         self._parts = _Parts(
-            self._work, self._meter, self._answer, accumulation or 1, self._begins, is_counted=is_counted
+            self._work, self._meter, self._answer, accumulation or 1, self._begins, framework=self._source.framework
         )
         around_batches(self._parts.give)
         register_optimizer_step_post_hook(self._parts.updated)
@@ -112,10 +114,11 @@ class _Parts:
         accumulation: int,
         begin: Callable[[], None],
         *,
-        is_counted: bool,
+        framework: Framework,
     ) -> None:
-        """``is_counted``: the loop takes as many batches as it was told, not as many as come."""
-        self._is_counted = is_counted
+        # It takes as many batches as it was told, not as many as come.
+        self._is_counted = framework == "lightning"
+        self._is_ahead = framework == "accelerate"
         self._work, self._meter, self._finish, self._begin = work, meter, finish, begin
         self._is_on_cpu = work.devices.kind == "cpu"
         self._began = time.monotonic()
@@ -140,7 +143,10 @@ class _Parts:
         self._rows = 0
         self._first: Any = None
         """Its first batch, of which parts come before it."""
-        self._small: Part | None = None
+        self._large = Part(1, 0, 0, 0.0)
+        """All of it so far."""
+        self._held: list[int | None] = []
+        self._held_of_host: list[int | None] = []
         self._parts_given: list[int] = []
         """Samples of each batch of the evaluation."""
         self._fitting = 0
@@ -164,7 +170,7 @@ class _Parts:
 
     def end(self) -> NoReturn:
         """End with what was found."""
-        if self._small is not None:
+        if self._parts_given:
             self._finish(self._with(evaluation=self._evaluation()))
         self._unknown.append("a validation: none came at the end of an epoch")
         self._finish(self._with())
@@ -258,10 +264,10 @@ class _Parts:
             if self._others > _OTHER_DATA:
                 raise StopIteration
             return give(batches)
-        if self._parts_given:
-            self._note()
+        # accelerate asks for a batch before it gives the one before.
+        self._note(len(self._parts_given) - self._is_ahead)
         whole = self._parts_given.count(self._rows)
-        if whole >= LARGE_PART or (whole > SMALL_PART and time.perf_counter() - self._since > self._work.seconds):
+        if whole >= LARGE_PART or (whole > _FEWEST and time.perf_counter() - self._since > self._work.seconds):
             raise StopIteration
         if not self._parts_given:
             self._first = give(batches)
@@ -276,32 +282,35 @@ class _Parts:
             self._whole_since = time.perf_counter()
         return batch if smaller is None else smaller
 
-    def _note(self) -> None:
-        """Take down what the batches so far have needed."""
+    def _note(self, used: int) -> None:
+        """Take down what the first batches have needed, of which so many were used by now."""
+        if used <= 0:
+            return
         self._meter.synchronize()
         peak = self._meter.peaks().reserved
         if peak <= self._work.line_bytes:
-            self._fitting = max(self._fitting, self._parts_given[-1])
-        whole = self._parts_given.count(self._rows)
+            self._fitting = max(self._fitting, self._parts_given[used - 1])
+        whole = self._parts_given[:used].count(self._rows)
         host = 0 if self._is_on_cpu else most_host_bytes() or 0
+        if whole:
+            if self._is_on_cpu:
+                trim()
+            self._held.append(self._meter.allocated_bytes())
+            self._held_of_host.append(host)
         self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
-        if whole <= SMALL_PART or self._small is None:
-            self._small = self._large
 
     @property
     def _total_samples(self) -> int | None:
         return None if self._total is None else self._total * self._rows
 
     def _evaluation(self) -> Evaluation:
-        self._note()
-        small, large = self._small, self._large
-        assert small is not None
-        total = self._total or LARGE_PART
-        whole = (
-            extrapolated(small, large, total, None)
-            if large.batches < total
-            else Whole(large.device_bytes, large.host_bytes, large.seconds, 0)
-        )
+        self._note(len(self._parts_given))
+        large, total = self._large, self._total or LARGE_PART
+        left = max(0, total - large.batches)
+        # What is kept grows as steadily to the end; other growth is of the first batches.
+        kept, host = ((growth_of(held) or 0) * left for held in (self._held, self._held_of_host))
+        seconds = large.seconds * (1 + left / large.batches)
+        whole = Whole(large.device_bytes + kept, large.host_bytes + host, seconds, max(kept, host))
         fits = whole.device_bytes <= self._work.line_bytes and (
             self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
         )

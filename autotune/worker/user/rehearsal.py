@@ -46,7 +46,7 @@ from autotune.worker.user.trainer_trial import TrainerTrial
 # Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.
 _FEWEST_STEPS, _MOST_STEPS = 2, 24
 # Batches of the two parts of an evaluation; the larger as far as there is time. Choices.
-SMALL_PART, LARGE_PART = 2, 64
+_SMALL_PART, LARGE_PART = 2, 64
 # A checkpoint of more takes long to write. A choice.
 _MOST_SAVED_BYTES = 4 * 2**30
 _SAVED_PER_WEIGHT = 3
@@ -297,8 +297,8 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
                 part = self._part(data, first, batches, batch)
                 return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
             flush = flushed_after if flushed_after is not None and 2 * flushed_after <= most else None
-            few = flush or SMALL_PART
-            many = min(batches, 2 * flush if flush else max(SMALL_PART + 2, min(most, LARGE_PART)))
+            few = flush or _SMALL_PART
+            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, min(most, LARGE_PART)))
             small, large = (self._part(data, first, count, batch) for count in (few, many))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
