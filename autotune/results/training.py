@@ -76,8 +76,8 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
         variables |= dict(filled)
     if kind == "trainer":
         notes += [f"by hand {line}" for line in made_by_hand(export)]
-    settings = applied_settings(export.candidate.arm)
-    applied = apply_call(settings) if settings else export.applied
+    levers = applied_settings(export.candidate.arm)
+    applied = apply_call(levers) if levers else export.applied
     notes += [f"set     {applied}"] if applied else []
     notes += [f"note: {line}" for line in export.differs]
     notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
