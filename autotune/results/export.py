@@ -249,7 +249,7 @@ def make_export(report: Report) -> Export:
             if best.candidate.arm.expandable_segments
             else {}
         ),
-        differs=tuple(report.study.look.sentences) if report.study.look is not None else (),
+        differs=(*_order_of(best.candidate.arm), *(report.study.look.sentences if report.study.look else ())),
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
@@ -261,6 +261,12 @@ def make_export(report: Report) -> Export:
         world_size=world_size,
         has_reentrant_off=major_minor(packages["transformers"]) >= _REENTRANT_OFF,
     )
+
+
+def _order_of(arm: Arm) -> list[str]:
+    """Say in which order samples come, where it is not the one that was asked for."""
+    order = arm.train_sampling_strategy
+    return [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:

@@ -379,6 +379,9 @@ def test_messages_beside_an_export() -> None:
         "applied settings": make_export(applied),
         "applied settings, a script": of_script(applied),
         "a look": make_export(looked_at),
+        "another order": make_export(
+            report_of(Candidate(Arm("bf16", train_sampling_strategy="group_by_length"), 4), "cuda", fields)
+        ),
         "what transformers does itself": make_export(
             dataclasses.replace(stock, trials=(measured(stock, stock_settings=by_itself, divides_loss=True),))
         ),

@@ -362,6 +362,7 @@ class Trial:
             visits=self._visits if dataset.makes_new_shapes else 1,
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
+            groups=candidate.arm.train_sampling_strategy is not None,
             multiple=candidate.arm.length_multiple or 1,
         )
         return dataset.schedule(shape, self._seed)
