@@ -208,7 +208,7 @@ def search(
     else:
         request = open_search(given)
         if verifies:
-            check_can_be_verified(request.workload.document())
+            check_can_be_verified(request.workload.document(), any_order=request.any_order)
         record, report = run_search(request, place, observer, wait=waits_with(observer.note) if waits else None)
     result = Result(report, lasting_place)
     if verifies and record.state != "interrupted":

@@ -68,18 +68,22 @@ class Training:
     is_quick: bool = False
     """Whether it is one of the sample that ``make test`` runs."""
 
-    def step(self, how: How, folder: Path) -> FirstStep:
-        """Return the first step of one way."""
+    def made(self, how: How, folder: Path, **others: Any) -> Trainer:
+        """Return the ``Trainer`` of one way, without what is applied; ``others`` are fields as well."""
         torch.manual_seed(0)
         arguments = TrainingArguments(
             str(folder), per_device_train_batch_size=how.batch, gradient_accumulation_steps=how.accumulation,
-            use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-            **dict(how.arguments),
+            use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
+            **{"save_strategy": "no", **dict(how.arguments), **others},
         )  # fmt: skip
-        trainer = self.trainer(
+        return self.trainer(
             model=self.model(), args=arguments, train_dataset=self.data(), data_collator=self.collate,
             **dict(self.options),
         )  # fmt: skip
+
+    def step(self, how: How, folder: Path) -> FirstStep:
+        """Return the first step of one way."""
+        trainer = self.made(how, folder)
         return first_step(trainer, how.batch * how.accumulation, None if how.applied is None else dict(how.applied))
 
     def found(self, folder: Path) -> Difference | str | None:

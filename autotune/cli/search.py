@@ -75,7 +75,7 @@ def search(
     if verifies:
         from autotune.verify.target import check_can_be_verified
 
-        check_can_be_verified(request.workload.document())
+        check_can_be_verified(request.workload.document(), any_order=request.any_order)
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
 
 

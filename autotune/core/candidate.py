@@ -141,6 +141,10 @@ class Arm:
     """Whether attention may use cuDNN's kernels, which are compiled for each new length."""
     float8: bool = field(default=False, metadata=_said("fp8", sparse=True))
     """Products within the layers that repeat are computed in FP8."""
+    train_sampling_strategy: str | None = field(
+        default=None, metadata=_said(lambda arm: f"order {arm.train_sampling_strategy}", sparse=True)
+    )
+    """The order of the samples, under the name of ``TrainingArguments``; ``None`` is that which was asked for."""
     context_parallel: int = field(
         default=1, metadata=_said(lambda arm: f"context parallel × {arm.context_parallel}", sparse=True)
     )

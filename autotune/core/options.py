@@ -381,6 +381,10 @@ class _Tried(TypedDict, total=False):
     batch_multiple: Annotated[int | None, Option(
         "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].", ALL,
     )]
+    any_order: Annotated[bool, Option(
+        "Let samples come in another order: batches of similar lengths are tried as a lever "
+        "(train_sampling_strategy=group_by_length). By default the order is yours.",
+    )]
     levers: Annotated[Literal["auto", "off"] | Mapping[str, Any], Option(
         "What else may make training faster. auto: each as it stands under Levers; off: only those that --lever turns "
         "on. In Python also a dict of levers and their values.", kind=LEVERS, default_text="auto",

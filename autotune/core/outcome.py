@@ -99,6 +99,8 @@ class Measurement:
     leaves out; ``None`` where none were seen. Shown for the user's own code: those of a model by name are known."""
     divides_loss: bool = False
     """Whether the Trainer had to be told to divide the loss by the accumulation (``autotune.training.division``)."""
+    stock_settings: tuple[tuple[str, int], ...] = ()
+    """Settings of transformers that do the same as levers which autotune applies (``autotune.training.batches``)."""
     trained_tensors: int | None = None
     """Parameters of the model that had a gradient in an update before the timed steps; ``None`` where none was seen."""
     untrained: tuple[str, ...] = ()

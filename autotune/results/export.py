@@ -13,7 +13,6 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
-from autotune.core.outcome import Completed
 from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.rehearsal import Rehearsal
 from autotune.core.schema import decode
@@ -85,6 +84,10 @@ class Export:
 
     differs: tuple[str, ...] = ()
     """How this training differs from the one that was asked for, as the look before the answer found."""
+    applied_settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``autotune.training.apply``, for what transformers does not do by itself."""
+    collator_multiple: int | None = None
+    """``pad_to_multiple_of`` for the collator; ``None`` where its own is as good."""
     divides_loss: bool = False
     """Whether the Trainer has to be told to divide the loss by the accumulation."""
     rehearsal: Rehearsal | None = None
@@ -159,12 +162,13 @@ class Export:
 
     @property
     def applied(self) -> str:
-        """The call that applies what has no field in ``TrainingArguments``; empty where there is none."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in applied_settings(self.candidate.arm).items())
-        if settings:
-            return f"apply(trainer, {settings})"
+        """The code that applies what has no field in ``TrainingArguments``; empty where there is none."""
+        if self.applied_settings:
+            return apply_call(self.applied_settings)
+        multiple = self.collator_multiple
+        padded = f"trainer.data_collator.pad_to_multiple_of = {multiple}" if multiple is not None else ""
         # What apply does as well.
-        return "trainer.model_accepts_loss_kwargs = False" if self.divides_loss else ""
+        return "; ".join(filter(None, (padded, "trainer.model_accepts_loss_kwargs = False" * self.divides_loss)))
 
     @property
     def filling(self) -> Values:
@@ -177,6 +181,11 @@ class Export:
         return {name: value for name, value in self.arguments.items() if name not in _OF_EVALUATION}
 
 
+def apply_call(settings: Mapping[str, Any]) -> str:
+    """Return the call that applies some settings to a ``Trainer``."""
+    return f"apply(trainer, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
 def make_export(report: Report) -> Export:
     """Return the export of a study's best trial; raises ``NoResultError`` where it has none."""
     best = report.best
@@ -185,7 +194,7 @@ def make_export(report: Report) -> Export:
             f"the search of the study {report.study.name!r} has not ended, so there is no answer to export",
             f"wait for its end; if it was killed, autotune resume {report.study.name} continues it",
         )
-    if best is None or measurement(best) is None:
+    if best is None or (measured := measurement(best)) is None:
         raise NoResultError(
             f"the study {report.study.name!r} has no feasible trial to export",
             f"autotune show {report.study.name} says what was tried",
@@ -201,8 +210,15 @@ def make_export(report: Report) -> Export:
     source = report.source
     exported: TunedArguments | OwnArguments
     rehearsal = report.study.look.rehearsal if report.study.look is not None else None
+    applied, multiple, stock = applied_settings(best.candidate.arm), None, dict(measured.stock_settings)
     if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
+        if "every_n_layers" in stock:
+            arguments["activation_checkpointing_kwargs"]["every_n_layers"] = stock["every_n_layers"]
+            del applied["checkpointed_layers"]
+        if "pad_to_multiple_of" in stock and [*applied] == ["length_multiple"]:
+            # With others, one call is simpler, which compiling needs.
+            multiple = applied.pop("length_multiple")
         if is_own and report.baseline is not None and report.baseline.candidate.arm.torch_compile:
             arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
         exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
@@ -234,9 +250,11 @@ def make_export(report: Report) -> Export:
             if best.candidate.arm.expandable_segments
             else {}
         ),
-        differs=tuple(report.study.look.sentences) if report.study.look is not None else (),
-        divides_loss=isinstance(best.outcome, Completed) and best.outcome.measurement.divides_loss,
-        cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
+        differs=(*_order_of(best.candidate.arm), *(report.study.look.sentences if report.study.look else ())),
+        applied_settings=applied,
+        collator_multiple=multiple,
+        divides_loss=measured.divides_loss,
+        cpu_core=measured.cpu_core,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         source=report.source,
         rehearsal=rehearsal,
@@ -244,6 +262,12 @@ def make_export(report: Report) -> Export:
         world_size=world_size,
         has_reentrant_off=major_minor(packages["transformers"]) >= _REENTRANT_OFF,
     )
+
+
+def _order_of(arm: Arm) -> list[str]:
+    """Say in which order samples come, where it is not the one that was asked for."""
+    order = arm.train_sampling_strategy
+    return [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
@@ -331,9 +355,10 @@ def _applying(export: Export) -> list[str]:
     """Say how to apply what has no field in ``TrainingArguments``."""
     if not export.applied:
         return []
-    if not applied_settings(export.candidate.arm):
-        return [f"before it trains: {export.applied}, since else nobody divides the loss by the accumulation"]
-    return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"]
+    if export.applied_settings:
+        return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"]
+    why = ", since else nobody divides the loss by the accumulation" if export.divides_loss else ""
+    return [f"before it trains: {export.applied}{why}"]
 
 
 def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
@@ -543,7 +568,7 @@ def _python(export: Export) -> str:
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
         name = "overrides" if export.framework == "trainer" else "settings"
-        first += f"{_IMPORT_APPLY}\n\n" if applied_settings(export.candidate.arm) else ""
+        first += f"{_IMPORT_APPLY}\n\n" if export.applied_settings else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     loadable = hub_name(export)
@@ -563,7 +588,7 @@ def _python(export: Export) -> str:
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
-        + (f"from autotune.training import {applying}\n\n" if applied_settings(export.candidate.arm) else "")
+        + (f"from autotune.training import {applying}\n\n" if export.applied_settings else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {loadable!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"

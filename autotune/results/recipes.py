@@ -63,7 +63,8 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     _check_can_say(export, form)
     makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
     settings = makers[form](export, report.workload)
-    left_out = sorted(applied_settings(export.candidate.arm))
+    # Of others it is not known which transformers they train with.
+    left_out = sorted(export.applied_settings if form == "trl" else applied_settings(export.candidate.arm))
     lines = [f"for {_NAMES[form]}; add your data and what else it needs", *beside_lines(export, None)]
     if left_out:
         lines.append(f"slower than measured without: {', '.join(left_out)}, which {_NAMES[form]} has no name for")

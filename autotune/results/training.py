@@ -19,8 +19,9 @@ from autotune.core.schema import decode, encode
 from autotune.core.training_source import TrainingSource, find_script
 from autotune.core.units import plural
 from autotune.results.expert import utilization
-from autotune.results.export import Export, made_by_hand, make_export
+from autotune.results.export import Export, apply_call, made_by_hand, make_export
 from autotune.results.report import Report
+from autotune.space.levers import applied_settings
 
 _MODULE = "autotune.worker.user.real_training"
 
@@ -76,7 +77,9 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
         variables |= dict(filled)
     if kind == "trainer":
         notes += [f"by hand {line}" for line in made_by_hand(export)]
-    notes += [f"set     {export.applied}"] if export.applied else []
+    levers = applied_settings(export.candidate.arm)
+    applied = apply_call(levers) if levers else export.applied
+    notes += [f"set     {applied}"] if applied else []
     notes += [f"note: {line}" for line in export.differs]
     notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
     own = ("-m", source.module) if source.module else (source.file,)

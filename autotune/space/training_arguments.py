@@ -35,7 +35,7 @@ class TunedArguments(TypedDict, total=False):
     tf32: bool | None
     optim: str
     activation_checkpointing: bool
-    activation_checkpointing_kwargs: dict[str, bool]
+    activation_checkpointing_kwargs: dict[str, int]
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: dict[str, bool]
     torch_compile: bool

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Trainer,
+)
 
 from autotune.training.errors import SettingUnavailableError
 
@@ -27,6 +33,15 @@ IGNORED = -100
 
 Change = Callable[[Any], Any]
 """Makes another batch of a batch, in the host's memory."""
+
+
+def stock_settings(trainer: Trainer) -> dict[str, int]:
+    """Return what does the same in transformers as settings that were applied to a ``Trainer``, to be added to.
+
+    ``every_n_layers`` of its checkpointing's ``kwargs``, and ``pad_to_multiple_of`` of its collator.
+    """
+    found: dict[str, int] = vars(trainer).setdefault("stock_settings", {})
+    return found
 
 
 class _Changed:
@@ -163,7 +178,28 @@ def pad_to_multiples(trainer: Trainer, multiple: int) -> None:
         raise SettingUnavailableError(f"length_multiple={multiple} is not a number of tokens; use 1 or more")
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    longest = longest_position(model)
+    if _collator_pads(trainer, multiple, longest):
+        stock_settings(trainer)["pad_to_multiple_of"] = multiple
     change_batches(
         trainer,
-        PaddedToMultiple(multiple, padding_value(trainer), longest_position(model), has_decoder=has_decoder),
+        PaddedToMultiple(multiple, padding_value(trainer), longest, has_decoder=has_decoder),
     )
+
+
+_COLLATORS = (
+    DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DataCollatorWithPadding
+)  # fmt: skip
+
+
+def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool:
+    """Return whether the collator of a ``Trainer`` can do the same: one of transformers, for which no row is too long.
+
+    Its ``pad_to_multiple_of`` knows no ``longest`` position.
+    """
+    collator = trainer.data_collator
+    makes_batches = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
+    if not makes_batches or type(collator) not in _COLLATORS or multiple % (collator.pad_to_multiple_of or 1):
+        return False
+    most = min(longest, collator.tokenizer.model_max_length) if longest is not None else 0
+    return longest is None or -(-most // multiple) * multiple <= longest

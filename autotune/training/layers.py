@@ -12,15 +12,17 @@ did not, and QLoRA needs no more memory than eager, which was twice as much (sam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
 from torch.fx.experimental import _config as symbolic_shapes
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autotune.training.batches import stock_settings
 from autotune.training.errors import SettingUnavailableError
 
 
@@ -38,21 +40,20 @@ def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
     }
 
 
+def _layers_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules with a flag to checkpoint that hold no other: a model's own flag says whether they may."""
+    flagged = {module for module in model.modules() if hasattr(module, "gradient_checkpointing")}
+    flagged -= flagged_within_layers(model)
+    return [module for module in model.modules() if flagged.intersection(module.modules()) == {module}]
+
+
 def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
     """Leave checkpointing on in ``count`` layers of those that have it on, evenly spread; return how many had it.
 
     Layers are those of ``transformers.modeling_layers.GradientCheckpointingLayer``, or whatever else has the attribute
     ``gradient_checkpointing`` and a function to checkpoint with. Raises ``ValueError`` where there are fewer.
     """
-    flagged = {module for module in model.modules() if hasattr(module, "gradient_checkpointing")}
-    flagged -= flagged_within_layers(model)
-    layers = [
-        module
-        for module in model.modules()
-        # A model's own flag says whether its layers may; what checkpoints holds nothing that does.
-        if getattr(module, "gradient_checkpointing", False) is True
-        and flagged.intersection(module.modules()) == {module}
-    ]
+    layers = [module for module in _layers_alone(model) if getattr(module, "gradient_checkpointing", False) is True]
     if not 0 < count <= len(layers):
         raise ValueError(f"{count} of {len(layers)} checkpointed layers: name 1 to {len(layers)}")
     for place, layer in enumerate(layers):
@@ -65,16 +66,34 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
 class _SomeAtStart(TrainerCallback):  # type: ignore[misc]
     """Leaves layers out once the ``Trainer`` has turned checkpointing on, which it does when training starts."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, trainer: Trainer, count: int, every: int | None) -> None:
+        self._trainer, self._count, self._every = trainer, count, every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        checkpoint_layers(model, self._count)
+        # A model may have a way of its own to turn it on, which takes no notice.
+        if checkpoint_layers(model, self._count) == self._count and self._every is not None:
+            stock_settings(self._trainer)[_EVERY] = self._every
+
+
+_EVERY = "every_n_layers"
+_ENABLE = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+_TAKES_EVERY = _ENABLE is not None and _EVERY in inspect.signature(_ENABLE).parameters
 
 
 def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
-    """Have a ``Trainer`` whose arguments turn checkpointing on checkpoint ``count`` layers, evenly spread."""
-    trainer.add_callback(_SomeAtStart(count))
+    """Have a ``Trainer`` whose arguments turn checkpointing on checkpoint ``count`` layers, evenly spread.
+
+    Where that is every n-th of them, transformers does it by itself, from the first on.
+    """
+    layers, args, every = _layers_alone(trainer.model), trainer.args, None
+    if _TAKES_EVERY and args.activation_checkpointing and 0 < count <= len(layers):
+        every = -(-len(layers) // count)
+        # transformers counts layers of its own class.
+        counted = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        every = every if counted == layers and -(-len(layers) // every) == count else None
+    if every is not None:
+        args.activation_checkpointing_kwargs = {**(args.activation_checkpointing_kwargs or {}), _EVERY: every}
+    trainer.add_callback(_SomeAtStart(trainer, count, every))
 
 
 def keep_no_casts(trainer: Trainer) -> None:

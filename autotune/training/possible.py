@@ -24,6 +24,8 @@ SETTINGS: dict[str, Any] = {
 """What is looked for, as ``apply`` takes it."""
 # Of the losses of a batch as it is and changed, which only rounding tells apart; in 16 bits. Choices.
 _ALIKE, _ALIKE_IN_HALF = 1e-3, 2e-2
+# Of these many batches. A choice: weights that are drawn may have the same loss for padding by chance.
+_COMPARED = 3
 
 
 def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
@@ -32,12 +34,14 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
     Of the settings, it has those that apply afterwards: it is of no use then but to be looked at.
     """
     # As a collator makes them: a loader of accelerate has put them on the device.
-    batches = [send_to_device(batch, "cpu") for batch in batches]
+    batches = sorted((send_to_device(batch, "cpu") for batch in batches), key=_padding, reverse=True)
     found = {}
     try:
         check_code(trainer)
     except SettingUnavailableError as error:
         found["cuda_graphs"] = str(error)
+    if (why := _why_not_ordered(trainer)) is not None:
+        found["train_sampling_strategy"] = why
     for name, value in SETTINGS.items():
         try:
             _try(trainer, batches, name, value)
@@ -49,23 +53,46 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
     return found
 
 
+def _why_not_ordered(trainer: Trainer) -> str | None:
+    """Return why a ``Trainer`` cannot order its samples by their lengths; ``None`` where it can."""
+    data: Any = trainer.train_dataset
+    if type(trainer)._get_train_sampler is not Trainer._get_train_sampler or (
+        type(trainer).get_train_dataloader is not Trainer.get_train_dataloader
+    ):
+        return f"{type(trainer).__name__} decides the order of its samples"
+    if not hasattr(data, "__len__"):
+        return "its samples are a stream, whose order stays"
+    name = trainer.processing_class.model_input_names[0] if trainer.processing_class is not None else "input_ids"
+    has_lengths = trainer.args.length_column_name in (getattr(data, "column_names", None) or ())
+    if not has_lengths and not (isinstance(data[0], Mapping) and name in data[0]):
+        return f"its samples have no {name}, by whose lengths a Trainer groups them"
+    return None
+
+
 def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
     """Raise ``SettingUnavailableError`` where a ``Trainer`` cannot have a setting."""
     load = trainer.get_train_dataloader
-    expected = _loss(trainer, batches[0]) if batches else None
+    expected = [_loss(trainer, batch) for batch in batches[:_COMPARED]]
     apply(trainer, **{name: value})
     try:
         if not isinstance(loading := trainer.get_train_dataloader, Loading) or loading is load:
             return
         changed = [loading.change(batch) for batch in batches]
-        if expected is None:
+        if not expected:
             raise SettingUnavailableError("its batches could not be looked at")
-        off = abs(_loss(trainer, changed[0]) - expected) / max(abs(expected), 1e-6)
+        found = zip(expected, changed, strict=False)
+        off = [abs(_loss(trainer, batch) - loss) / max(abs(loss), 1e-6) for loss, batch in found]
         is_half = next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16)
-        if not off <= (_ALIKE_IN_HALF if is_half else _ALIKE):
-            raise SettingUnavailableError(f"the loss of a batch is another one with it, by {off:.1%}")
+        if not all(each <= (_ALIKE_IN_HALF if is_half else _ALIKE) for each in off):
+            raise SettingUnavailableError(f"the loss of a batch is another one with it, by {max(off):.1%}")
     finally:
         trainer.get_train_dataloader = load
+
+
+def _padding(batch: Any) -> int:
+    """Return how many tokens of a batch its mask hides: whether a loss counts them shows where there are many."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return int((mask == 0).sum()) if isinstance(mask, torch.Tensor) else 0
 
 
 @torch.no_grad()

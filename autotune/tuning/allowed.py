@@ -117,14 +117,18 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
     settings = request.settings()
     _check_together(request, settings)
     for row in LEVERS:
-        if row.option is None or row.name not in settings:
+        is_allowed = row.option is not None and getattr(request, row.option) is True
+        if row.option is None or (row.name not in settings and not is_allowed):
             continue
-        few = "length_multiple" in settings and row.name != "length_multiple"
+        few = "length_multiple" in settings and row.name != "length_multiple" and not is_allowed
         why = why_not(row, dataclasses.replace(training, shapes_vary=training.shapes_vary and not few))
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
+        if is_allowed and not request.goes_on:
+            why = "it is tried after the first answer, by autotune's own sampler, on a GPU and with --effort default"
         if why is not None:
-            said = BY_NAME[row.option].said(getattr(request, row.option))
+            option = BY_NAME[row.option]
+            said = option.parameter if is_allowed else option.said(getattr(request, row.option))
             raise InvalidRequestError(f"{said}: {why}", "leave it out")
     asked = settings.get("checkpointed_layers", 0)
     if layers is not None and asked > layers:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
 from autotune.core.units import format_bytes
+from autotune.space.levers import BY_NAME, PRIORS
 from autotune.space.space import Batches
 from autotune.tuning.request import SearchRequest
 
@@ -45,6 +48,21 @@ def told_of_engine(request: SearchRequest, model: ModelFacts) -> str | None:
         f"vLLM takes {format_bytes(taken_bytes)} of {request.device.label} in the process of each trial "
         f"(vllm_gpu_memory_utilization={model.interface.engine_share:g}): peaks have it in them, also while it sleeps"
     )
+
+
+def told_of_lengths(request: SearchRequest, interface: CodeInterface) -> Iterator[str]:
+    """Say how far the lengths of a Trainer's samples are known, and which levers for them it cannot have."""
+    lengths = interface.lengths
+    if lengths is not None and lengths.unknown is not None:
+        yield f"the lengths of its samples are not known: {lengths.unknown}"
+    elif lengths is not None and (seen := sum(count for _, count in lengths.counts)) != lengths.samples:
+        of = "a stream" if lengths.samples is None else f"{lengths.samples:,}"
+        yield f"the lengths of its samples are those of {seen:,} that were drawn, of {of}"
+    for name in ("length_multiple", "padding_free"):
+        why, choice = interface.obstacles.get(name), getattr(request, BY_NAME[name].option or "")
+        # What was asked for is refused with the reason.
+        if why is not None and choice == "auto" and interface.shapes_vary and request.goes_on:
+            yield f"not tried: {PRIORS[name].called}; {why}"
 
 
 def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:

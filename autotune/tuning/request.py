@@ -112,6 +112,8 @@ class SearchRequest:
     liger: LeverChoice = _of("liger", sparse=True)
     cpu_affinity: LeverChoice = _of("cpu_affinity", sparse=True)
     """``auto`` tries it with the best candidate if that is host-bound."""
+    any_order: bool = _of("any_order", sparse=True)
+    """Whether the order of the samples is a lever."""
     batch_multiple: int | None = _of("batch_multiple")
     objective: Objective = _of("objective")
     search_effort: SearchEffort = _of("effort", sparse=True, default="quick")
@@ -288,7 +290,7 @@ class SearchRequest:
         late = {"cpu_affinity"} if self.pins == "auto" else set()
         if not self.goes_on:
             return frozenset(late)
-        training = Training.of(self.workload, self.device.kind, self.ranks, layers)
+        training = as_it_is = Training.of(self.workload, self.device.kind, self.ranks, layers)
         varies = training.shapes_vary
         if self.length_multiple == "auto" and why_not(BY_NAME["length_multiple"], training) is None:
             late.add("length_multiple")
@@ -299,7 +301,8 @@ class SearchRequest:
                 continue
             choice = getattr(self, row.option) if row.option else "auto"
             has_prior = row.prior is not None and (row.option or not row.part_of)
-            if has_prior and choice == "auto" and why_not(row, training) is None:
+            of = as_it_is if choice is True else training
+            if has_prior and choice in ("auto", True) and why_not(row, of) is None:
                 late.add(row.name)
         source = self.workload.source
         if source is not None and source.framework != "trainer":

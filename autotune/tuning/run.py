@@ -222,7 +222,7 @@ def _prepare_and_search(
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     from autotune.tuning.forecast import arms_to_trace
-    from autotune.tuning.own_code import told_of_engine
+    from autotune.tuning.own_code import told_of_engine, told_of_lengths
 
     source = request.workload.source
     if source is None:
@@ -238,6 +238,8 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(engine)
     if model is not None and model.interface.packs:
         observer.note("packing=True: what is called a sample is a row of several, and an effective batch counts rows")
+    for line in told_of_lengths(request, model.interface) if model is not None else ():
+        observer.note(line)
     if model is not None and model.interface.batch_matters is not None:
         observer.note(
             f"{model.interface.batch_matters}: another per-device batch is another training; --batch-multiple N "

@@ -181,26 +181,30 @@ class Target:
         )
 
 
-def what_is_not_verified(workload: Document) -> str | None:
+def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str | None:
     """Say what of a workload a hundred steps of a stock ``Trainer`` cannot verify; ``None`` where they can."""
     if workload.get("source") or workload.get("task") == "own":
         return "your own code, which makes the model and the Trainer itself: verify does not run that"
-    if (workload.get("data") or {}).get("group_by_length"):
+    if any_order or (workload.get("data") or {}).get("group_by_length"):
         # Batches come longest first, fifty at a time.
         return "samples grouped by length, where a few steps do not represent an epoch"
     return None
 
 
-def check_can_be_verified(workload: Document) -> None:
-    """Raise ``InvalidRequestError`` for a search with ``--verify`` that could not be verified at its end."""
-    unverified = what_is_not_verified(workload)
+def check_can_be_verified(workload: Document, *, any_order: bool) -> None:
+    """Raise ``InvalidRequestError`` for a search with ``--verify`` that could not be verified at its end.
+
+    The winner of a search in ``any_order`` may group its samples.
+    """
+    unverified = what_is_not_verified(workload, any_order=any_order)
     if unverified is not None:
         raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
 def verifiable_export(report: Report) -> Export:
     """Return the export of a winner; raises an error where there is none, or none that a stock Trainer can show."""
-    unverified = what_is_not_verified(report.workload)
+    is_ordered = report.best is not None and report.best.candidate.arm.train_sampling_strategy is not None
+    unverified = what_is_not_verified(report.workload, any_order=is_ordered)
     if unverified is not None:
         raise InvalidRequestError(
             f"the study {report.study.name!r} was searched with {unverified}",

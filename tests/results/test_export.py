@@ -29,6 +29,7 @@ from autotune.core.workload import Workload
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
 from autotune.results.report import Report
 from autotune.space.training_arguments import TunedArguments, checkpointing_field
+from autotune.store.records import TrialRecord
 
 LOADER = Path(__file__).with_name("load_exports.py")
 
@@ -338,14 +339,23 @@ def test_messages_beside_an_export() -> None:
     applied = report_of(
         Candidate(Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, unpadded=True), 4), "cuda", fields
     )
-    measured = plain.trials[0].outcome
-    assert isinstance(measured, Completed)
-    divided = dataclasses.replace(measured, measurement=dataclasses.replace(measured.measurement, divides_loss=True))
+
+    def measured(report: Report, **changes: Any) -> TrialRecord:
+        outcome = report.trials[0].outcome
+        assert isinstance(outcome, Completed)
+        changed = dataclasses.replace(outcome, measurement=dataclasses.replace(outcome.measurement, **changes))
+        return dataclasses.replace(report.trials[0], outcome=changed)
+
+    by_itself = (("every_n_layers", 3), ("pad_to_multiple_of", 64))
+    stock = report_of(
+        Candidate(Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, length_multiple=64), 4), "cuda",
+        (*fields, "activation_checkpointing"),
+    )  # fmt: skip
     look = Look(("8 × 2 is another training than 16 × 1: it has other gradients",), "--batch-multiple 32 keeps it")
     looked_at = dataclasses.replace(
         plain,
         study=dataclasses.replace(plain.study, look=look),
-        trials=(dataclasses.replace(plain.trials[0], outcome=divided),),
+        trials=(measured(plain, divides_loss=True),),
     )
 
     def of_script(report: Report, **source: Any) -> Export:
@@ -369,6 +379,12 @@ def test_messages_beside_an_export() -> None:
         "applied settings": make_export(applied),
         "applied settings, a script": of_script(applied),
         "a look": make_export(looked_at),
+        "another order": make_export(
+            report_of(Candidate(Arm("bf16", train_sampling_strategy="group_by_length"), 4), "cuda", fields)
+        ),
+        "what transformers does itself": make_export(
+            dataclasses.replace(stock, trials=(measured(stock, stock_settings=by_itself, divides_loss=True),))
+        ),
     }
     cases = {name: beside_lines(export) for name, export in exports.items()}
     cases |= {f"{name}, python": render(exports[name], "python").splitlines() for name in exports}

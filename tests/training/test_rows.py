@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import VOCABULARY, language_model, train, trainer_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from own_data import write_tokenizer
+from test_training import VOCABULARY, calm_classifier, encoder_decoder, language_model, train, trainer_of
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Trainer,
+)
 
 from autotune.training import SettingUnavailableError, apply, pack
-from autotune.training.batches import PaddedToMultiple
+from autotune.training.batches import PaddedToMultiple, stock_settings
 from autotune.training.rows import InOneRow, best_fit
 
 LONGEST = 24
@@ -138,6 +147,47 @@ def test_training_evaluating_and_resuming_are_the_same(
     resumed.train(resume_from_checkpoint=str(tmp_path / "changed" / "checkpoint-4"))
     of_resumed = torch.cat([p.detach().flatten() for p in resumed.model.parameters()])
     assert torch.allclose(of_resumed, weights, atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["padding", "seq2seq", "tokens"])
+def test_a_collator_of_transformers_can_pad_to_multiples_itself(kind: str, tmp_path: Path) -> None:
+    """Training with its ``pad_to_multiple_of`` and without autotune has the same batches and losses."""
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    model, data = language_model, texts()
+    if kind == "seq2seq":
+        collator: Any = DataCollatorForSeq2Seq(tokenizer)
+        model = encoder_decoder
+    elif kind == "tokens":
+        collator = DataCollatorForTokenClassification(tokenizer)
+    else:
+        collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+        model = calm_classifier
+        data = [{"input_ids": row["input_ids"], "labels": at % 2} for at, row in enumerate(data)]
+
+    def trained(*, changes: bool) -> tuple[Trainer, Any]:
+        seen: list[Any] = []
+        trainer = trainer_on(model(), data, tmp_path, collator)
+        trainer.model.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
+        if changes:
+            apply(trainer, length_multiple=16)
+        return trainer, (train(trainer), [{name: value.tolist() for name, value in batch.items()} for batch in seen])
+
+    changed, expected = trained(changes=True)
+    assert stock_settings(changed) == {"pad_to_multiple_of": 16}
+    collator.pad_to_multiple_of = 16
+    _, ((losses, weights), batches) = trained(changes=False)
+    assert batches == expected[1]
+    assert losses == expected[0][0]
+    assert torch.equal(weights, expected[0][1])
+
+
+def test_no_other_collator_is_left_to_pad_to_multiples(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    own = type("Own", (DataCollatorWithPadding,), {})
+    for collator, longest in ((padded, None), (own(tokenizer), None), (DataCollatorWithPadding(tokenizer), 24)):
+        model = language_model(**({"max_position_embeddings": longest} if longest else {}))
+        trainer = apply(trainer_on(model, texts(), tmp_path, collator), length_multiple=16)
+        assert stock_settings(trainer) == {}
 
 
 def test_a_model_that_was_trained_in_rows_does_all_else_as_before(tmp_path: Path) -> None:

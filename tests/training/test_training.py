@@ -31,11 +31,14 @@ from autotune.core.look import difference
 from autotune.space.levers import EXPERTS
 from autotune.space.training_arguments import training_arguments
 from autotune.training import SettingUnavailableError, apply
+from autotune.training import layers as layers_module
 from autotune.training import loss as loss_module
+from autotune.training.batches import stock_settings
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, evaluate_in_their_memory
 from autotune.training.layers import checkpoint_layers
 from autotune.training.loss import linear_cross_entropy
 from autotune.training.sparse import positions_to_compute, with_positions
+from autotune.worker.private.transformers import checkpointing_layers
 from autotune.worker.trial.look import first_step
 
 VOCABULARY = 200
@@ -941,6 +944,26 @@ class TestPartialCheckpointing:
         assert checkpoint_layers(model, 2) == 6
         layers = [*model.encoder.block, *model.decoder.block]
         assert [layer.gradient_checkpointing for layer in layers] == [False, False, True] * 2
+
+    @pytest.mark.skipif(not layers_module._TAKES_EVERY, reason="this transformers checkpoints all layers or none")
+    @pytest.mark.parametrize("make", [language_model, encoder_decoder])
+    def test_every_nth_layer_is_left_to_transformers(self, make: Callable[[], Any], tmp_path: Path) -> None:
+        """Training with what is told of it, without autotune, recomputes the same layers; what is not is refused."""
+        arguments, found = {"activation_checkpointing": True, "learning_rate": 1e-2}, {}
+        data = samples() if make is language_model else source_and_target()
+
+        def recomputing(trainer: Trainer) -> tuple[Any, Any]:
+            losses = train(trainer)[0]
+            return losses, [getattr(part, "gradient_checkpointing", False) for part in trainer.model.modules()]
+
+        for count in range(1, checkpointing_layers(make()) + 1):
+            applied = apply(trainer_of(make(), data, tmp_path, **arguments), checkpointed_layers=count)
+            as_applied = recomputing(applied)
+            if stock := stock_settings(applied):
+                found[count] = stock["every_n_layers"]
+                plain = trainer_of(make(), data, tmp_path, **arguments, activation_checkpointing_kwargs=stock)
+                assert recomputing(plain) == as_applied
+        assert found == ({1: 4, 2: 2, 4: 1} if make is language_model else {1: 6, 2: 3, 3: 2, 6: 1})
 
 
 @pytest.mark.skipif(not hasattr(modeling_utils, "save_on_cpu"), reason="this transformers cannot offload activations")

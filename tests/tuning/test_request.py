@@ -22,7 +22,7 @@ from autotune.core.workload import Workload
 from autotune.tuning.allowed import check_request
 from autotune.tuning.options import build_workload, in_usual_dtype, request_of, with_effective_batch
 from autotune.tuning.prepare import prepare
-from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
+from autotune.tuning.request import MAX_BATCH_EFFORT, SearchRequest, check_study_name, differences
 
 
 class TestChecked:
@@ -68,6 +68,30 @@ class TestChecked:
         data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
         with pytest.raises(InvalidRequestError, match="--lever unpadded=on: samples are padded"):
             prepare(request(workload=dataclasses.replace(BERT_LARGE, data=data), unpadded="on"), facts())
+
+    def test_another_order_is_tried_where_it_is_allowed(self) -> None:
+        data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
+
+        def of_texts(change: dict[str, Any], **options: Any) -> SearchRequest:
+            workload = dataclasses.replace(BERT_LARGE, data=dataclasses.replace(data, **change))
+            return request(**{"workload": workload, "any_order": True, "search_effort": "default", **options})
+
+        check_request(of_texts({}))
+        for allowed in (True, False):
+            late = prepare(of_texts({}, any_order=allowed), facts()).space.late
+            assert ("train_sampling_strategy" in late) is allowed
+        assert of_texts({}).document()["any_order"]
+        for made, words in (
+            (of_texts({}, workload=BERT_LARGE), "batches have one length"),
+            (of_texts({"padding": "max_length"}), "batches have one length"),
+            (of_texts({"group_by_length": True}), "its samples are in an order of their lengths already"),
+            (
+                of_texts({}, search_effort="quick"),
+                "it is tried after the first answer, by autotune's own sampler, on a",
+            ),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"^--any-order: {words}"):
+                check_request(made)
 
     def test_activations_that_may_be_offloaded(self) -> None:
         arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms

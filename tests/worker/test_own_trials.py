@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from searching import request
 from server_client import Answer, ServerClient
 from texts import write_texts
 from tiny import QUICK
@@ -21,6 +22,7 @@ from autotune.core.protection import Protection
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
+from autotune.tuning.own_code import told_of_lengths
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 SCRIPT = str(OWN_CODE / "classify_texts.py")
@@ -648,18 +650,105 @@ def test_a_trainer_of_texts_is_looked_at_for_its_levers(trial_server: ServerClie
     assert measured.samples_per_second == pytest.approx(8 / measured.step_seconds)
 
 
-def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(trial_server: ServerClient, folder: Path) -> None:
+_BATCH = """
+inner = collate
+def collate(rows):
+    batch = inner(rows)
+    CHANGE
+    return batch
+Own(model"""
+ODD_TEXTS = {
+    "a stream": (
+        """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self, held=samples):
+        while True:
+            yield from held
+samples, arguments.max_steps = Stream(), 50
+Own(model""",
+        ("those of 32 that were drawn, of a stream", "rows without padding; batches are divided by their samples"),
+        "its samples are a stream, whose order stays",
+    ),
+    "a tokenizer in the collator": (
+        """
+inner, samples = collate, ["w" * (5 + n % 19) for n in range(64)]
+def collate(texts):
+    return inner([{"input_ids": torch.arange(1, 1 + len(text))} for text in texts])
+Own(model""",
+        ("those of 32 that were drawn, of 64",),
+        "its samples have no input_ids, by whose lengths a Trainer groups them",
+    ),
+    "no mask": (
+        _BATCH.replace("CHANGE", "del batch['attention_mask']"),
+        ("padding to few lengths; a batch has no input_ids with an attention_mask",),
+        None,
+    ),
+    "positions": (
+        _BATCH.replace("CHANGE", "batch['position_ids'] = 3 + batch['attention_mask'].cumsum(1)"),
+        ("padding to few lengths; a batch has position_ids", "rows without padding; a batch has no token that counts"),
+        None,
+    ),
+    "positions in order": (
+        """
+from transformers import GPT2LMHeadModel
+class Ordered(GPT2LMHeadModel):
+    def forward(self, position_ids=None, **inputs):
+        return super().forward(**inputs)
+Own(Ordered(AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=512))""",
+        ("rows without padding; Ordered mixes the samples of a row with sdpa attention",),
+        None,
+    ),
+    "a loss that counts padding": (
+        """
+from torch.nn import functional
+class Counts(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        labels = inputs.pop("labels").clamp(min=0)
+        return functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+Counts(model""",
+        (
+            "padding to few lengths; the loss of a batch is another",
+            "rows without padding; the loss of a batch is another",
+        ),
+        None,
+    ),
+}
+"""A Trainer of texts otherwise than usual, what is told of that, and why its samples cannot be grouped by length."""
+
+
+@pytest.mark.parametrize(("code", "told", "order"), ODD_TEXTS.values(), ids=ODD_TEXTS)
+def test_odd_texts_are_told_and_trained_on(
+    code: str, told: tuple[str, ...], order: str | None, trial_server: ServerClient, folder: Path
+) -> None:
+    (folder / "run.py").write_text(LENGTHS.replace("KIND(model", code))
+    workload, model = trial_server.prepared(script("run.py"))
+    assert model.interface.obstacles.get("train_sampling_strategy") == order
+    lines = list(told_of_lengths(request(search_effort="default", padding_free="auto"), model.interface))
+    assert len(lines) == len(told)
+    for line, words in zip(lines, told, strict=True):
+        assert words in line
+        assert "\n" not in line
+    assert trial_server.trial(workload, Candidate(Arm(), 4)).completed
+
+
+@pytest.mark.parametrize("by", ["code", "lever"])
+def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(
+    by: str, trial_server: ServerClient, folder: Path
+) -> None:
     """Its first steps have the longest samples, of 22 tokens; the mean is 13, and batches are hardly padded."""
-    grouped = LENGTHS.replace("range(64)", "range(640)").replace(
-        "remove_", 'train_sampling_strategy="group_by_length", remove_'
-    )
-    (folder / "run.py").write_text(grouped.replace("KIND", "Own"))
+    code = LENGTHS.replace("range(64)", "range(640)").replace("KIND", "Own")
+    if by == "code":
+        code = code.replace("remove_", 'train_sampling_strategy="group_by_length", remove_')
+    (folder / "run.py").write_text(code)
     workload, model = trial_server.prepared(script("run.py"))
     assert model.interface.lengths is not None
-    assert model.interface.lengths.order == "group_by_length"
+    assert model.interface.lengths.order == ("group_by_length" if by == "code" else "random")
     effort = Effort(warmup_steps=1, min_steps=8, max_steps=8, max_seconds=100.0)
-    measured = trial_server.trial(workload, Candidate(Arm(), 4, 2), effort).completed.measurement
+    arm = Arm(train_sampling_strategy="group_by_length" if by == "lever" else None)
+    measured = trial_server.trial(workload, Candidate(arm, 4, 2), effort).completed.measurement
     assert measured.tokens_per_sample == pytest.approx(13, rel=0.15)
+    # Of 80 steps: in the order of the code nearly each micro-batch has one of the 19 lengths by itself.
+    assert measured.run_shapes == 19
 
 
 def test_memory_that_is_kept_from_step_to_step_is_told(trial_server: ServerClient, folder: Path) -> None:

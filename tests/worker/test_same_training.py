@@ -1,6 +1,8 @@
 """Test what a look finds in a collection of trainings, one step of each in this process."""
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from trainings import DIFFERING, SAME, T5, How, Training, causal, of, ragged, ta
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from autotune.core.look import Difference, difference
-from autotune.training import SettingUnavailableError
+from autotune.training import SettingUnavailableError, apply
 from autotune.training.graphs import GraphedSteps
+from autotune.worker.trial.look import calm
 
 
 def _named(training: Training) -> object:
@@ -59,6 +62,19 @@ _OTHER_LENGTHS = {
 }
 
 
+def _emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(
+        "autotune.training.use_cuda_graphs", lambda trainer: setattr(trainer, "training_step", GraphedSteps(trainer))
+    )
+
+
+def _together(names: Iterable[str], accumulation: int = 2) -> How:
+    """A way to train with some levers, the same eight samples a step."""
+    applied, arguments = ({k: v for name in names for k, v in _LEVERS[name][part].items()} for part in (0, 1))
+    return How(8 // accumulation, accumulation, tuple(arguments.items()), tuple(applied.items()))
+
+
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
@@ -72,22 +88,60 @@ def test_levers_together_are_the_training_without(
     kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each lever and all pairs that a training of samples of different lengths can have."""
-    emulate(monkeypatch)
-    monkeypatch.setattr(
-        "autotune.training.use_cuda_graphs", lambda trainer: setattr(trainer, "training_step", GraphedSteps(trainer))
-    )
+    _emulate_graphs(monkeypatch)
     training, ran, refused = _OTHER_LENGTHS[kind], [], set[str]()
     asked = training.step(training.asked, tmp_path)
     for names in itertools.combinations_with_replacement(_LEVERS, 2):
         if refused.intersection(names):
             continue
-        applied, arguments = ({**_LEVERS[names[0]][part], **_LEVERS[names[1]][part]} for part in (0, 1))
-        how = How(applied=tuple(applied.items()), arguments=tuple(arguments.items()))
         try:
-            found = difference(asked, training.step(how, tmp_path))
+            found = difference(asked, training.step(_together(names), tmp_path))
         except SettingUnavailableError:
             refused |= {names[0]} if names[0] == names[1] else set()
             continue
         assert found is None, f"{names}: {found}"
         ran.append(names)
     assert len(ran) == count
+
+
+_PAIRS = {
+    "causal": [*itertools.combinations(("few lengths", "fused loss", "some layers", "graphs", "compiled"), 2),
+               *(("rows", name) for name in ("fused loss", "some layers"))],
+    "masked": [*itertools.combinations(("few lengths", "sparse prediction", "some layers", "graphs", "compiled"), 2)],
+}  # fmt: skip
+_QUICK = ("few lengths", "graphs"), ("rows", "fused loss"), ("sparse prediction", "some layers")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        pytest.param(
+            kind, names, marks=() if names in _QUICK else pytest.mark.whole, id=f"{kind}, {' and '.join(names)}"
+        )
+        for kind, pairs in _PAIRS.items()
+        for names in pairs
+    ],
+)
+def test_twenty_steps_with_an_evaluation_and_resuming_are_the_same(
+    kind: str, names: tuple[str, str], accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _emulate_graphs(monkeypatch)
+    training = _OTHER_LENGTHS[kind]
+    training = replace(training, options=(("eval_dataset", training.data()),))
+
+    def trained(how: How, name: str, resumed: str | None = None) -> tuple[list[float], list[float], torch.Tensor]:
+        schedule = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
+        trainer = training.made(how, tmp_path / name, max_steps=20, logging_steps=1, **schedule)
+        calm(trainer.model)
+        apply(trainer, **dict(how.applied or ()))
+        trainer.train(resume_from_checkpoint=resumed)
+        told = ([e[key] for e in trainer.state.log_history if key in e] for key in ("loss", "eval_loss"))
+        return (*told, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+
+    how = _together(names, accumulation)
+    losses, evaluated, weights = trained(_together((), accumulation), "asked")
+    for found in (trained(how, "changed"), trained(how, "resumed", str(tmp_path / "changed" / "checkpoint-10"))):
+        assert found[0] == pytest.approx(losses, rel=1e-4)
+        assert found[1] == pytest.approx(evaluated, rel=1e-4)
+        assert torch.allclose(found[2], weights, atol=1e-4)

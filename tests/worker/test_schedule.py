@@ -50,14 +50,17 @@ def test_the_worst_batches_come_first(spec: DataSpec, shape: BatchShape) -> None
 
 
 @pytest.mark.parametrize("spec", [SPEC, GROUPED])
-@pytest.mark.parametrize("shape", [BatchShape(8, 1, 1, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24)])
+@pytest.mark.parametrize(
+    "shape",
+    [BatchShape(8, 1, 1, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24, groups=True)],
+)
 def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: BatchShape) -> None:
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
     for count in (3, 5, 7, 15, 24):
         assert np.mean(costs(schedule, shape, spec)[:count]) == pytest.approx(schedule.run.step_tokens, rel=0.08)
     # Shuffled batches of 8 are padded by about two fifths, those of like lengths hardly.
     padded = schedule.run.step_tokens / (shape.batch * shape.micro_steps) / LENGTHS.mean()
-    assert padded < 1.1 if spec.group_by_length else padded > 1.5
+    assert padded < 1.1 if spec.group_by_length or shape.groups else padded > 1.5
 
 
 def test_steps_with_padded_lengths_that_are_new_come_twice() -> None:

@@ -68,6 +68,8 @@ class BatchShape:
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
     """Whether the samples of a micro-step come in one row, without padding."""
+    groups: bool = False
+    """Whether samples of similar lengths come together, also where the dataset is not asked for so."""
     multiple: int = 1
     """To multiples of so many tokens a row is filled up, or batches are padded beyond their own rule."""
 
@@ -86,7 +88,7 @@ def make_schedule(
     random = np.random.default_rng(seed)
     epoch = random.permutation(samples)[:MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
-    if spec.group_by_length and lengths is not None:
+    if (spec.group_by_length or shape.groups) and lengths is not None:
         epoch = epoch[length_grouped_order(sizes[epoch].tolist(), step_samples, seed)]
     step_samples *= shape.ranks
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)

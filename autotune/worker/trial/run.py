@@ -24,6 +24,7 @@ from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import launch_variables, parallelism, training_arguments
 from autotune.training import apply
+from autotune.training.batches import stock_settings
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
@@ -255,8 +256,7 @@ class Trial:
         measured = results[0] if results else timer.pending
         if measured is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        divides = getattr(trainer, "divides_by_accumulation", False)
-        return self._completed(dataclasses.replace(measured, divides_loss=divides), loss)
+        return self._completed_by(trainer, measured, loss)
 
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
@@ -276,6 +276,12 @@ class Trial:
             ranks=self._ranks,
             **others,
         )
+
+    def _completed_by(self, trainer: Any, measured: Measurement, train_loss: float | None) -> Completed:
+        """Return what a ``Trainer`` completed, with what of it an export needs."""
+        divides, stock = getattr(trainer, "divides_by_accumulation", False), stock_settings(trainer)
+        told = dataclasses.replace(measured, divides_loss=divides, stock_settings=tuple(stock.items()))
+        return self._completed(told, train_loss)
 
     def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
         micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
@@ -356,6 +362,7 @@ class Trial:
             visits=self._visits if dataset.makes_new_shapes else 1,
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
+            groups=candidate.arm.train_sampling_strategy is not None,
             multiple=candidate.arm.length_multiple or 1,
         )
         return dataset.schedule(shape, self._seed)

@@ -353,6 +353,8 @@ def planned_run(
         return PlannedRun(steps, epochs)
     arm, ranks = candidate.arm, candidate.arm.data_parallel
     batching = lengths.batching(candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps, ranks)
+    if arm.train_sampling_strategy is not None:
+        batching = dataclasses.replace(batching, order="group_by_length")
     if arm.padding_free:
         batching = dataclasses.replace(batching, padding="rows", multiple=1)
     if arm.length_multiple is not None:

@@ -240,5 +240,4 @@ class TrainerTrial(OwnTrial):
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        divides = getattr(trainer, "divides_by_accumulation", False)
-        return self._completed(dataclasses.replace(measured, divides_loss=divides), mean_train_loss(trainer))
+        return self._completed_by(trainer, measured, mean_train_loss(trainer))
