@@ -304,7 +304,18 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
             if not is_out_of_memory(error, 1.0):
                 raise
             return None, 0
-        return extrapolated(small, large, batches, flushed_after), many
+        whole = extrapolated(small, large, batches, flushed_after)
+        if whole.device_bytes > self._work.line_bytes >= large.device_bytes and many < batches:
+            # What grew may have been something else: what is kept grows as much again.
+            try:
+                larger = self._part(data, first, min(batches, 2 * many), batch)
+            except Exception as error:
+                if not is_out_of_memory(error, 1.0):
+                    raise
+                return whole, many
+            again = extrapolated(large, larger, batches, flushed_after)
+            whole = min(whole, again, key=lambda each: each.device_bytes)
+        return whole, many
 
     def _held_now(self) -> int | None:
         gc.collect()
