@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
+
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.device import Device
@@ -43,6 +45,7 @@ from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import prediction_class
 from autotune.store.records import TrialRecord
+from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare
@@ -360,12 +363,14 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
     now = 0.0
     plan = Plan(prepared, history, policy, lambda: now)
-    running: list[tuple[float, int, TrialRecord]] = []
+    study = OptunaStudy(prepared, plan, seed=world.seed, is_parallel=slots > 1)
+    running: list[tuple[float, int, TrialRecord, optuna.Trial]] = []
     while True:
         while len(running) < slots and plan.exhausted() is None and machine.trials < _MOST_TRIALS:
-            step = plan.next()
-            if step is None:
+            asked = study.ask()
+            if asked is None:
                 break
+            step, trial = asked
             effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
             before = machine.seconds
             outcome = machine.run(step.candidate, effort)
@@ -374,10 +379,12 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
                 "study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome, seconds=took
             )
             plan.begin(record)
-            heapq.heappush(running, (now + took, record.number, record))
+            heapq.heappush(running, (now + took, record.number, record, trial))
         if not running:
             return _result(world, prepared, plan, machine)
-        now, _, ended = heapq.heappop(running)
+        now, _, ended, trial = heapq.heappop(running)
+        assert ended.outcome is not None
+        study.tell(trial, ended.candidate, ended.outcome)
         plan.take(ended)
 
 

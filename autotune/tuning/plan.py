@@ -1,6 +1,6 @@
 """Plan what a search runs next: the baseline, the policy's proposals, repeated measurements.
 
-Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries the plan out.
+Uses no processes, no database and no Optuna: ``autotune.tuning.optuna_study`` asks it, and ``loop`` runs what it says.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.stop import Stop, StopReason
+from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
@@ -36,6 +37,12 @@ _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 # A trial may be so much shorter than the first one. A choice.
 _BASELINE_TIMES = 2.0
 
+DRAW: Final = "draw"
+"""What is next where nothing is due, and one of Optuna's samplers is to draw a candidate."""
+# After this many refused draws in a row, a sampler is taken to have nothing new. A choice.
+_MOST_REFUSALS = 64
+_NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
+
 
 @dataclass(frozen=True)
 class Step:
@@ -56,13 +63,17 @@ class Plan:
         self,
         prepared: Prepared,
         history: History,
-        policy: Policy,
+        policy: Policy | None,
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
+        """Plan what is due, and what a policy proposes; without one, Optuna's sampler draws."""
         self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
         self.history = history
         self._policy = policy
+        self._refused = 0
+        """How many draws in a row were refused since the last trial ended."""
+        self._is_drawn_out = False
         self.records: dict[str, TrialRecord] = {}
         self.in_space: set[Candidate] = set()
         self.pending: dict[str, TrialRecord] = {}
@@ -95,6 +106,7 @@ class Plan:
         if self.pending.pop(trial.id, None) is not None:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
+        self._refused = 0
         if self.anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
@@ -216,7 +228,7 @@ class Plan:
         reused = sum(trial.stage == "reused" for trial in self.records.values()) if self._request.trials else 0
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
-    def next(self) -> Step | None:
+    def next(self) -> Step | Literal["draw"] | None:
         """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` returns.
 
         With trials running, ``None`` may also mean that their results are needed first.
@@ -232,11 +244,23 @@ class Plan:
         candidate = self.upcoming()
         if candidate is not None:
             return Step("search", candidate)
+        if self._draws:
+            return DRAW
         idea = self._next_idea()
         if idea is None:
             return None
         self._idea = idea
         return Step("search", idea.candidate, idea.describe(), idea.limit_seconds)
+
+    def drawn(self, *, is_refused: bool) -> None:
+        """Note that a candidate was drawn. The end of a running trial may make a refused one worth a trial."""
+        self._refused = self._refused + 1 if is_refused else 0
+        if self._refused >= _MOST_REFUSALS:
+            self._is_drawn_out = not self.history.pending
+
+    @property
+    def _draws(self) -> bool:
+        return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
     @property
     def has_first_answer(self) -> bool:
@@ -273,15 +297,19 @@ class Plan:
 
     def done(self) -> Stop | None:
         """Return why the policy has nothing more to propose; ``None`` if it may have."""
-        return self._policy.ending if self._is_settled and self._next_idea() is None else None
+        if not self._is_settled or self._next_idea() is not None:
+            return None
+        return NOTHING_LEFT if self._policy is not None else _NOTHING_NEW
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the policy has nothing more to propose, and no running trial may change that."""
-        return not self._waits and self.upcoming() is None
+        """Whether there is nothing more to propose, and no running trial may change that."""
+        return not self._waits and self.upcoming() is None and not self._draws
 
     def upcoming(self) -> Candidate | None:
-        """Return the policy's next proposal; ``None`` where it has none."""
+        """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
+        if self._policy is None:
+            return None
         # Predictions may have arrived since, and change what fits.
         memory = self.history.memory
         version = memory.version if memory is not None else 0
@@ -333,7 +361,8 @@ class Plan:
                 return None
             # The last trial of the budget is used for the winner, if it has to be measured again; where that is what
             # the user has without a search, a candidate may still be better.
-            is_all_there_is = best.candidate == self._prepared.baseline and self.upcoming() is not None
+            may_go_on = self.upcoming() is not None or self._draws
+            is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
             return None if is_all_there_is or not needs_another(self.history, best) else Step("final", best.candidate)
         if not self._is_settled:
             return None

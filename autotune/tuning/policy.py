@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.options import Objective, SamplerName
-from autotune.core.stop import NOTHING_LEFT, LeftOut, Stop
+from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
+from autotune.core.stop import LeftOut
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
@@ -34,10 +34,6 @@ _FAR_ENOUGH = 0.75
 
 class Policy(Protocol):
     """Proposes candidates until it has seen enough."""
-
-    @property
-    def ending(self) -> Stop:
-        """Why a search ends for which it has no proposal."""
 
     def next(self, history: History) -> Candidate | None:
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
@@ -70,8 +66,6 @@ class MaxBatchPolicy:
     batch so far. Between a batch that fits and one that does not, peak memory is nearly affine in the batch, so the
     search aims at the boundary instead of bisecting.
     """
-
-    ending = NOTHING_LEFT
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -164,8 +158,6 @@ class MaxBatchPolicy:
 class ExhaustivePolicy:
     """Yields every candidate of the largest multiple that has any, in order, except those known not to fit."""
 
-    ending = NOTHING_LEFT
-
     def __init__(self, space: Space) -> None:
         self._space = space
 
@@ -198,8 +190,6 @@ _LIKELY = 0.5
 
 class Acquisition:
     """Chooses candidates of one space."""
-
-    ending = NOTHING_LEFT
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -363,8 +353,10 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     return tuple(named)
 
 
-def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy:
-    """Return the policy of a sampler's name, which is none of Optuna's."""
+def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
+    """Return the policy of a sampler's name; ``None`` for one of Optuna's, which draws by itself."""
+    if sampler in OPTUNA_SAMPLERS:
+        return None
     if sampler == "grid":
         return ExhaustivePolicy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)
