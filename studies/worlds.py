@@ -24,9 +24,10 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import prediction_class
+from autotune.space.levers import BY_NAME, levers_of, prediction_class
 from autotune.store.records import TrialRecord
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan
@@ -100,6 +101,25 @@ class World:
     error_share: float = 0.0
     kill_share: float = 0.0
     host_memory_share: float = 0.0
+    levers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By lever, the factors by which it changes the GPU's and the host's time; none is tried where there are none."""
+    pair: tuple[str, str, float] | None = None
+    """Two levers, and the factor by which they change the GPU's time only together."""
+    failing_lever: str | None = None
+    compile_seconds: float = 0.0
+
+    # Levers
+
+    def _levers_of(self, arm: Arm) -> frozenset[str]:
+        return levers_of(arm, self.levers)
+
+    def lever_factors(self, arm: Arm) -> tuple[float, float]:
+        """The factors by which an arm's levers change the GPU's and the host's time."""
+        has = self._levers_of(arm)
+        gpu = math.prod(self.levers[name][0] for name in has)
+        if self.pair is not None and {*self.pair[:2]} <= has:
+            gpu *= self.pair[2]
+        return gpu, math.prod(self.levers[name][1] for name in has)
 
     # Memory
 
@@ -109,7 +129,9 @@ class World:
         a_sample = self.sample_bytes["16" if arm.precision in _16_BIT else "32"]
         a_sample *= self.checkpointed_share if arm.gradient_checkpointing else 1.0
         state = self.weights_bytes * (3 if candidate.accumulates else 2)
+        a_sample *= 0.7 if arm.fused_loss else 1.0
         allocated = max(4 * self.weights_bytes, state + self.gradient_bytes + a_sample * batch)
+        allocated *= 1.02 if arm.cuda_graphs else 1.0
         return int(allocated * (1 + self.fragmentation))
 
     def fits(self, candidate: Candidate) -> bool:
@@ -128,12 +150,14 @@ class World:
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         micro = self.gpu_seconds[arm.precision] * (batch + self.small_batch)
         micro *= self.recomputing if arm.gradient_checkpointing else 1.0
+        micro *= self.lever_factors(arm)[0]
         return candidate.gradient_accumulation_steps * micro + self.optimizer_seconds
 
     def step_seconds(self, candidate: Candidate) -> float:
         """The true mean seconds of a step over all processes."""
         arm = candidate.arm
         floor = self.host_seconds[arm.precision] * (self.recomputing if arm.gradient_checkpointing else 1.0)
+        floor *= self.lever_factors(arm)[1]
         accumulation = candidate.gradient_accumulation_steps
         micro = max(floor, (self.gpu_step_seconds(candidate) - self.optimizer_seconds) / accumulation)
         seconds = accumulation * micro + self.optimizer_seconds
@@ -158,6 +182,8 @@ class World:
 
     def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
         """How every trial of the candidate ends for reasons that are not the device's memory."""
+        if self.failing_lever in self._levers_of(candidate.arm):
+            return Failed("error", "RuntimeError: this lever cannot be had")
         if candidate.arm.describe() in self.broken:
             return Failed("error", "RuntimeError: not implemented for this type")
         largest = self.largest_kernel_batch
@@ -191,7 +217,11 @@ class World:
         )
         model = ModelFacts("World", 1000, 1000, ("eager", "sdpa"), gradient_checkpointing=True)
         facts = Inspection(Software("", {}, ()), context_bytes=_CONTEXT_BYTES, model=model)
-        return dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
+        ready = dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
+        if not self.levers:
+            return ready
+        late = frozenset(self.levers) | {"cpu_affinity"}
+        return dataclasses.replace(ready, space=dataclasses.replace(ready.space, late=late))
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
         """Every candidate of the first level on which one fits."""
@@ -200,12 +230,19 @@ class World:
             found = []
             for arm in space.arms:
                 for batch in self._batches(prepared, multiple):
-                    candidate = space.candidate(arm, batch)
-                    if self.fits(candidate):
-                        found.append(candidate)
+                    found += [c for a in self._arms(arm) if self.fits(c := space.candidate(a, batch))]
             if found:
                 yield from found
                 return
+
+    def _arms(self, arm: Arm) -> list[Arm]:
+        """An arm with every set of levers."""
+        arms = [arm]
+        for name in self.levers:
+            value = BY_NAME[name].values[1]
+            also = {"regional_compilation": True} if name == "torch_compile" else {}
+            arms += [dataclasses.replace(each, **{name: value, **also}) for each in arms]
+        return arms
 
     def _batches(self, prepared: Prepared, multiple: int) -> list[int]:
         batches = prepared.space.batches
@@ -263,6 +300,47 @@ def draw(seed: int) -> World:
     )
 
 
+_LEVERS = ("cuda_graphs", "torch_compile", "unpadded", "fused_loss", "cudnn_attention")
+
+
+def draw_with_levers(seed: int) -> World:
+    """Return a world of a seed in which a search goes on with levers.
+
+    They do roughly what is expected of them; in a third of the worlds two of them do more together than alone, on a
+    step that GPU and host limit alike, so that each alone gives next to nothing; in a third a lever fails.
+    """
+    rng, world = random.Random(f"levers {seed}"), draw(seed)
+    levers = {
+        "cuda_graphs": (rng.uniform(0.97, 1.03), rng.uniform(0.15, 0.6)),
+        "torch_compile": (rng.uniform(0.6, 1.05), rng.uniform(0.4, 1.0)),
+        "unpadded": (rng.uniform(0.94, 1.02), rng.uniform(0.98, 1.02)),
+        "fused_loss": (rng.uniform(0.92, 1.08), 1.0),
+        "cudnn_attention": (rng.uniform(0.9, 1.1), rng.uniform(0.7, 1.1)),
+    }
+    kind, host = seed % 3, world.host_seconds
+    pair = None
+    if kind == 1:
+        levers |= {"cuda_graphs": (1.0, rng.uniform(0.15, 0.4)), "torch_compile": (rng.uniform(0.5, 0.8), 1.0)}
+        times = rng.uniform(0.9, 1.1) * 64 * world.gpu_seconds["bf16"] / host["bf16"]
+        host = {name: times * seconds for name, seconds in host.items()}
+        pair = ("cuda_graphs", "torch_compile", rng.uniform(0.8, 1.0))
+    return dataclasses.replace(
+        world,
+        effective_batch=64,
+        objective="throughput",
+        trials=None,
+        broken=frozenset(),
+        error_share=0.0,
+        largest_kernel_batch=None,
+        host_memory_share=0.0,
+        host_seconds=host,
+        levers=levers,
+        pair=pair,
+        failing_lever=rng.choice(_LEVERS) if kind == 2 else None,
+        compile_seconds=rng.uniform(3, 40),
+    )
+
+
 class Machine:
     """Runs the trials of a world: each a process with a speed of its own."""
 
@@ -284,7 +362,8 @@ class Machine:
         """Run one trial."""
         world = self._world
         self.trials += 1
-        self.seconds += 1.0
+        self.seconds += 4.0 if world.levers else 1.0
+        self.seconds += world.compile_seconds if candidate.arm.torch_compile else 0.0
         if self._rng.random() < world.kill_share:
             return Failed("killed", "a signal ended the trial")
         peak = world.peak_bytes(candidate)
@@ -305,6 +384,7 @@ class Machine:
                 peak_allocated_bytes=int(peak / (1 + world.fragmentation)),
                 peak_reserved_bytes=peak,
                 micro_steps_run=min(candidate.gradient_accumulation_steps, effort.max_micro_steps),
+                compile_seconds=world.compile_seconds if candidate.arm.torch_compile else None,
                 gpu_busy_share=world.busy_share(candidate) if effort.busy_steps else None,
             )
         )
@@ -500,17 +580,18 @@ def _coverage(results: list[Result]) -> float:
     return sum(bool(r.covered) for r in results) / max(1, len(results))
 
 
-def play_seeds(seeds: range) -> list[Result]:
+def play_seeds(seeds: range, *, with_levers: bool = False) -> list[Result]:
     """Search in the worlds of these seeds."""
-    return [play(draw(seed)) for seed in seeds]
+    return [play(draw_with_levers(seed) if with_levers else draw(seed)) for seed in seeds]
 
 
-def play_many(first: int, count: int) -> Summary:
+def play_many(first: int, count: int, *, with_levers: bool = False) -> Summary:
     """Search in so many worlds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
-        return Summary([result for part in pool.map(play_seeds, parts) for result in part])
+        played = pool.map(partial(play_seeds, with_levers=with_levers), parts)
+        return Summary([result for part in played for result in part])
 
 
 def main() -> None:
@@ -518,9 +599,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--levers", action="store_true", help="worlds with levers, of which some pay only together")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
     options = parser.parse_args()
-    summary = play_many(options.first, options.worlds)
+    summary = play_many(options.first, options.worlds, with_levers=options.levers)
     for name, value in summary.document().items():
         print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
     if options.json:

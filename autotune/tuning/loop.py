@@ -30,6 +30,7 @@ from autotune.estimate.step_time import StepForecast
 from autotune.execution import Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
+from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, StudyRecord, TrialRecord, new_id, now
 from autotune.store.repository import Store
 from autotune.tuning.environment import is_of_kind
@@ -123,7 +124,16 @@ class Search:
         source = prepared.request.workload.source
         has_own = source is not None and source.kind != "loop" and prepared.model.own is not None
         own = prepared.baseline if has_own else None
-        self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance, own=own)
+        is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
+        self._history = History(
+            prepared.ceiling,
+            memory=memory,
+            steps=steps,
+            tolerance=tolerance,
+            own=own,
+            layers=prepared.model.checkpointing_layers or 1,
+            compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
+        )
         self._library: Library | None = None
         self._control: Candidate | None = None
         """What was measured again to see whether the machine is as fast as in earlier searches."""

@@ -18,10 +18,9 @@ from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
-from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.anytime import Anytime, Idea
+from autotune.tuning.anytime import Anytime, Idea, gain_given
 from autotune.tuning.policy import Policy, pinned
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
@@ -84,12 +83,7 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._has_begun = False
-        is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
-        self.anytime = Anytime(
-            prepared.space,
-            prepared.model.checkpointing_layers,
-            compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
-        )
+        self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
 
@@ -160,7 +154,7 @@ class Plan:
             # A trial that is owed is this one again.
             return None
         self._idea = None
-        gain = self.anytime.learn(idea, self.history, self.in_space)
+        gain = gain_given(idea, self.history, self.in_space)
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"

@@ -19,14 +19,13 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
-from autotune.estimate.bottleneck import gain_of
 from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
-from autotune.space.levers import BY_NAME, levers_of
+from autotune.space.levers import levers_of
 from autotune.space.space import Batches, Space
-from autotune.tuning import anytime
+from autotune.tuning import anytime, policy
 from autotune.tuning.anytime import Anytime
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
@@ -145,7 +144,7 @@ class TestOrder:
         for name, one, seconds in (("a", slow, 0.625), ("b", best, 0.5)):
             measured = replace(measurement(one, seconds, GIB, GIB), gpu_busy_share=0.88, compile_seconds=11.0)
             history.add(Tried(name, one, Completed(measured)))
-        levers = Anytime(space, 24)
+        levers = Anytime(space)
         both = levers.next(history, {slow, best}, usual_seconds=3.0, spent_seconds=0.0)
         assert both is not None
         assert both.candidate.arm == replace(slow.arm, torch_compile=True, regional_compilation=True, cuda_graphs=True)
@@ -230,7 +229,7 @@ class Texts:
         """Try levers to the end; return the winner, and the arms that were tried in order."""
         arms = (replace(arm, gradient_checkpointing=False), replace(arm, gradient_checkpointing=True))
         space = Space(arms, Batches(16), late=frozenset(names), shapes_vary=True, multiples=(128, 1024))
-        history, levers, spent = History(ceiling_of(int(most_gib * GIB), headroom=0)), Anytime(space, 24), 0.0
+        history, levers, spent = History(ceiling_of(int(most_gib * GIB), headroom=0)), Anytime(space), 0.0
         tried: list[Arm] = []
         idea, candidate = None, Candidate(arm, 16, 1)
         while True:
@@ -242,8 +241,6 @@ class Texts:
             history.add(Tried(str(len(tried)), candidate, over or Completed(found)))
             tried.append(candidate.arm)
             among = {each.candidate for each in history.tried}
-            if idea is not None:
-                levers.learn(idea, history, among)
             idea = levers.next(history, among, usual_seconds=4.0, spent_seconds=spent)
             if idea is None:
                 best = history.winner(among)
@@ -296,10 +293,9 @@ class TestTexts:
         history, root = History(ceiling_of(80 * GIB)), Candidate(recomputing, 16)
         measured = replace(measurement(root, 1.0, 20 * GIB, 20 * GIB), gpu_busy_share=0.9)
         history.add(Tried("a", root, Completed(measured)))
-        ideas = list(Anytime(space, 24).ideas(history, {root}, history.tried[0], usual_seconds=3.0))
-        assert not any(idea.candidate.arm.torch_compile for idea in ideas)
-        rows = {i.candidate.arm.gradient_checkpointing: i.gain for i in ideas if i.candidate.arm.padding_free}
-        assert rows[False] > rows[True] > 1.3
+        found = [each.arm for each in Anytime(space).candidates(history, {root})]
+        assert not any(arm.torch_compile and not arm.length_multiple for arm in found)
+        assert {arm.gradient_checkpointing for arm in found if arm.padding_free} == {False, True}
 
 
 class TestEnd:
@@ -547,9 +543,9 @@ class TestMemory:
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers"}))
         root = Candidate(self.ALL, 64)
         outcome = Completed(replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), gpu_busy_share=0.97))
-        history = History(ceiling_of(24 * GIB, headroom=0), memory=memory)
+        history = History(ceiling_of(24 * GIB, headroom=0), memory=memory, layers=24)
         history.add(Tried("a", root, outcome))
-        idea = Anytime(space, 24).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         assert idea.describe() == "checkpointing fewer layers may give up to 1.12 ×, about 3.0 s"
         # 40 - 30 · 14 / 24 GiB are 22.5, and the interval of recomputing arms reaches 2.2 % further.
@@ -560,9 +556,9 @@ class TestMemory:
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
         root = Candidate(compiled, 64)
         measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
-        history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24))
+        history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24), layers=24)
         history.add(Tried("a", root, Completed(measured)))
-        idea = Anytime(space, 24).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         # The layers that keep their activations add 1.25 GiB each to 8 GiB.
         assert idea.candidate.arm == replace(compiled, checkpointed_layers=12)
@@ -571,7 +567,7 @@ class TestMemory:
         fewer = idea.candidate
         measured = replace(measurement(fewer, 0.95, 14 * GIB, 14 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
         history.add(Tried("b", fewer, Completed(measured)))
-        again = Anytime(space, 24).next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
+        again = Anytime(space).next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
         assert again is not None
         assert again.candidate.arm.checkpointed_layers == 1
         assert 1.05 < again.gain < 1.3
@@ -581,12 +577,12 @@ class TestMemory:
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
         root = Candidate(compiled, 64)
         measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
-        history, levers = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24)), Anytime(space, 24)
+        history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24), layers=24)
+        levers = Anytime(space)
         history.add(Tried("a", root, Completed(measured)))
         idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         history.add(Tried("b", idea.candidate, out_of_memory(24 * GIB)))
-        levers.learn(idea, history, {root})
         assert levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0) is None
 
     @pytest.mark.parametrize(
@@ -599,12 +595,12 @@ class TestMemory:
         """At least 0.7 of the 30 GiB that recomputing saves come on top of 10, and none where the cap was met."""
         space = Space((self.KEPT, self.ALL), Batches(64), late=frozenset({"torch_compile"}))
         root = Candidate(self.ALL, 64)
-        history = History(ceiling_of(line_gib * GIB, headroom=0), memory=self.model(line_gib))
+        model = self.model(line_gib)
+        history = History(ceiling_of(line_gib * GIB, headroom=0), memory=model, compiled_recomputes=recomputes)
         measured = replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), allocation_retries=retries)
         history.add(Tried("a", root, Completed(measured)))
-        search = Anytime(space, 24, compiled_recomputes=recomputes)
-        tried = search.ideas(history, {root}, history.tried[0], usual_seconds=3.0)
-        assert any(idea.candidate.arm.torch_compile for idea in tried) == is_tried
+        idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        assert (idea is not None and idea.candidate.arm.torch_compile) == is_tried
 
     @pytest.mark.parametrize("is_graphed", [False, True])
     def test_a_fused_loss_is_tried_where_graphs_ran_out_and_at_no_larger_batch(self, is_graphed: bool) -> None:
@@ -616,16 +612,16 @@ class TestMemory:
         ]
         memory.add(Question(self.KEPT, ((16, 4), (32, 2)), None), PredictionAnswer(tuple(found), None))
         space = Space((self.KEPT,), Batches(64), late=frozenset({"cuda_graphs", "fused_loss"}))
-        history, root = History(ceiling_of(24 * GIB, headroom=0), memory=memory), Candidate(self.KEPT, 16, 4)
+        history, root = History(ceiling_of(24 * GIB, headroom=0), memory=memory, layers=24), Candidate(self.KEPT, 16, 4)
         history.add(Tried("a", root, Completed(measurement(root, 1.0, 20 * GIB, 20 * GIB))))
         history.add(Tried("b", Candidate(self.KEPT, 32, 2), out_of_memory(24 * GIB)))
         if is_graphed:
             graphs = replace(root, arm=replace(self.KEPT, cuda_graphs=True))
             history.add(Tried("c", graphs, out_of_memory(24 * GIB)))
-        ideas = Anytime(space, 24).ideas(history, {root}, history.tried[0], usual_seconds=3.0)
-        fused = {idea.candidate for idea in ideas if idea.candidate.arm.fused_loss}
-        assert {each.per_device_train_batch_size for each in fused} == {16}
-        assert any(each.arm.cuda_graphs for each in fused) == is_graphed
+        idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        assert idea is not None
+        assert idea.candidate.per_device_train_batch_size == 16
+        assert idea.candidate.arm.fused_loss == is_graphed
 
 
 def test_a_failure_is_blamed_on_what_was_new() -> None:
@@ -634,7 +630,7 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     history = History(ceiling_of(24 * GIB))
     history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
+    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
     assert levers.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
 
@@ -642,29 +638,11 @@ def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
     compiled = Arm("bf16", torch_compile=True, regional_compilation=True)
     both = replace(compiled, cuda_graphs=True)
     history = History(ceiling_of(24 * GIB))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)), 24)
+    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
     history.add(Tried("a", Candidate(both, 64), fault("no capture")))
     assert levers.failures(history) == {"cuda_graphs": "no capture"}
     history.add(Tried("b", Candidate(compiled, 64), fault("no compiler")))
     assert levers.failures(history) == {"regional_compilation": "no compiler"}
-
-
-def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
-    """Where the host limits a step, and where the GPU does, without a profile of its work."""
-    candidate = Candidate(Arm("bf16"), 32)
-    host_bound = replace(measurement(candidate, 0.03, GIB, GIB), gpu_busy_share=0.45)
-    gpu_bound = replace(host_bound, gpu_busy_share=0.93)
-    gains = {
-        name: tuple(round(gain_of(prior, each), 2) for each in (host_bound, gpu_bound))
-        for name in ("cuda_graphs", "torch_compile", "torch_compile_mode", "unpadded")
-        if (prior := BY_NAME[name].prior) is not None
-    }
-    assert gains == {
-        "cuda_graphs": (2.22, 1.06),
-        "torch_compile": (1.82, 1.29),
-        "torch_compile_mode": (2.81, 1.34),
-        "unpadded": (1.0, 1.01),
-    }
 
 
 @pytest.mark.whole
@@ -674,7 +652,7 @@ def test_real_trials_go_on_with_what_a_cpu_can_have(
     """Searches on a CPU stop at their first answer; here one goes on, through real processes."""
     monkeypatch.setattr(SearchRequest, "goes_on", True)
     # However long trials take on a busy machine.
-    monkeypatch.setattr(anytime, "_GAIN_A_SECOND", 0.0)
+    monkeypatch.setattr(policy, "_LEAST_GAIN", -1.0)
     monkeypatch.setattr(anytime, "_MOST_SECONDS", math.inf)
     asked = SearchRequest(
         tiny_workload("gpt2-tiny"), cpu, effective_batch=8, batch_multiple=8, study="levers", precisions=("fp32",),
