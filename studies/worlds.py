@@ -1,6 +1,6 @@
 """Random machines and models, computed rather than run: what a search answers on them, and what it promises.
 
-    python studies/worlds.py [--worlds 10000] [--first 0] [--json FILE]
+    python studies/worlds.py [--worlds 10000] [--first 0] [--levers] [--json FILE]
 
 A world is a model on a GPU, drawn at random: memory that is affine in the batch above a floor and reserved with some
 fragmentation; step times with a floor that the host sets; arms whose order differs from the usual; trials that run out
@@ -108,18 +108,12 @@ class World:
     failing_lever: str | None = None
     compile_seconds: float = 0.0
 
-    # Levers
-
-    def _levers_of(self, arm: Arm) -> frozenset[str]:
-        return levers_of(arm, self.levers)
-
     def lever_factors(self, arm: Arm) -> tuple[float, float]:
         """The factors by which an arm's levers change the GPU's and the host's time."""
-        has = self._levers_of(arm)
-        gpu = math.prod(self.levers[name][0] for name in has)
-        if self.pair is not None and {*self.pair[:2]} <= has:
-            gpu *= self.pair[2]
-        return gpu, math.prod(self.levers[name][1] for name in has)
+        has = levers_of(arm, self.levers)
+        together = self.pair[2] if self.pair is not None and {*self.pair[:2]} <= has else 1.0
+        gpu, host = (math.prod(self.levers[name][at] for name in has) for at in (0, 1))
+        return gpu * together, host
 
     # Memory
 
@@ -182,7 +176,7 @@ class World:
 
     def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
         """How every trial of the candidate ends for reasons that are not the device's memory."""
-        if self.failing_lever in self._levers_of(candidate.arm):
+        if self.failing_lever in levers_of(candidate.arm, self.levers):
             return Failed("error", "RuntimeError: this lever cannot be had")
         if candidate.arm.describe() in self.broken:
             return Failed("error", "RuntimeError: not implemented for this type")
@@ -218,9 +212,7 @@ class World:
         model = ModelFacts("World", 1000, 1000, ("eager", "sdpa"), gradient_checkpointing=True)
         facts = Inspection(Software("", {}, ()), context_bytes=_CONTEXT_BYTES, model=model)
         ready = dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
-        if not self.levers:
-            return ready
-        late = frozenset(self.levers) | {"cpu_affinity"}
+        late = ready.space.late | frozenset(self.levers)
         return dataclasses.replace(ready, space=dataclasses.replace(ready.space, late=late))
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
@@ -300,9 +292,6 @@ def draw(seed: int) -> World:
     )
 
 
-_LEVERS = ("cuda_graphs", "torch_compile", "unpadded", "fused_loss", "cudnn_attention")
-
-
 def draw_with_levers(seed: int) -> World:
     """Return a world of a seed in which a search goes on with levers.
 
@@ -317,9 +306,8 @@ def draw_with_levers(seed: int) -> World:
         "fused_loss": (rng.uniform(0.92, 1.08), 1.0),
         "cudnn_attention": (rng.uniform(0.9, 1.1), rng.uniform(0.7, 1.1)),
     }
-    kind, host = seed % 3, world.host_seconds
-    pair = None
-    if kind == 1:
+    host, pair = world.host_seconds, None
+    if seed % 3 == 1:
         levers |= {"cuda_graphs": (1.0, rng.uniform(0.15, 0.4)), "torch_compile": (rng.uniform(0.5, 0.8), 1.0)}
         times = rng.uniform(0.9, 1.1) * 64 * world.gpu_seconds["bf16"] / host["bf16"]
         host = {name: times * seconds for name, seconds in host.items()}
@@ -336,7 +324,7 @@ def draw_with_levers(seed: int) -> World:
         host_seconds=host,
         levers=levers,
         pair=pair,
-        failing_lever=rng.choice(_LEVERS) if kind == 2 else None,
+        failing_lever=rng.choice([*levers]) if seed % 3 == 2 else None,
         compile_seconds=rng.uniform(3, 40),
     )
 
@@ -428,6 +416,7 @@ class Result:
     half_width: float | None
     processes: int
     is_budgeted: bool
+    seconds: float
     kind: str
     detail: str = ""
 
@@ -440,8 +429,7 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     prepared = world.prepared()
     machine = Machine(world, repeat)
     history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
-    policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
-    now = 0.0
+    policy, now = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space), 0.0
     plan = Plan(prepared, history, policy, lambda: now)
     study = OptunaStudy(prepared, plan, seed=world.seed, is_parallel=slots > 1)
     running: list[tuple[float, int, TrialRecord, optuna.Trial]] = []
@@ -495,6 +483,7 @@ def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> R
         half_width=width,
         processes=processes,
         is_budgeted=world.trials is not None,
+        seconds=machine.seconds,
         kind=world.noise,
         detail=best.candidate.describe() if best else "",
     )

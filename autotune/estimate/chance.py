@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
@@ -151,6 +151,7 @@ class Chances:
             for t in history.tried
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
+        self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
         self._blame = self._blamed()
         self._failures: dict[Arm, list[int]] = {}
         self._completed: dict[Arm, list[int]] = {}
@@ -172,7 +173,7 @@ class Chances:
         """Return how likely its peak stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
-            if self._history.ruled_out_by(candidate) is not None:
+            if self._history.ruled_out_by(candidate) is not None or self._ran_out_compiled(candidate):
                 self._fits[key] = 0.0
             elif (allocated := self._allocated_bytes(candidate)) is not None:
                 self._fits[key] = below((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
@@ -182,6 +183,17 @@ class Chances:
                 self._fits[key] = self._by_peaks(candidate)
             self._fits[key] *= self._above_what_ran_out(candidate)
         return self._fits[key]
+
+    def _ran_out_compiled(self, candidate: Candidate) -> bool:
+        """Return whether another way to compile the same ran out of memory at this batch or a smaller one."""
+        arm, batch = candidate.arm, candidate.per_device_train_batch_size
+        return arm.torch_compile and any(
+            t.candidate.arm.torch_compile
+            and t.candidate.per_device_train_batch_size <= batch
+            and memory_class(without(t.candidate.arm, _WAYS)) == memory_class(without(arm, _WAYS))
+            for t in self._history.tried
+            if self._history.is_over(t)
+        )
 
     def _allocated_bytes(self, candidate: Candidate) -> int | None:
         """Return what the same allocated in segments that do not expand; ``None`` where that was not measured."""
@@ -256,7 +268,7 @@ class Chances:
         An arm may be broken, every batch from some size on may be, or a candidate by itself.
         """
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        chance = math.prod(1 - self._blame.get(name, _fails(name)) for name in levers_of(arm, PRIORS))
+        chance = self._whole(levers_of(arm, PRIORS))
         if not self._failures:
             return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
         total = runs = 0.0
@@ -284,37 +296,48 @@ class Chances:
             for limit, weight in limits.items()
         }
 
-    def _blamed(self) -> dict[str, float]:
-        """Return how likely each lever fails by itself, given the trials in which levers took part.
+    def _blamed(self) -> dict[frozenset[str], float]:
+        """Return how likely each set of levers is the broken ones, of those that never completed and failed once.
 
-        A lever that completed once does not. Of a failure each lever that never completed may be the cause.
+        A lever that completed once is whole. A failure is due to a broken one, or to the candidate by itself.
         """
-        proven = {n for t in self._history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
-        blame = dict.fromkeys(proven, 0.0)
-        suspects: list[Collection[str]] = [
+        failed = [
             unproven
             for t in self._history.tried
-            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - proven)
+            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - self._proven)
         ]
-        for names in sorted(suspects, key=len):
-            if not any(blame.get(name) == 1.0 for name in names):
-                any_fails = 1 - math.prod(1 - _fails(name) for name in names)
-                blame |= {name: max(_fails(name) / any_fails, blame.get(name, 0.0)) for name in names}
-        return blame
+        # The rarest suspects are left out where there are many: each doubles the sets.
+        suspects = sorted(set().union(*failed), key=lambda n: (-sum(n in names for names in failed), n))[
+            :_MOST_SUSPECTS
+        ]
+        weights: dict[frozenset[str], float] = {}
+        for broken in map(frozenset, chain.from_iterable(combinations(suspects, n) for n in range(len(suspects) + 1))):
+            weight = math.prod(_fails(name) if name in broken else 1 - _fails(name) for name in suspects)
+            weights[broken] = weight * math.prod(1.0 if names & broken else _BY_ITSELF for names in failed)
+        total = sum(weights.values())
+        return {broken: weight / total for broken, weight in weights.items()}
 
-    def failing(self, *, surely: bool = False) -> dict[str, str]:
-        """Return the levers that are likely, or surely, the cause of a failure, each with a trial's message."""
-        least = _SURE_CAUSE if surely else _LIKELY_CAUSE
+    def _whole(self, levers: frozenset[str]) -> float:
+        """Return how likely none of some levers is broken."""
+        suspected = frozenset().union(*self._blame)
+        chance = sum(weight for broken, weight in self._blame.items() if not broken & levers)
+        return chance * math.prod(1 - _fails(name) for name in levers - suspected - self._proven)
+
+    def failing(self, least: float = 0.5) -> dict[str, str]:
+        """Return the levers that are broken with more than some probability, each with a trial's message."""
         found = dict[str, str]()
         for tried in self._history.tried:
             if isinstance(tried.outcome, Failed):
                 for name in sorted(levers_of(tried.candidate.arm, PRIORS)):
-                    if self._blame.get(name, 0.0) > least:
+                    if sum(weight for broken, weight in self._blame.items() if name in broken) > least:
                         found.setdefault(name, " ".join(tried.outcome.message.split()))
         return found
 
 
-_LIKELY_CAUSE, _SURE_CAUSE = 0.5, 0.9
+_WAYS = ("regional_compilation", "torch_compile_mode")
+"""How to compile."""
+_BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
+"""How likely a candidate fails with whole levers, and how many may be the cause. Choices."""
 
 
 def _fails(lever: str) -> float:

@@ -30,7 +30,9 @@ _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
 """A trial of a lever is ended after so many times what it is expected to take. A choice."""
 _MOST_ROOTS = 8
 """Levers are considered on so many of the fastest candidates. A choice."""
-_GRAPHS, _FEWER_LAYERS = "cuda_graphs", "checkpointed_layers"
+_SURELY, _PERHAPS = 0.9, 0.3
+"""From which probability on that it is broken a lever is tried no more, and another is tried in its place. Choices."""
+_GRAPHS, _FEWER_LAYERS, _EXPANDABLE = "cuda_graphs", "checkpointed_layers", "expandable_segments"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Anytime:
 
     def is_late(self, candidate: Candidate) -> bool:
         """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
-        arm = without(candidate.arm, self._late & {"expandable_segments"})
+        arm = without(candidate.arm, self._late & {_EXPANDABLE})
         return bool(levers_of(arm, self._late)) and arm not in self._saving
 
     def has_time(self, seconds: float, spent_seconds: float) -> bool:
@@ -145,11 +147,12 @@ class Anytime:
         Of what ran and left too little memory, the same in segments that expand is one, too, and with levers the next
         smaller batch.
         """
-        judge, failed = Judge(self._space, history), Chances(history).failing(surely=True)
+        judge, chances = Judge(self._space, history), Chances(history)
+        failed, doubtful = (frozenset(chances.failing(least)) for least in (_SURELY, _PERHAPS))
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
-        pairs = [(root, each) for root in roots for each in self._changes(history, root, failed)]
-        if "expandable_segments" not in failed:
+        pairs = [(root, each) for root in roots for each in self._changes(history, root, failed, doubtful)]
+        if _EXPANDABLE not in failed:
             pairs += [(root, each) for root in over if (each := judge.in_expandable_segments(root))]
         for root in over:
             if levers_of(root.candidate.arm, self._late):
@@ -173,49 +176,52 @@ class Anytime:
             return False
         return self._space.contains(candidate) and judge.is_open(candidate) and not is_beaten(history, candidate)
 
-    def _changes(self, history: History, root: Tried, failed: Collection[str]) -> Iterator[Candidate]:
+    def _changes(
+        self, history: History, root: Tried, failed: frozenset[str], doubtful: frozenset[str]
+    ) -> Iterator[Candidate]:
         """Yield what a measured candidate becomes with a lever, with two, or with fewer layers that recompute."""
-        candidate, rows = root.candidate, self._rows(root.candidate, failed)
+        candidate, rows = root.candidate, self._rows(root.candidate, failed, doubtful)
         for row in rows:
-            changed_one = self._with(candidate, row)
+            changed_one = self._with(candidate, row, failed)
             yield changed_one
             if candidate.arm.gradient_checkpointing:
                 yield replace(changed_one, arm=changed(changed_one.arm, gradient_checkpointing=False))
             for is_larger in (True, False):
                 yield from self._beside(changed_one, larger=is_larger)[:1]
         for one, other in combinations(rows, 2):
-            yield self._with(self._with(candidate, one), other)
-        if _FEWER_LAYERS in self._late - {*failed} and candidate.arm.gradient_checkpointing:
+            yield self._with(self._with(candidate, one, failed), other, failed)
+        if _FEWER_LAYERS in self._late - failed and candidate.arm.gradient_checkpointing:
             for count in range(1, candidate.arm.checkpointed_layers or history.layers):
                 yield replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
         if levers_of(candidate.arm, self._late):
             for is_larger in (True, False):
                 yield from self._beside(candidate, larger=is_larger)[:1]
 
-    def _with(self, candidate: Candidate, row: Lever) -> Candidate:
+    def _with(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
         """Return a candidate with a lever and what belongs to it."""
         arm = candidate.arm
         if PRIORS[row.name].is_unmasked:
             # A compiler has processes of its own, and what is replayed needs no fast host.
-            is_unpadded = "unpadded" in self._late and arm.length_multiple is None and not arm.padding_free
+            may_be = "unpadded" in self._late - failed
+            is_unpadded = may_be and arm.length_multiple is None and not arm.padding_free
             arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
         return replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
 
-    def _rows(self, candidate: Candidate, failed: Collection[str]) -> list[Lever]:
+    def _rows(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
         """Return the levers that a candidate may be given besides its own."""
         return [
             row
             for row in LEVERS
             if row.prior is not None
-            and row.name not in (*failed, _FEWER_LAYERS)
+            and row.name not in (*failed, _FEWER_LAYERS, _EXPANDABLE)
             and (row.name in self._late or row.part_of in self._late)
             and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
             and (row.prior.accumulates or not candidate.accumulates)
             and (row.part_of != "gradient_checkpointing" or candidate.arm.gradient_checkpointing)
-            and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, failed))
+            and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, doubtful))
         ]
 
-    def _can_have(self, name: str, candidate: Candidate, failed: Collection[str]) -> bool:
+    def _can_have(self, name: str, candidate: Candidate, failed: frozenset[str]) -> bool:
         row = BY_NAME[name]
         with_it = changed(candidate.arm, **{name: row.values[1]})
         return not self._late.isdisjoint({name, row.part_of}) and name not in failed and not excluding(with_it)

@@ -86,6 +86,7 @@ class Plan:
         self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
+        self._next_of_levers: tuple[tuple[int, int, frozenset[str]], Idea | None] | None = None
 
     # What is known
 
@@ -130,6 +131,7 @@ class Plan:
 
         Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
         self.anytime.leave_out(levers)
+        self._upcoming = self._next_of_levers = None
         refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -142,7 +144,8 @@ class Plan:
     def drop_reused(self) -> None:
         """Forget the speeds that were taken from earlier searches."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
-        self.records, self.in_space, self._again, self._upcoming = {}, set(), Repeats(), None
+        self.records, self.in_space, self._again = {}, set(), Repeats()
+        self._upcoming = self._next_of_levers = None
         self.history.clear()
         for trial in kept:
             self.take(trial)
@@ -271,10 +274,14 @@ class Plan:
         """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
         if self.pending or not self.has_first_answer:
             return None
-        seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
-        usual = statistics.median(seconds) if seconds else 0.0
-        spent = self._seconds_with_levers
-        return self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+        key = self._known_by_now()
+        if self._next_of_levers is None or self._next_of_levers[0] != key:
+            seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
+            usual = statistics.median(seconds) if seconds else 0.0
+            spent = self._seconds_with_levers
+            found = self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+            self._next_of_levers = key, found
+        return self._next_of_levers[1]
 
     @property
     def _seconds_with_levers(self) -> float:
@@ -304,13 +311,16 @@ class Plan:
         """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
         if self._policy is None:
             return None
-        # Predictions may have arrived since, and change what fits.
-        memory = self.history.memory
-        version = memory.version if memory is not None else 0
-        key = len(self.history.tried), version, frozenset(self.pending)
+        key = self._known_by_now()
         if self._upcoming is None or self._upcoming[0] != key:
             self._upcoming = key, self._policy.next(self.history)
         return self._upcoming[1]
+
+    def _known_by_now(self) -> tuple[int, int, frozenset[str]]:
+        """Return what changes where a decision may: trials that ended, predictions that arrived, trials under way."""
+        memory = self.history.memory
+        version = memory.version if memory is not None else 0
+        return len(self.history.tried), version, frozenset(self.pending)
 
     @property
     def _waits(self) -> bool:

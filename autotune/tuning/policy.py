@@ -291,7 +291,9 @@ def worth(
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:
         return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
-    return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * extra) * gains * likely / seconds)
+    # Levers have to pay for their trials whole; without an answer to go on from, slow steps are no reason to stop.
+    paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
+    return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
 
 
 @cache

@@ -111,9 +111,13 @@ def test_a_database_in_which_no_tables_can_be_made_is_refused(postgres_server: P
     with pytest.raises(StorageError, match="does not allow this user to do that") as caught:
         open_store(url.replace(f"//{USER}@", f"//{user}@"))
     assert "administrator" in caught.value.hint
-    postgres_server.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
-    with pytest.raises(StorageError, match="can only be read: it is a standby"):
-        open_store(url)
+    with (
+        open_store(url) as store,
+        pytest.raises(StorageError, match="can only be read: it is a standby"),
+        storage_errors(store.label),
+        transaction(store.engine, writes=False) as connection,
+    ):
+        connection.exec_driver_sql("CREATE TABLE other (name text)")
     postgres_server.drop(database)
     postgres_server.execute(f"DROP ROLE {user}")
 
