@@ -173,7 +173,9 @@ class Chances:
         """Return how likely its peak stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
-            if self._history.ruled_out_by(candidate) is not None or self._ran_out_compiled(candidate):
+            # Passing no mask saves next to nothing.
+            masked = replace(candidate, arm=without(candidate.arm, ["unpadded"]))
+            if self._history.ruled_out_by(masked) is not None or self._ran_out_compiled(candidate):
                 self._fits[key] = 0.0
             elif (allocated := self._allocated_bytes(candidate)) is not None:
                 self._fits[key] = below((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
