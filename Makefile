@@ -150,6 +150,7 @@ bench: install-bench
 	$(BIN)/python studies/step_times.py compare
 	$(BIN)/python studies/bench.py
 	$(BIN)/python studies/worlds.py
+	$(BIN)/python studies/worlds.py --levers --worlds 1000
 	$(BIN)/python studies/promised_coverage.py
 
 # What a release publishes: built, checked, and installed into empty environments with pip and with uv.

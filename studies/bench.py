@@ -59,12 +59,12 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.estimate.history import History
+from autotune.results.optuna_trials import over_line_gib
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
-from autotune.tuning.optuna_study import over_line_gib
 from autotune.tuning.prepare import Prepared
 
 # Of the machine whose GPU was recorded; half of them predict at once.

@@ -1,6 +1,6 @@
 """Random machines and models, computed rather than run: what a search answers on them, and what it promises.
 
-    python studies/worlds.py [--worlds 10000] [--first 0] [--json FILE]
+    python studies/worlds.py [--worlds 10000] [--first 0] [--levers] [--json FILE]
 
 A world is a model on a GPU, drawn at random: memory that is affine in the batch above a floor and reserved with some
 fragmentation; step times with a floor that the host sets; arms whose order differs from the usual; trials that run out
@@ -24,11 +24,14 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import optuna
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
@@ -41,8 +44,9 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import prediction_class
+from autotune.space.levers import BY_NAME, levers_of, prediction_class
 from autotune.store.records import TrialRecord
+from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare
@@ -97,6 +101,19 @@ class World:
     error_share: float = 0.0
     kill_share: float = 0.0
     host_memory_share: float = 0.0
+    levers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By lever, the factors by which it changes the GPU's and the host's time; none is tried where there are none."""
+    pair: tuple[str, str, float] | None = None
+    """Two levers, and the factor by which they change the GPU's time only together."""
+    failing_lever: str | None = None
+    compile_seconds: float = 0.0
+
+    def lever_factors(self, arm: Arm) -> tuple[float, float]:
+        """The factors by which an arm's levers change the GPU's and the host's time."""
+        has = levers_of(arm, self.levers)
+        together = self.pair[2] if self.pair is not None and {*self.pair[:2]} <= has else 1.0
+        gpu, host = (math.prod(self.levers[name][at] for name in has) for at in (0, 1))
+        return gpu * together, host
 
     # Memory
 
@@ -106,7 +123,9 @@ class World:
         a_sample = self.sample_bytes["16" if arm.precision in _16_BIT else "32"]
         a_sample *= self.checkpointed_share if arm.gradient_checkpointing else 1.0
         state = self.weights_bytes * (3 if candidate.accumulates else 2)
+        a_sample *= 0.7 if arm.fused_loss else 1.0
         allocated = max(4 * self.weights_bytes, state + self.gradient_bytes + a_sample * batch)
+        allocated *= 1.02 if arm.cuda_graphs else 1.0
         return int(allocated * (1 + self.fragmentation))
 
     def fits(self, candidate: Candidate) -> bool:
@@ -125,12 +144,14 @@ class World:
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         micro = self.gpu_seconds[arm.precision] * (batch + self.small_batch)
         micro *= self.recomputing if arm.gradient_checkpointing else 1.0
+        micro *= self.lever_factors(arm)[0]
         return candidate.gradient_accumulation_steps * micro + self.optimizer_seconds
 
     def step_seconds(self, candidate: Candidate) -> float:
         """The true mean seconds of a step over all processes."""
         arm = candidate.arm
         floor = self.host_seconds[arm.precision] * (self.recomputing if arm.gradient_checkpointing else 1.0)
+        floor *= self.lever_factors(arm)[1]
         accumulation = candidate.gradient_accumulation_steps
         micro = max(floor, (self.gpu_step_seconds(candidate) - self.optimizer_seconds) / accumulation)
         seconds = accumulation * micro + self.optimizer_seconds
@@ -155,6 +176,8 @@ class World:
 
     def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
         """How every trial of the candidate ends for reasons that are not the device's memory."""
+        if self.failing_lever in levers_of(candidate.arm, self.levers):
+            return Failed("error", "RuntimeError: this lever cannot be had")
         if candidate.arm.describe() in self.broken:
             return Failed("error", "RuntimeError: not implemented for this type")
         largest = self.largest_kernel_batch
@@ -188,7 +211,9 @@ class World:
         )
         model = ModelFacts("World", 1000, 1000, ("eager", "sdpa"), gradient_checkpointing=True)
         facts = Inspection(Software("", {}, ()), context_bytes=_CONTEXT_BYTES, model=model)
-        return dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
+        ready = dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
+        late = ready.space.late | frozenset(self.levers)
+        return dataclasses.replace(ready, space=dataclasses.replace(ready.space, late=late))
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
         """Every candidate of the first level on which one fits."""
@@ -197,12 +222,19 @@ class World:
             found = []
             for arm in space.arms:
                 for batch in self._batches(prepared, multiple):
-                    candidate = space.candidate(arm, batch)
-                    if self.fits(candidate):
-                        found.append(candidate)
+                    found += [c for a in self._arms(arm) if self.fits(c := space.candidate(a, batch))]
             if found:
                 yield from found
                 return
+
+    def _arms(self, arm: Arm) -> list[Arm]:
+        """An arm with every set of levers."""
+        arms = [arm]
+        for name in self.levers:
+            value = BY_NAME[name].values[1]
+            also = {"regional_compilation": True} if name == "torch_compile" else {}
+            arms += [dataclasses.replace(each, **{name: value, **also}) for each in arms]
+        return arms
 
     def _batches(self, prepared: Prepared, multiple: int) -> list[int]:
         batches = prepared.space.batches
@@ -260,6 +292,43 @@ def draw(seed: int) -> World:
     )
 
 
+def draw_with_levers(seed: int) -> World:
+    """Return a world of a seed in which a search goes on with levers.
+
+    They do roughly what is expected of them; in a third of the worlds two of them do more together than alone, on a
+    step that GPU and host limit alike, so that each alone gives next to nothing; in a third a lever fails.
+    """
+    rng, world = random.Random(f"levers {seed}"), draw(seed)
+    levers = {
+        "cuda_graphs": (rng.uniform(0.97, 1.03), rng.uniform(0.15, 0.6)),
+        "torch_compile": (rng.uniform(0.6, 1.05), rng.uniform(0.4, 1.0)),
+        "unpadded": (rng.uniform(0.94, 1.02), rng.uniform(0.98, 1.02)),
+        "fused_loss": (rng.uniform(0.92, 1.08), 1.0),
+        "cudnn_attention": (rng.uniform(0.9, 1.1), rng.uniform(0.7, 1.1)),
+    }
+    host, pair = world.host_seconds, None
+    if seed % 3 == 1:
+        levers |= {"cuda_graphs": (1.0, rng.uniform(0.15, 0.4)), "torch_compile": (rng.uniform(0.5, 0.8), 1.0)}
+        times = rng.uniform(0.9, 1.1) * 64 * world.gpu_seconds["bf16"] / host["bf16"]
+        host = {name: times * seconds for name, seconds in host.items()}
+        pair = ("cuda_graphs", "torch_compile", rng.uniform(0.8, 1.0))
+    return dataclasses.replace(
+        world,
+        effective_batch=64,
+        objective="throughput",
+        trials=None,
+        broken=frozenset(),
+        error_share=0.0,
+        largest_kernel_batch=None,
+        host_memory_share=0.0,
+        host_seconds=host,
+        levers=levers,
+        pair=pair,
+        failing_lever=rng.choice([*levers]) if seed % 3 == 2 else None,
+        compile_seconds=rng.uniform(3, 40),
+    )
+
+
 class Machine:
     """Runs the trials of a world: each a process with a speed of its own."""
 
@@ -281,7 +350,8 @@ class Machine:
         """Run one trial."""
         world = self._world
         self.trials += 1
-        self.seconds += 1.0
+        self.seconds += 4.0 if world.levers else 1.0
+        self.seconds += world.compile_seconds if candidate.arm.torch_compile else 0.0
         if self._rng.random() < world.kill_share:
             return Failed("killed", "a signal ended the trial")
         peak = world.peak_bytes(candidate)
@@ -302,6 +372,7 @@ class Machine:
                 peak_allocated_bytes=int(peak / (1 + world.fragmentation)),
                 peak_reserved_bytes=peak,
                 micro_steps_run=min(candidate.gradient_accumulation_steps, effort.max_micro_steps),
+                compile_seconds=world.compile_seconds if candidate.arm.torch_compile else None,
                 gpu_busy_share=world.busy_share(candidate) if effort.busy_steps else None,
             )
         )
@@ -345,6 +416,7 @@ class Result:
     half_width: float | None
     processes: int
     is_budgeted: bool
+    seconds: float
     kind: str
     detail: str = ""
 
@@ -357,15 +429,16 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     prepared = world.prepared()
     machine = Machine(world, repeat)
     history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
-    policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
-    now = 0.0
+    policy, now = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space), 0.0
     plan = Plan(prepared, history, policy, lambda: now)
-    running: list[tuple[float, int, TrialRecord]] = []
+    study = OptunaStudy(prepared, plan, seed=world.seed, is_parallel=slots > 1)
+    running: list[tuple[float, int, TrialRecord, optuna.Trial]] = []
     while True:
         while len(running) < slots and plan.exhausted() is None and machine.trials < _MOST_TRIALS:
-            step = plan.next()
-            if step is None:
+            asked = study.ask()
+            if asked is None:
                 break
+            step, trial = asked
             effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
             before = machine.seconds
             outcome = machine.run(step.candidate, effort)
@@ -374,10 +447,12 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
                 "study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome, seconds=took
             )
             plan.begin(record)
-            heapq.heappush(running, (now + took, record.number, record))
+            heapq.heappush(running, (now + took, record.number, record, trial))
         if not running:
             return _result(world, prepared, plan, machine)
-        now, _, ended = heapq.heappop(running)
+        now, _, ended, trial = heapq.heappop(running)
+        assert ended.outcome is not None
+        study.tell(trial, ended.candidate, ended.outcome)
         plan.take(ended)
 
 
@@ -408,6 +483,7 @@ def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> R
         half_width=width,
         processes=processes,
         is_budgeted=world.trials is not None,
+        seconds=machine.seconds,
         kind=world.noise,
         detail=best.candidate.describe() if best else "",
     )
@@ -493,17 +569,18 @@ def _coverage(results: list[Result]) -> float:
     return sum(bool(r.covered) for r in results) / max(1, len(results))
 
 
-def play_seeds(seeds: range) -> list[Result]:
+def play_seeds(seeds: range, *, with_levers: bool = False) -> list[Result]:
     """Search in the worlds of these seeds."""
-    return [play(draw(seed)) for seed in seeds]
+    return [play(draw_with_levers(seed) if with_levers else draw(seed)) for seed in seeds]
 
 
-def play_many(first: int, count: int) -> Summary:
+def play_many(first: int, count: int, *, with_levers: bool = False) -> Summary:
     """Search in so many worlds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
-        return Summary([result for part in pool.map(play_seeds, parts) for result in part])
+        played = pool.map(partial(play_seeds, with_levers=with_levers), parts)
+        return Summary([result for part in played for result in part])
 
 
 def main() -> None:
@@ -511,9 +588,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--levers", action="store_true", help="worlds with levers, of which some pay only together")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
     options = parser.parse_args()
-    summary = play_many(options.first, options.worlds)
+    summary = play_many(options.first, options.worlds, with_levers=options.levers)
     for name, value in summary.document().items():
         print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
     if options.json:

@@ -5,11 +5,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from optuna.storages import InMemoryStorage, RDBStorage
 from recorded import ComputedRunner, RecordedRunner
-from sqlalchemy import Engine
 
 from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.ceiling import Ceiling, Headroom
@@ -110,26 +108,11 @@ def write_empty_database(path: Path) -> None:
     path.write_bytes(_empty_database())
 
 
-class _MemoryStorage(InMemoryStorage):
-    """Optuna's storage in memory, with the connections that ``Store.close`` closes."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine = engine
-
-
-def new_store(folder: Path, name: str = "autotune.db", *, optuna_tables: bool = False) -> Store:
-    """An open, empty store in a file of its own.
-
-    Optuna's record of a search is in the file only with ``optuna_tables``, else in memory: Optuna writes each value of
-    a trial in a transaction of its own, and most of a search over computed trials would be that.
-    """
+def new_store(folder: Path, name: str = "autotune.db") -> Store:
+    """An open, empty store in a file of its own."""
     path = folder / name
     write_empty_database(path)
-    store = open_store(str(path))
-    if not optuna_tables:
-        store.optuna = cast(RDBStorage, _MemoryStorage(store.optuna.engine))
-    return store
+    return open_store(str(path))
 
 
 @dataclass

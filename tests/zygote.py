@@ -46,7 +46,7 @@ _MODULES = (
     "autotune.results.json_document", "autotune.store.opening", "autotune.tuning.answer_cache", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.predictions",
     "autotune.worker.dataset.reading", "autotune.worker.user.run", "autotune.worker.dataset.prepared",
-    "autotune.worker.private.datasets", "alembic.migration", "msgspec", "optuna.storages._rdb.models", "rich.console",
+    "autotune.worker.private.datasets", "alembic.migration", "msgspec", "rich.console",
     "sqlalchemy.dialects.sqlite",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip

@@ -280,7 +280,7 @@ def _database(storage: str) -> Check:
         path = resolve_location(storage).path
         if path is not None and not path.exists():
             return Check("database", "ok", f"{name}, which the first search makes")
-        # Imports Alembic and Optuna, half a second.
+        # Imports Alembic.
         from autotune.store.opening import current_revision
 
         now, newest = current_revision(storage)

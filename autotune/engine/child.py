@@ -262,8 +262,8 @@ class _Child:
             try:
                 return self._search(work, storage, Teller(say, record))
             finally:
-                # Whatever was missed on the way: how the study ended, trials that were interrupted, Optuna's study.
-                whole = read_study(store, work.study, with_optuna=True)
+                # Whatever was missed on the way: how the study ended, trials that were interrupted.
+                whole = read_study(store, work.study)
                 if whole is not None:
                     say("record", whole)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
@@ -15,8 +15,14 @@ from autotune.estimate.speed_model import below
 from autotune.space.levers import PRIORS, levers_of, memory_class, needs_at_least, without
 from autotune.space.precision_names import HALF
 
-_LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.1, 0.03, 0.05
-"""How likely a lever cannot run with a training, an arm, a single candidate, all batches from some size on. Choices."""
+_COMPILED_FAILS, _LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.02, 0.1, 0.03, 0.05
+"""How likely what compiles or captures cannot run with a training, another lever, an arm, a single candidate, all
+batches from some size on. Choices."""
+_COMPILED_KEEPS = 0.7
+"""Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
+H200, 23 November 2026)."""
+_EXPANDED, _EXPANDED_DOUBT = 0.02, 0.012
+"""What is reserved beyond what is allocated where segments expand, and its deviation: 0.003 to 0.045 (H200)."""
 _CHECKED, _RIGHT, _DISTRUSTED = 0.02, 0.05, 0.2
 """Deviation of the logarithm of a measured peak from its prediction: where predictions were checked, before, and where
 a check failed."""
@@ -145,6 +151,7 @@ class Chances:
             for t in history.tried
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
+        self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
         self._blame = self._blamed()
         self._failures: dict[Arm, list[int]] = {}
         self._completed: dict[Arm, list[int]] = {}
@@ -166,13 +173,54 @@ class Chances:
         """Return how likely its peak stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
-            if self._history.ruled_out_by(candidate) is not None:
+            # Passing no mask saves next to nothing.
+            masked = replace(candidate, arm=without(candidate.arm, ["unpadded"]))
+            if self._history.ruled_out_by(masked) is not None or self._ran_out_compiled(candidate):
                 self._fits[key] = 0.0
+            elif (allocated := self._allocated_bytes(candidate)) is not None:
+                self._fits[key] = below((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
             elif (predicted := self._predicted_bytes(candidate)) is not None:
                 self._fits[key] = self._by_prediction(candidate, math.log(predicted))
             else:
                 self._fits[key] = self._by_peaks(candidate)
+            self._fits[key] *= self._above_what_ran_out(candidate)
         return self._fits[key]
+
+    def _ran_out_compiled(self, candidate: Candidate) -> bool:
+        """Return whether another way to compile the same ran out of memory at this batch or a smaller one."""
+        arm, batch = candidate.arm, candidate.per_device_train_batch_size
+        return arm.torch_compile and any(
+            t.candidate.arm.torch_compile
+            and t.candidate.per_device_train_batch_size <= batch
+            and memory_class(without(t.candidate.arm, _WAYS)) == memory_class(without(arm, _WAYS))
+            for t in self._history.tried
+            if self._history.is_over(t)
+        )
+
+    def _allocated_bytes(self, candidate: Candidate) -> int | None:
+        """Return what the same allocated in segments that do not expand; ``None`` where that was not measured."""
+        if not candidate.arm.expandable_segments:
+            return None
+        plain = replace(candidate, arm=without(candidate.arm, ["expandable_segments"]))
+        measured = [t.measurement.peak_allocated_bytes for t in self._history.outcomes_of(plain) if t.measurement]
+        return max(measured, default=None)
+
+    def _above_what_ran_out(self, candidate: Candidate) -> float:
+        """Return 1, or less where so many layers recompute that are between what ran out and what fits: anywhere."""
+        layers = self._history.layers
+
+        def alike(tried: Tried) -> bool:
+            arm = replace(tried.candidate.arm, checkpointed_layers=candidate.arm.checkpointed_layers)
+            return replace(tried.candidate, arm=arm) == candidate
+
+        if candidate.arm.checkpointed_layers is None:
+            return 1.0
+        tried = [t for t in self._history.tried if alike(t)]
+        over = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_over(t)]
+        fits = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_feasible(t)]
+        if not over or not fits:
+            return 1.0
+        return min(1.0, (candidate.arm.checkpointed_layers - max(over)) / max(1, min(fits) - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
         memory = self._history.memory
@@ -181,6 +229,10 @@ class Chances:
         if candidate.arm.torch_compile:
             # Compiled code is not traced: it keeps no more than the same layers do otherwise.
             candidate = replace(candidate, arm=without(candidate.arm, ["torch_compile"]))
+            if candidate.arm.gradient_checkpointing and not self._history.compiled_recomputes:
+                kept = self._predicted_bytes(replace(candidate, arm=without(candidate.arm, ["gradient_checkpointing"])))
+                recomputing = self._predicted_bytes(candidate)
+                return kept and recomputing and round(recomputing + _COMPILED_KEEPS * max(0, kept - recomputing))
         predicted = memory.prediction(candidate)
         if predicted is None and (arm := without(candidate.arm, PRIORS)) != candidate.arm:
             predicted = memory.prediction(replace(candidate, arm=arm))
@@ -195,7 +247,7 @@ class Chances:
         if not own and levers_of(candidate.arm, PRIORS) and (alike or self._ratios):
             # Untraced levers add a doubt of their own.
             doubt = _UNTRACED * (1.0 if candidate.arm.torch_compile and not alike else 0.4)
-            return below((room - (fmean(alike) if alike else 0.0)) / doubt)
+            return below((room - fmean(alike or [ratio for _, ratio in self._ratios])) / doubt)
         if memory.trusted(candidate.arm):
             width = _CHECKED * (1.5 if candidate.arm.gradient_checkpointing else 1.0)
             return below((room - (fmean(own) if own else 0.005)) / width)
@@ -218,7 +270,7 @@ class Chances:
         An arm may be broken, every batch from some size on may be, or a candidate by itself.
         """
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        chance = math.prod(1 - self._blame.get(name, _LEVER_FAILS) for name in levers_of(arm, PRIORS))
+        chance = self._whole(levers_of(arm, PRIORS))
         if not self._failures:
             return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
         total = runs = 0.0
@@ -246,20 +298,49 @@ class Chances:
             for limit, weight in limits.items()
         }
 
-    def _blamed(self) -> dict[str, float]:
-        """Return how likely each lever fails by itself, given the trials in which levers took part.
+    def _blamed(self) -> dict[frozenset[str], float]:
+        """Return how likely each set of levers is the broken ones, of those that never completed and failed once.
 
-        A lever that completed once does not. Of a failure each lever that never completed may be the cause.
+        A lever that completed once is whole. A failure is due to a broken one, or to the candidate by itself.
         """
-        proven = {n for t in self._history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
-        blame = dict.fromkeys(proven, 0.0)
-        suspects: list[Collection[str]] = [
+        failed = [
             unproven
             for t in self._history.tried
-            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - proven)
+            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - self._proven)
         ]
-        for names in sorted(suspects, key=len):
-            if not any(blame.get(name) == 1.0 for name in names):
-                one = 1.0 if len(names) == 1 else _LEVER_FAILS / (1 - (1 - _LEVER_FAILS) ** len(names))
-                blame |= {name: max(one, blame.get(name, 0.0)) for name in names}
-        return blame
+        # The rarest suspects are left out where there are many: each doubles the sets.
+        suspects = sorted(set().union(*failed), key=lambda n: (-sum(n in names for names in failed), n))[
+            :_MOST_SUSPECTS
+        ]
+        weights: dict[frozenset[str], float] = {}
+        for broken in map(frozenset, chain.from_iterable(combinations(suspects, n) for n in range(len(suspects) + 1))):
+            weight = math.prod(_fails(name) if name in broken else 1 - _fails(name) for name in suspects)
+            weights[broken] = weight * math.prod(1.0 if names & broken else _BY_ITSELF for names in failed)
+        total = sum(weights.values())
+        return {broken: weight / total for broken, weight in weights.items()}
+
+    def _whole(self, levers: frozenset[str]) -> float:
+        """Return how likely none of some levers is broken."""
+        suspected = frozenset().union(*self._blame)
+        chance = sum(weight for broken, weight in self._blame.items() if not broken & levers)
+        return chance * math.prod(1 - _fails(name) for name in levers - suspected - self._proven)
+
+    def failing(self, least: float = 0.5) -> dict[str, str]:
+        """Return the levers that are broken with more than some probability, each with a trial's message."""
+        found = dict[str, str]()
+        for tried in self._history.tried:
+            if isinstance(tried.outcome, Failed):
+                for name in sorted(levers_of(tried.candidate.arm, PRIORS)):
+                    if sum(weight for broken, weight in self._blame.items() if name in broken) > least:
+                        found.setdefault(name, " ".join(tried.outcome.message.split()))
+        return found
+
+
+_WAYS = ("regional_compilation", "torch_compile_mode")
+"""How to compile."""
+_BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
+"""How likely a candidate fails with whole levers, and how many may be the cause. Choices."""
+
+
+def _fails(lever: str) -> float:
+    return _COMPILED_FAILS if PRIORS[lever].seconds > 0 else _LEVER_FAILS

@@ -67,6 +67,10 @@ class History:
     decide what is tried first, and nothing else."""
     own: Candidate | None = None
     """The settings of the user's own code, unmodified; ``None`` where it has none, or a model is searched by name."""
+    layers: int = 1
+    """How many layers may recompute their activations."""
+    compiled_recomputes: bool = True
+    """Whether what is compiled with its checkpoint recomputes all that it is to."""
     before: Mapping[Kind, Deviations] = field(default_factory=dict)
     """How processes deviated on this machine before these trials."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)

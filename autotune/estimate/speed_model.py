@@ -29,7 +29,7 @@ from autotune.core.measured_steps import mean_step
 from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
-from autotune.space.dataloader import plain_loader
+from autotune.space.dataloader import plain_loader, waits_for_data
 from autotune.space.levers import BY_NAME, PRIORS, compiles, levers_of, without
 
 Floats = NDArray[np.float64]
@@ -189,6 +189,8 @@ class SpeedModel:
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
         passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
         self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
+        self._data_seconds = 0.0
+        """How long a sample is waited for, as the last trial showed."""
         self._gpu_base, self._host_base = self._bases()
         self._gpu, self._host = self._processes()
         self._learn(seen)
@@ -240,7 +242,10 @@ class SpeedModel:
         for tried in seen:
             at, measured = self._features(tried.candidate), tried.measurement
             assert measured is not None
-            total = math.log(measured.step_seconds / tried.candidate.samples_per_step)
+            # Waiting for data is none of the GPU's nor the host's time.
+            waits = waits_for_data(measured)
+            total = math.log(measured.step_seconds * (1 - waits) / tried.candidate.samples_per_step)
+            self._data_seconds = measured.step_seconds * waits / tried.candidate.samples_per_step
             noise = self._noise(tried)
             if self._is_whole:
                 self._gpu.observe(at, total - self._gpu_mean(at), noise)
@@ -249,6 +254,7 @@ class SpeedModel:
             if busy is None:
                 unclear.append((at, total, noise))
                 continue
+            busy = min(1.0, busy / (1 - waits))
             share = min(1.0, busy / _FULL)
             self._gpu.observe(at, total + math.log(share) - self._gpu_mean(at), math.hypot(noise, 0.2 * (1 - share)))
             if busy < HOST_BOUND:
@@ -299,7 +305,9 @@ class SpeedModel:
 
     def _features(self, candidate: Candidate) -> Features:
         """Return a candidate's features; of one that is not predicted beside others that are, its doubt as well."""
-        at = features(candidate)
+        at, arm = features(candidate), candidate.arm
+        if arm.checkpointed_layers is not None:
+            at = replace(at, amounts={**at.amounts, "recomputing": arm.checkpointed_layers / self._history.layers})
         if self._is_predicted and self._predicted(candidate) is None:
             doubtful = "recomputing not predicted" if candidate.arm.gradient_checkpointing else "not predicted"
             return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
@@ -348,8 +356,9 @@ class SpeedModel:
         gpu, gpu_error, host, host_error = self.times(among)
         limit = -math.log(best)
         below = limit - 3 * np.linspace(0, 1, 80) ** 2
-        both = _normal((below[None, :] - gpu[:, None]) / gpu_error[:, None])
-        both *= _normal((below[None, :] - host[:, None]) / host_error[:, None])
+        step = np.log(np.maximum(np.exp(below) - self._data_seconds, 1e-300))
+        both = _normal((step[None, :] - gpu[:, None]) / gpu_error[:, None])
+        both *= _normal((step[None, :] - host[:, None]) / host_error[:, None])
         widths = -np.diff(below)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
         return gains, np.maximum(gpu, host)

@@ -1,8 +1,8 @@
 """Serve optuna-dashboard over autotune's database, read-only, in a browser on this machine.
 
-The dashboard has no authentication and can change studies; this one only reads. It does not know constraints set by
-``Trial.set_constraint``, and ignores constraints when it chooses the best trial. So it is given a storage that presents
-both in the form it understands, names the objective, and leaves out parameters that never varied.
+The dashboard has no authentication and can change studies; this one only reads. It is given autotune's own records as
+a storage of Optuna's. It does not know constraints set by ``Trial.set_constraint``, and ignores constraints when it
+chooses the best trial: the storage presents both in the form it understands.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import optuna_dashboard
+from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.host_name import OWN_NAMES, host_name
-from autotune.results.dashboard_private import show_constraints
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS
-from autotune.store.location import resolve_location
+from autotune.results.dashboard_private import as_the_dashboard_knows_it, frozen_study, id_of_trial
+from autotune.results.optuna_trials import TRIAL_ID_ATTRIBUTE, frozen_trials
 from autotune.store.opening import open_store
-from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
-from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
-from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, StudyRecord
+from autotune.store.records import StudyRecord
 from autotune.store.repository import Store
 
 if TYPE_CHECKING:
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
     from optuna.study._frozen import FrozenStudy
 
-# Shown even where it never varied, since the dashboard divides by the number of parameters.
-_ALWAYS_SHOWN = "per_device_train_batch_size"
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
 _OWN_ADDRESSES = ("127.0.0.1", "localhost")
 # A browser opens connections in advance; one without a request for so long is closed.
@@ -47,76 +43,73 @@ def is_feasible(trial: FrozenTrial) -> bool:
     return all(value <= 0 for value in trial.constraints.values())
 
 
-class DashboardStorage(HookedStorage):
-    """Optuna's storage as the dashboard should see it: constraints visible, the best trial right, read-only."""
+class DashboardStorage(BaseStorage):
+    """The studies of a store as Optuna's, read anew at each request: the best trial right, and nothing to change."""
 
     def __init__(self, store: Store) -> None:
-        arguments = optuna_arguments(resolve_location(store.url), LOCK_TIMEOUT_SECONDS)
-        super().__init__(**arguments, skip_table_creation=True)
         self._store = store
         self._latest_trials: dict[int, list[FrozenTrial]] = {}
-        self._objective_names: dict[int, str] = {}
-        # The dashboard may write even on a GET.
-        refuse_writes(self)
+        self._names: dict[int, str] = {}
+        """By number, the names of the studies that were seen."""
 
     def get_all_studies(self) -> list[FrozenStudy]:
         """Return every study, with its objective named."""
-        # Made anew by each call, so they may be changed.
-        studies = super().get_all_studies()
-        for study in studies:
-            study.system_attrs = self._with_objective_name(id_of_study(study), study.system_attrs)
-        return studies
+        studies = [each.study for each in self._store.studies()]
+        self._names = {_number_of(study.id): study.name for study in studies}
+        return [frozen_study(_number_of(study.id), study) for study in studies]
+
+    def get_study_id_from_name(self, study_name: str) -> int:
+        """Return the number of a study; raises ``KeyError`` where there is none of this name."""
+        study = self._store.study(study_name)
+        if study is None:
+            raise KeyError(study_name)
+        return _number_of(study.id)
+
+    def get_study_name_from_id(self, study_id: int) -> str:
+        """Return the name of a study."""
+        return self._study(study_id).name
+
+    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
+        """Return that a study maximizes."""
+        return self._frozen(study_id).directions
+
+    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+        """Return nothing: no study has any."""
+        return self._frozen(study_id).user_attrs
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
-        """Return the study's system attributes, the objective's name included."""
-        return self._with_objective_name(study_id, super().get_study_system_attrs(study_id))
+        """Return the study's system attributes: the objective's name."""
+        return self._frozen(study_id).system_attrs
 
-    def _with_objective_name(self, study_id: int, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Add the objective's name for studies recorded before autotune stored it with Optuna."""
-        if METRIC_NAMES_KEY in attributes:
-            return attributes
-        if study_id not in self._objective_names:
-            record = self._record(study_id)
-            name = None if record is None else OBJECTIVE_NAMES.get(record.request.get("objective", "throughput"))
-            if name is None:
-                # Not a study of autotune, or not recorded yet.
-                return attributes
-            self._objective_names[study_id] = name
-        return {**attributes, METRIC_NAMES_KEY: [self._objective_names[study_id]]}
+    def _frozen(self, study_id: int) -> FrozenStudy:
+        return frozen_study(study_id, self._study(study_id))
 
-    def _record(self, study_id: int) -> StudyRecord | None:
-        """Return autotune's record of the study; ``None`` for a study that it did not make."""
-        return self._store.study(self.get_study_name_from_id(study_id))
+    def _study(self, study_id: int) -> StudyRecord:
+        if study_id not in self._names:
+            self.get_all_studies()
+        study = self._store.study(self._names[study_id])
+        if study is None:
+            raise KeyError(study_id)
+        return study
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         """Return the study's trials, their constraints also where the dashboard looks for them."""
-        # Made anew by each call, so they may be changed.
-        trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
+        study = self._study(study_id)
+        trials = frozen_trials(study, self._store.trials(study.id))
         for trial in trials:
-            show_constraints(trial)
-        if states is None:
-            self._latest_trials[study_id] = trials
-        return trials
-
-    def read_trials(self, study_id: int, read: Callable[[], list[FrozenTrial]]) -> list[FrozenTrial]:
-        """Read trials without the parameters that never varied.
-
-        Both ``get_all_trials`` and the studies that the dashboard loads read here: importances are computed over one
-        and shown over the other.
-        """
-        trials = read()
-        record = self._record(study_id)
-        if record is not None:
-            _hide_constants(trials, may_still_vary=record.state == "running")
-        return trials
+            as_the_dashboard_knows_it(trial, _number_of(trial.user_attrs[TRIAL_ID_ATTRIBUTE]))
+        self._latest_trials[study_id] = trials
+        return [trial for trial in trials if states is None or trial.state in states]
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """Return the trial, with its constraints also where the dashboard looks for them."""
-        trial = super().get_trial(trial_id)
-        show_constraints(trial)
-        return trial
+        """Return one of the trials that were shown."""
+        shown = (trial for trials in self._latest_trials.values() for trial in trials)
+        for trial in shown:
+            if id_of_trial(trial) == trial_id:
+                return trial
+        raise KeyError(trial_id)
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
         """Return the winner that autotune named, else the best feasible trial, else the best of all.
@@ -124,36 +117,29 @@ class DashboardStorage(HookedStorage):
         Chosen among the trials that were shown last, so that the page is consistent. Raises ``ValueError`` where no
         trial is complete.
         """
-        trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id, deepcopy=False)
-        record = self._record(study_id)
-        winner_id = None if record is None else record.best_trial_id
+        trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id)
+        winner_id = self._study(study_id).best_trial_id
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values]
         for trial in complete:
-            if winner_id is not None and trial.user_attrs.get(TRIAL_ID_ATTRIBUTE) == winner_id:
+            if trial.user_attrs.get(TRIAL_ID_ATTRIBUTE) == winner_id:
                 return trial
         if not complete:
             raise ValueError("no trial is complete")
-        is_better = max if self.get_study_directions(study_id)[0] == StudyDirection.MAXIMIZE else min
         feasible = [trial for trial in complete if is_feasible(trial)]
-        return is_better(feasible or complete, key=lambda trial: trial.values[0])
+        return max(feasible or complete, key=lambda trial: trial.values[0])
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuse to change anything: the dashboard may try to even on a GET."""
+        raise PermissionError("this dashboard only shows studies")
+
+    create_new_study = delete_study = set_study_user_attr = set_study_system_attr = _refuse
+    create_new_trial = set_trial_param = set_trial_state_values = set_trial_intermediate_value = _refuse
+    set_trial_user_attr = set_trial_system_attr = _refuse
 
 
-def _hide_constants(trials: list[FrozenTrial], *, may_still_vary: bool) -> None:
-    """Remove the parameters that had one value in all of ``trials``, except the batch.
-
-    While the search may still vary a parameter, only those with a single choice are removed: the dashboard adds new
-    trials to those it has, and would show the earlier ones without the parameter.
-    """
-    values: dict[str, set[Any]] = {}
-    shown = {_ALWAYS_SHOWN}
-    for trial in trials:
-        for name, value in trial.params.items():
-            values.setdefault(name, set()).add(value)
-            if len(values[name]) > 1 or (may_still_vary and not trial.distributions[name].single()):
-                shown.add(name)
-    for trial in trials:
-        trial.params = {name: value for name, value in trial.params.items() if name in shown}
-        trial.distributions = {name: kind for name, kind in trial.distributions.items() if name in shown}
+def _number_of(record_id: str) -> int:
+    """Return a number for a record, of which a browser holds every digit."""
+    return int(record_id[:12], 16)
 
 
 def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,19 +260,16 @@ def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8
     if not 0 <= port <= 65535:
         raise InvalidRequestError(f"port {port} is not between 0 and 65535", "choose another with --port")
     with open_store(store_location, create=False) as store:
-        storage = DashboardStorage(store)
+        app = app_over(DashboardStorage(store))
         try:
-            try:
-                server = make_server(host, port, app_over(storage), server_class=_Server, handler_class=_Handler)
-            except OSError as error:
-                raise InvalidRequestError(
-                    f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
-                    "choose another with --port",
-                ) from error
-            with server:
-                yield server
-        finally:
-            close_optuna(storage)
+            server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
+                "choose another with --port",
+            ) from error
+        with server:
+            yield server
 
 
 def serve(

@@ -1,7 +1,7 @@
 """Cache answers of trial processes in the database: key → answer, whatever was asked.
 
 An answer whose key is known is found in a SQLite file with Python's own module. A command whose answers are all stored
-imports neither SQLAlchemy nor Alembic nor Optuna, which takes longer than all the rest of it.
+imports neither SQLAlchemy nor Alembic, which takes longer than all the rest of it.
 """
 
 from __future__ import annotations

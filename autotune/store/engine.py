@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sqlite3
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -166,13 +165,11 @@ def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Ite
 
 @contextmanager
 def storage_errors(label: str) -> Iterator[None]:
-    """Translate errors of SQLAlchemy, sqlite3, Optuna's storage and the file system to ``StorageError``."""
+    """Translate errors of SQLAlchemy, sqlite3 and the file system to ``StorageError``."""
     try:
         yield
     except Exception as error:
-        optuna = sys.modules.get("optuna.exceptions")
-        of_optuna = (optuna.StorageInternalError,) if optuna is not None else ()
-        if isinstance(error, (*_FOREIGN, *postgres.driver_errors(), *of_optuna)):
+        if isinstance(error, (*_FOREIGN, *postgres.driver_errors())):
             raise _translate(label, error) from error
         if isinstance(error, ValueError | LookupError) and _is_damage(error):
             raise damaged(label) from error

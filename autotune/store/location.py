@@ -127,7 +127,7 @@ def _file_location(url: URL, name: str, label: str) -> Location:
     if _surrogates(str(path)):
         raise StorageError(f"{label!r} is not valid Unicode", "choose another name with --storage")
     location = Location(url.set(database=str(path)), path, label)
-    # Optuna takes the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
+    # Others are told the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
     if make_url(location.url_text).database != str(path):
         raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
     return location

@@ -1,6 +1,6 @@
 """Read what was measured of a workload on any GPU, for comparing GPUs.
 
-Importing this loads SQLAlchemy, but neither Alembic nor Optuna.
+Importing this loads SQLAlchemy, but not Alembic.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
@@ -11,7 +10,6 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, inspect
 
 import autotune
@@ -19,7 +17,6 @@ from autotune.core.errors import StorageError
 from autotune.core.private_files import private_opener
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
 from autotune.store.location import Location, on_network_file_system, resolve_location
-from autotune.store.optuna_storage import close_optuna, create_optuna, has_optuna, open_existing_optuna, relax_optuna
 from autotune.store.postgres import migration_lock
 from autotune.store.records import new_id
 from autotune.store.repository import Store
@@ -33,12 +30,13 @@ def open_store(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     migrations: Path | None = None,
 ) -> Store:
-    """Open the database at a path or SQLAlchemy URL, with Optuna's and autotune's tables up to date.
+    """Open the database at a path or SQLAlchemy URL, with autotune's tables up to date.
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
     ``migrations`` is the folder of Alembic's scripts, autotune's own by default. Raises ``StorageError`` where the
-    database is missing, locked, damaged, not writable, not one, another program's, or from a newer autotune or Optuna,
-    and where its server cannot be reached. Such a database is not changed.
+    database is missing, locked, damaged, not writable, not one, another program's, or from a newer autotune, and where
+    its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older versions recorded
+    trials a second time, are left as they are.
     """
     place = resolve_location(location)
     scripts = migrations or migrations_folder()
@@ -103,7 +101,6 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
         # SQLite gives the files beside it the same mode.
         os.close(private_opener(str(draft.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         upgrade_tables(draft, lock_timeout_seconds, scripts)
-        close_optuna(create_optuna(draft, lock_timeout_seconds))
         try:
             os.link(draft.path, path)
         except FileExistsError:
@@ -120,57 +117,28 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
 def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create: bool) -> Store:
     """Check the database before anything is written, so that a database that is refused was not changed."""
     engine = build_engine(place, lock_timeout_seconds)
-    optuna: RDBStorage | None = None
     try:
-        tables = _inspect(engine, place, scripts)
-        if tables.optuna and tables.is_current:
-            optuna = open_existing_optuna(place, lock_timeout_seconds)
-        elif place.path is None and not create and not tables.autotune:
+        has_tables, is_current = _inspect(engine, place, scripts)
+        if place.path is None and not create and not has_tables:
             raise StorageError(
                 f"there are no studies of autotune in {place.label}",
                 "run a search first, or name the database of one with --storage",
             )
-        else:
-            optuna = _make_tables(engine, place, lock_timeout_seconds, scripts)
+        if not is_current:
+            # One process at a time; another may have done it while this one waited.
+            with migration_lock(engine):
+                _inspect(engine, place, scripts)
+                upgrade_tables(place, lock_timeout_seconds, scripts)
         if place.path is not None:
-            journal = choose_journal(engine, shared_file_system=on_network_file_system(place.path))
-            if journal == "wal":
-                relax_optuna(optuna)
-        return Store(place, engine, optuna)
+            choose_journal(engine, shared_file_system=on_network_file_system(place.path))
+        return Store(place, engine)
     except BaseException:
-        if optuna is not None:
-            close_optuna(optuna)
         engine.dispose()
         raise
 
 
-def _make_tables(engine: Engine, place: Location, lock_timeout_seconds: float, scripts: Path) -> RDBStorage:
-    """Make or upgrade what tables need it, one process at a time; return Optuna's storage."""
-    with migration_lock(engine):
-        # Another process may have done it while this one waited.
-        tables = _inspect(engine, place, scripts)
-        optuna = open_existing_optuna(place, lock_timeout_seconds) if tables.optuna else None
-        try:
-            upgrade_tables(place, lock_timeout_seconds, scripts)
-            return optuna or create_optuna(place, lock_timeout_seconds)
-        except BaseException:
-            if optuna is not None:
-                close_optuna(optuna)
-            raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """What tables a database has."""
-
-    optuna: bool
-    autotune: bool
-    is_current: bool
-    """Whether autotune's are of the newest revision."""
-
-
-def _inspect(engine: Engine, place: Location, scripts: Path) -> _Tables:
-    """Return what tables there are.
+def _inspect(engine: Engine, place: Location, scripts: Path) -> tuple[bool, bool]:
+    """Return whether there are tables of autotune, and whether they are of the newest revision.
 
     Raises ``StorageError`` for a newer autotune's or another program's database.
     """
@@ -184,7 +152,7 @@ def _inspect(engine: Engine, place: Location, scripts: Path) -> _Tables:
                 "choose another file with --storage",
             )
         is_current = check_revision_is_known(connection, scripts, place)
-    return _Tables(has_optuna(names), any(name.startswith(PREFIX) for name in names), is_current)
+    return any(name.startswith(PREFIX) for name in names), is_current
 
 
 def migrations_folder() -> Path:

@@ -175,16 +175,6 @@ def wait_for_restarts(engine: Engine) -> None:
                 return made
 
 
-def refuse_writes(engine: Engine) -> None:
-    """Have the server refuse every change through new connections of this engine."""
-
-    @event.listens_for(engine, "connect")
-    def prepare(dbapi_connection: Any, _record: Any) -> None:
-        with dbapi_connection.cursor() as cursor:
-            cursor.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
-        dbapi_connection.commit()
-
-
 @contextmanager
 def migration_lock(engine: Engine) -> Iterator[None]:
     """Let one process at a time change the tables; does nothing where the database is no server's.

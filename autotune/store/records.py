@@ -16,12 +16,6 @@ StudyState = Literal["running", "finished", "interrupted"]
 Stage = Literal["search", "final", "baseline", "reused"]
 TrialState = Literal["running", "completed", "out_of_memory", "failed"]
 
-TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
-"""The user attribute of an Optuna trial with ``TrialRecord.id``. Optuna reuses its own ids; a UUID is unique."""
-
-OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
-"""What Optuna's value of a trial is, by the study's objective; dashboards label their axes with it."""
-
 
 def new_id() -> str:
     """Return a new identifier: 32 hexadecimal digits."""
@@ -38,7 +32,7 @@ class StudyRecord:
     """One search: its request, its memory ceiling, and how it ended."""
 
     name: str
-    """Unique; Optuna's study has the same name."""
+    """Unique."""
     workload_id: str
     environment_id: str
     request: Document
@@ -67,7 +61,7 @@ class TrialRecord:
 
     study_id: str
     number: int
-    """Optuna's number of the trial within the study."""
+    """Of the trial within the study, from 0. Numbers are missing where an older version recorded what was not run."""
     candidate: Candidate
     workload_id: str
     environment_id: str

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, Text, cast, delete, func, insert, select, update
 
 from autotune.core.candidate import Candidate, Document
@@ -21,7 +20,6 @@ from autotune.store.answers import Answers
 from autotune.store.engine import Syncing, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location
-from autotune.store.optuna_storage import close_optuna
 from autotune.store.queue import Queue
 from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
@@ -36,11 +34,9 @@ class Store:
     Any method raises ``StorageError`` where the database is locked, damaged or gone.
     """
 
-    def __init__(self, location: Location, engine: Engine, optuna: RDBStorage) -> None:
+    def __init__(self, location: Location, engine: Engine) -> None:
         self._location = location
         self._engine = engine
-        self.optuna = optuna
-        """Optuna's storage in the same database, for ``optuna.create_study(storage=…)``."""
         self.answers = Answers(engine, location.label)
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
@@ -73,7 +69,6 @@ class Store:
 
     def close(self) -> None:
         """Close every connection. The store cannot be used afterwards; closing it twice is allowed."""
-        close_optuna(self.optuna)
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -91,12 +86,6 @@ class Store:
     def let_go(self) -> None:
         """Check no more."""
         self._held = None
-
-    def check_lease(self) -> None:
-        """Raise ``StorageError`` where the lease that this process held is another's by now."""
-        if self._held is not None:
-            with self._transaction() as connection:
-                self._check_lease(connection)
 
     def _check_lease(self, connection: Connection, *, keeps: bool = False) -> None:
         if self._held is None:
@@ -270,13 +259,13 @@ class Store:
         return trials[0] if trials else None
 
     def trials(self, study_id: str) -> list[TrialRecord]:
-        """Return the study's trials in Optuna's order."""
+        """Return the study's trials in their order."""
         of_study = _TRIALS.where(TrialRow.study_id == study_id).order_by(TrialRow.number, TrialRow.started_at)
         with self._transaction() as connection:
             return _trials(connection, of_study)
 
     def trials_of_winners(self) -> dict[str, list[TrialRecord]]:
-        """Return the trials of every study with a winner, by the study's id and in Optuna's order.
+        """Return the trials of every study with a winner, by the study's id and in their order.
 
         A trial that this autotune cannot read is left out.
         """

@@ -1,7 +1,7 @@
 """Declare autotune's own tables for SQLAlchemy.
 
-They are in one database with Optuna's tables and never refer to them: Optuna reuses ids, and a foreign key to its
-tables would keep it from deleting a study. ``alembic/versions`` builds what is declared here; a test compares the two.
+Older versions had Optuna's tables beside them, which stay as they are. ``alembic/versions`` builds what is declared
+here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sqlalchemy.types import TypeDecorator
 PREFIX = "autotune_"
 """Prefix of every table of autotune; all other tables are left alone."""
 VERSION_TABLE = "autotune_alembic_version"
-"""Alembic's version table. Optuna has the name ``alembic_version``, which two programs cannot share."""
+"""Alembic's version table. Another program may have the name ``alembic_version``, as Optuna has."""
 
 _ID_LENGTH = 32
 _FINGERPRINT_LENGTH = 64
 _WORD_LENGTH = 16
-# Optuna's limit for the name of a study (optuna.storages._rdb.models.MAX_INDEXED_STRING_LENGTH).
+# As Optuna's tables had it.
 _NAME_LENGTH = 512
 # None then means no document, rather than the JSON document "null".
 _DOCUMENT = JSON(none_as_null=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, DateTime, Enum, Table, delete, insert, inspect, select, update
+from sqlalchemy import Connection, DateTime, Enum, Table, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
@@ -19,7 +19,6 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import outcome_from_document
 from autotune.store.engine import storage_errors, transaction
-from autotune.store.optuna_private import OPTUNA_TABLES
 from autotune.store.repository import Store
 from autotune.store.tables import (
     EnvironmentRow,
@@ -44,15 +43,10 @@ _INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRON
 # One study as a document
 
 
-def read_study(
-    store: Store, name: str, trial_ids: Collection[str] | None = None, *, with_optuna: bool = False
-) -> Document | None:
-    """Return a study with its trials, or those of these ids, as JSON; ``None`` where there is none of this name.
-
-    ``with_optuna`` adds what Optuna has recorded of it.
-    """
+def read_study(store: Store, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
+    """Return a study with its trials, or those of these ids, as JSON; ``None`` where there is none of this name."""
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
-        return _read(connection, name, trial_ids, with_optuna=with_optuna)
+        return _read(connection, name, trial_ids)
 
 
 def related_studies(store: Store, model: str) -> list[Document]:
@@ -72,9 +66,7 @@ def studies_for(store: Store, study: str, options: Document) -> tuple[Document, 
     return (*([own] if own is not None else []), *(each for each in related if each["study"]["name"] != study))
 
 
-def _read(
-    connection: Connection, name: str, trial_ids: Collection[str] | None = None, *, with_optuna: bool = False
-) -> Document | None:
+def _read(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None
@@ -86,8 +78,6 @@ def _read(
     for key, table, column in _INTERNED:
         rows = _rows(connection, table, "id", (row[column] for row in (*studies, *trials)))
         document[key] = [_as_json(row) for row in rows]
-    if with_optuna:
-        document["optuna"] = _read_optuna(connection, name)
     return document
 
 
@@ -119,8 +109,6 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
             if trial["outcome"] is not None:
                 outcome_from_document(trial["outcome"])
             _put(connection, _TRIALS, {**trial, "study_id": study["id"]})
-        if "optuna" in document:
-            _write_optuna(connection, study["name"], document["optuna"])
     except (*_WRONG_CONTENT, SQLAlchemyError) as error:
         # A database that is away or full is no fault of the document, which is sent again then.
         if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError):
@@ -171,50 +159,6 @@ def _as_row(table: Table, document: Document) -> Document:
         return kind.enum_class[given] if isinstance(kind, Enum) and kind.enum_class is not None else given
 
     return {name: value(name, given) for name, given in document.items()}
-
-
-# Optuna's tables
-
-
-def _read_optuna(connection: Connection, name: str) -> dict[str, list[Document]]:
-    """Return what Optuna has recorded of a study, by table; one that it does not know has no rows."""
-    present = set(inspect(connection).get_table_names())
-    studies = _rows(connection, OPTUNA_TABLES["studies"], "study_name", [name])
-    trials = _rows(connection, OPTUNA_TABLES["trials"], "study_id", (row["study_id"] for row in studies))
-    tables = {"studies": studies, "trials": trials}
-    for table in OPTUNA_TABLES.values():
-        if table.name not in tables and table.name in present:
-            of, column = (trials, "trial_id") if "trial_id" in table.c else (studies, "study_id")
-            tables[table.name] = _rows(connection, table, column, (row[column] for row in of))
-    return {table: [_as_json(row) for row in rows] for table, rows in tables.items()}
-
-
-def _write_optuna(connection: Connection, name: str, recorded: dict[str, list[Document]]) -> None:
-    """Write Optuna's record of a study in place of what it has of it; a search fills up what is missing."""
-    present = set(inspect(connection).get_table_names())
-    written = {table.name: table for table in OPTUNA_TABLES.values() if table.name in present}
-    known = {"study_id": [row["study_id"] for row in _rows(connection, written["studies"], "study_name", [name])]}
-    known["trial_id"] = [row["trial_id"] for row in _rows(connection, written["trials"], "study_id", known["study_id"])]
-    for table in sorted(written.values(), key=lambda each: (each.name == "studies", each.name == "trials")):
-        column = "trial_id" if "trial_id" in table.c and table.name != "trials" else "study_id"
-        for start in range(0, len(known[column]), _CHUNK):
-            ids = known[column][start : start + _CHUNK]
-            connection.execute(delete(table).where(table.c[column].in_(ids)))
-    new: dict[str, dict[int, int]] = {}
-    for place in sorted(recorded, key=lambda each: (each != "studies", each != "trials")):
-        table = written[place]
-        (counter,) = table.primary_key
-        rows = [_as_row(table, row) for row in recorded[place]]
-        old = [row.pop(counter.name) for row in rows]
-        for row in rows:
-            for column in new.keys() & row.keys():
-                row[column] = new[column][row[column]]
-        if rows and place in ("studies", "trials"):
-            made = insert(table).returning(counter, sort_by_parameter_order=True)
-            counted = connection.execute(made, rows).scalars()
-            new[counter.name] = dict(zip(old, counted, strict=True))
-        elif rows:
-            connection.execute(insert(table), rows)
 
 
 # Rows

@@ -165,7 +165,7 @@ class AnswerCache:
             writable = self._storage
             if isinstance(writable, str):
                 if self._store is None:
-                    # Imports Alembic and Optuna, which reading does not need.
+                    # Imports Alembic, which reading does not need.
                     from autotune.store.opening import open_store
 
                     self._store = open_store(writable, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)

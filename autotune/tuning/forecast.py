@@ -406,7 +406,7 @@ class LookAhead:
                 forecast.complete()
             return not self._plan.pending
         step = self._plan.next()
-        if step is not None and step.stage != "search":
+        if step is not None and step != "draw" and step.stage != "search":
             return True
         if self._plan.pending:
             arm = self._upcoming_arm()

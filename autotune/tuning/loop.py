@@ -1,4 +1,4 @@
-"""Run the search: keep the executor's slots busy with the plan's next trials, and record how each ends."""
+"""Run the search: ask what to try, run it, record how it ended and tell it, with every slot of the executor busy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import optuna
+
 from autotune.core.candidate import Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError, StorageError
 from autotune.core.look import Look
 from autotune.core.messages import Progress
-from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Rehearsal
@@ -30,21 +31,16 @@ from autotune.estimate.step_time import StepForecast
 from autotune.execution import Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
-from autotune.store.records import Stage, StudyRecord, TrialRecord, now
+from autotune.space.features import compiled_recomputes
+from autotune.store.records import Stage, StudyRecord, TrialRecord, new_id, now
 from autotune.store.repository import Store
 from autotune.tuning.environment import is_of_kind
 from autotune.tuning.forecast import Forecast, LookAhead
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look import Looker, Rehearse
-from autotune.tuning.optuna_study import (
-    OptunaPolicy,
-    OptunaStudy,
-    StudyRecorder,
-    distributions,
-    make_sampler,
-)
+from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan, Step
-from autotune.tuning.policy import Policy, left_out_arms, make_policy
+from autotune.tuning.policy import left_out_arms, make_policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.request import SearchRequest
@@ -89,6 +85,7 @@ class _Running:
     """A running trial."""
 
     record: TrialRecord
+    asked: optuna.Trial
     placement: Placement
     started_seconds: float
     said_seconds: float
@@ -132,7 +129,16 @@ class Search:
         source = prepared.request.workload.source
         has_own = source is not None and source.kind != "loop" and prepared.model.own is not None
         own = prepared.baseline if has_own else None
-        self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance, own=own)
+        is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
+        self._history = History(
+            prepared.ceiling,
+            memory=memory,
+            steps=steps,
+            tolerance=tolerance,
+            own=own,
+            layers=prepared.model.checkpointing_layers or 1,
+            compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
+        )
         self._library: Library | None = None
         self._control: Candidate | None = None
         """What was measured again to see whether the machine is as fast as in earlier searches."""
@@ -148,7 +154,7 @@ class Search:
         completed for other reasons. The trials are recorded in either case.
         """
         self._open()
-        self._observer.begins(self._prepared, self._records.study)
+        self._observer.begins(self._prepared, self._study)
         try:
             stop = self._loop()
             while self._looks_wrong() or self._dies_later():
@@ -157,9 +163,9 @@ class Search:
             self._stop_after(error)
             raise
         self._close(stop)
-        if self._records.study.state == "finished" and self._plan.best() is None:
+        if self._study.state == "finished" and self._plan.best() is None:
             raise _no_result(self._history, self._request, stop, log_folder=self._log_folder)
-        return self._records.study
+        return self._study
 
     # The study
 
@@ -171,20 +177,15 @@ class Search:
         repeated = self._store.repeated_trials([opened.study.environment_id])
         self._history.before = deviations_before(repeated, opened.study)
         spent_seconds = opened.study.seconds + self._clock() - self._started
-        space, objective = self._prepared.space, request.objective
-        names = distributions(space, self._prepared.baseline, request.sampler)
-        self._optuna = OptunaStudy(opened.study.name, self._store, names, objective, self._prepared.ceiling)
-        self._records = StudyRecorder(opened.study, self._store, self._optuna)
-        is_optunas = request.sampler in OPTUNA_SAMPLERS
-        if is_optunas:
-            seed, is_parallel = request.seed + len(opened.trials), len(self._executor.slots) > 1
-            sampler = make_sampler(request.sampler, seed, is_parallel=is_parallel)
-            policy: Policy = OptunaPolicy(sampler, space, names, objective, self._optuna.skip)
-        else:
-            policy = make_policy(request.sampler, objective, space)
+        self._study = opened.study
+        policy = make_policy(request.sampler, request.objective, self._prepared.space)
         self._plan = Plan(self._prepared, self._history, policy, self._clock, spent_seconds)
+        seed, is_parallel = request.seed + len(opened.trials), len(self._executor.slots) > 1
+        self._optuna = OptunaStudy(self._prepared, self._plan, seed=seed, is_parallel=is_parallel)
         for trial in opened.trials:
             self._plan.take(trial)
+        self._optuna.know((tried.candidate, tried.outcome) for tried in self._history.tried)
+        self._next_number = max((trial.number for trial in (*opened.trials, *opened.elsewhere)), default=-1) + 1
         for note in opened.notes:
             self._observer.note(note)
         # The user's own code may import and read files that have changed since.
@@ -199,10 +200,9 @@ class Search:
             self._forecast,
             self._plan,
             beside_baseline=feeds_little,
-            everything=is_optunas,
+            everything=policy is None,
             doubtful_baseline=self._prepared.baseline.arm if self._prepared.is_large else None,
         )
-        self._optuna.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
         """Check predictions, and decide what is tried first, by trials on other machines of this kind."""
@@ -221,7 +221,7 @@ class Search:
 
     def _close(self, stop: Stop) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
-        self._store.lose_running_trials(self._records.study.id, "the search was stopped during this trial")
+        self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
             state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
             stop_reason=stop.reason,
@@ -253,7 +253,7 @@ class Search:
                 )
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
-                self._records.finish(trial.record, outcome, seconds)
+                self._store.finish_trial(trial.record.id, outcome, seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
@@ -276,12 +276,12 @@ class Search:
         if self._looker is None or best is None or self._interruption.asked:
             return False
         verdict = self._looker.differences(best.candidate)
-        before = self._records.study.look
+        before = self._study.look
         look = replace(verdict.look, seconds=verdict.look.seconds + (before.seconds if before else 0.0))
         if before is not None:
             look = replace(look, ruled_out=(*before.ruled_out, *look.ruled_out))
         # It is written with the end of the search, as a rehearsal is.
-        self._records.study = replace(self._records.study, look=look)
+        self._study = replace(self._study, look=look)
         if not verdict.levers:
             return False
         why = f"another training: {'; '.join(verdict.look.ruled_out)}"
@@ -297,7 +297,7 @@ class Search:
         That is where it is out of memory there, and a smaller batch may not be. Where nothing that was found survives,
         the first winner is the answer, with what ends it.
         """
-        best, look, died = self._plan.best(), self._records.study.look, self._died
+        best, look, died = self._plan.best(), self._study.look, self._died
         if self._rehearse is None or self._interruption.asked:
             return False
         if best is None and died:
@@ -311,7 +311,7 @@ class Search:
             if found is None:
                 return False
             rehearsal = found
-        self._records.study = replace(self._records.study, look=replace(look or Look(), rehearsal=rehearsal))
+        self._study = replace(self._study, look=replace(look or Look(), rehearsal=rehearsal))
         if best is None or rehearsal.needs_less is None or len(died) == _MOST_DEATHS:
             return False
         trials = [each for each in self._history.outcomes_of(best.candidate) if each.trial_id in self._plan.records]
@@ -346,21 +346,22 @@ class Search:
                 return stop
             if not self._look_ahead.is_ready():
                 return None
-            step = self._plan.next()
-            if step is None:
+            asked = self._optuna.ask()
+            if asked is None:
                 return self._plan.done()
+            step, trial = asked
             if step.why:
                 self._answer_first()
                 self._observer.note(step.why)
             elif step.stage == "search":
                 self._say_level(step.candidate)
-            self._try(step)
+            self._try(step, trial)
         return None
 
     def _answer_first(self) -> None:
         """Tell the first answer and record it, so that it can be exported while levers are tried."""
         best = self._plan.best()
-        if self._records.study.best_trial_id is not None or best is None or best.measurement is None:
+        if self._study.best_trial_id is not None or best is None or best.measurement is None:
             return
         unit = rate_unit(self._request.workload.document())
         seconds, rate = format_seconds(self._plan.elapsed_seconds()), format_rate(best.measurement.samples_per_second)
@@ -370,12 +371,14 @@ class Search:
     def _keep_best(self, **changes: Any) -> None:
         """Record the best trial so far, and other values of the study."""
         best, baseline = self._plan.best(), self._plan.baseline()
-        self._records.write(
+        self._study = replace(
+            self._study,
             best_trial_id=best.trial_id if best else None,
             baseline_trial_id=baseline.trial_id if baseline else None,
             seconds=self._plan.elapsed_seconds(),
             **changes,
         )
+        self._store.update_study(self._study)
 
     def _say_level(self, candidate: Candidate) -> None:
         """Tell the observer that the search continues at a smaller multiple, and why."""
@@ -391,12 +394,12 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _try(self, step: Step) -> None:
+    def _try(self, step: Step, asked: optuna.Trial) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
-        candidate, stage, study = step.candidate, step.stage, self._records.study
+        candidate, stage, study = step.candidate, step.stage, self._study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
-        trial_id, number = self._optuna.ask(candidate, stage)
+        number, self._next_number = self._next_number, self._next_number + 1
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
@@ -405,16 +408,17 @@ class Search:
             workload_id=study.workload_id,
             environment_id=study.environment_id,
             stage=stage,
-            id=trial_id,
             log_path=str(self._log_folder / f"trial-{number:04d}.log"),
         )
         known = self._known(candidate, stage, effort) if control is None else None
         if known is not None:
-            self._take(self._records.reuse(record, known))
+            self._optuna.tell(asked, candidate, known)
+            self._reuse(record, known)
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
-            if is_exact and self._known(candidate, "final", effort) is not None:
+            while is_exact and (another := self._known(candidate, "final", effort)) is not None:
                 # Every process that measured it counts, not the latest alone.
-                self._try(replace(step, stage="final"))
+                number, self._next_number = self._next_number, self._next_number + 1
+                self._reuse(replace(record, number=number, id=new_id()), another)
             return
         free = list(self._executor.slots)
         for running in self._running.values():
@@ -423,12 +427,18 @@ class Search:
         with self._interruption.held():
             self._store.start_trial(record)
             now = self._clock()
-            self._running[record.id] = _Running(record, placement, now, now, Progress("start"))
+            self._running[record.id] = _Running(record, asked, placement, now, now, Progress("start"))
         self._plan.begin(record)
         self._observer.trial_begins(number, candidate, stage)
         job = self._job(record, effort, placement)
         limit_seconds = min(job.timeout_seconds, step.limit_seconds)
         self._executor.submit(replace(job, timeout_seconds=limit_seconds))
+
+    def _reuse(self, record: TrialRecord, outcome: Outcome) -> None:
+        """Record an earlier trial's outcome as that of this one, which need not run, and learn from it."""
+        ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
+        self._store.start_trial(ended)
+        self._take(ended)
 
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         request, candidate, source = self._request, record.candidate, self._request.workload.source
@@ -456,9 +466,10 @@ class Search:
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)
-            report = self._plan.judged(report)
-            ended = self._records.finish(trial.record, report, self._clock() - trial.started_seconds)
-        self._take(ended)
+            report, seconds = self._plan.judged(report), self._clock() - trial.started_seconds
+            self._store.finish_trial(trial_id, report, seconds)
+        self._optuna.tell(trial.asked, trial.record.candidate, report)
+        self._take(replace(trial.record, outcome=report, seconds=seconds))
 
     def _take(self, ended: TrialRecord) -> None:
         """Learn from a trial that ended; raise ``NoResultError`` where all would fail as it did."""
@@ -557,7 +568,7 @@ class Search:
         if abs(math.log(ratio)) <= max(expected.relative_half_width, _SAME_HOUR):
             return
         self._library = None
-        self._store.drop_reused_trials(self._records.study.id)
+        self._store.drop_reused_trials(self._study.id)
         self._plan.drop_reused()
         self._observer.note(
             f"trials of earlier searches are not used: {ended.candidate.describe()} is {ratio:.2f} × as fast as then"

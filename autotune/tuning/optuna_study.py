@@ -1,14 +1,14 @@
-"""Record a search in autotune's tables and in an Optuna study, and propose what one of Optuna's samplers does.
+"""Drive a search by Optuna: a study in memory is asked what to run, and told how it ended.
 
-A candidate is mapped to Optuna's parameters, and back; a trial has a value, a constraint and attributes there.
+Its sampler proposes what the plan has next. Where one of Optuna's own samplers was chosen, the plan has what is due,
+such as the baseline and what is measured again, and that sampler draws all else. Candidates are mapped to Optuna's
+parameters and back. Records are in autotune's tables alone.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import optuna
@@ -18,190 +18,104 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.ceiling import Ceiling
-from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
-from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
-from autotune.core.stop import Stop, StopReason
-from autotune.core.units import GIB
+from autotune.core.options import OPTUNA_SAMPLERS, SamplerName
+from autotune.core.outcome import Outcome
 from autotune.estimate.feasibility import Judge
-from autotune.estimate.history import History
+from autotune.results.optuna_trials import CONSTRAINT, over_line_gib, state_and_value
 from autotune.space.levers import BY_NAME, LEVERS, changed
 from autotune.space.space import Space
-from autotune.store.engine import storage_errors
-from autotune.store.optuna_private import METRIC_NAMES_KEY, create_trial, id_of_study
-from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, StudyRecord, TrialRecord, new_id
-from autotune.store.repository import Store
+from autotune.tuning.plan import DRAW, Plan, Step
+from autotune.tuning.prepare import Prepared
 
-# The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
-CONSTRAINT = "memory_over_line_gib"
+
+class PlanSampler(BaseSampler):
+    """Proposes the next step of a plan; what the plan leaves open is drawn by another sampler."""
+
+    def __init__(self, names: dict[str, BaseDistribution], other: BaseSampler) -> None:
+        self._names, self._other = names, other
+        self.next: Candidate | None = None
+        """What the plan has next; ``None`` where it is to be drawn."""
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """See ``BaseSampler``."""
+        return self._names if self.next is not None else self._other.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """See ``BaseSampler``."""
+        if self.next is not None:
+            params = params_of(self.next, self._names)
+            # What the study does not know is drawn, and the trial teaches nothing.
+            return {name: value for name, value in params.items() if _knows(self._names[name], value)}
+        return self._other.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """See ``BaseSampler``."""
+        return self._other.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """See ``BaseSampler``."""
+        self._other.before_trial(study, trial)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        """See ``BaseSampler``."""
+        self._other.after_trial(study, trial, state, values)
 
 
 class OptunaStudy:
-    """The trials of one study in Optuna's tables. The study is created if it does not exist.
+    """The study of one search, which is asked for every trial and told how it ended."""
 
-    Optuna writes each parameter of a trial in its own transaction when it is asked for one; here a trial is written as
-    a whole.
-    """
-
-    def __init__(
-        self, name: str, store: Store, space: dict[str, BaseDistribution], objective: Objective, ceiling: Ceiling
-    ) -> None:
+    def __init__(self, prepared: Prepared, plan: Plan, *, seed: int = 0, is_parallel: bool = False) -> None:
+        # Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
+        warnings.filterwarnings("ignore", category=ExperimentalWarning, module=r"autotune\.tuning\.optuna_study\Z")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._space = space
-        self._rows: dict[str, int] = {}
-        """The keys of trials in Optuna's tables, by their ids."""
-        self._objective = objective
-        self._ceiling = ceiling
-        self._label = store.label
-        # Optuna's own tables know nothing of leases, so that is asked before each of its writes.
-        self._check_lease = store.check_lease
-        self._storage = store.optuna
-        with storage_errors(self._label):
-            # Every parameter is given, so that no sampler draws any.
-            self._study = optuna.create_study(
-                storage=store.optuna,
-                study_name=name,
-                direction="maximize",
-                sampler=optuna.samplers.RandomSampler(),
-                load_if_exists=True,
-            )
-            if self._study.metric_names is None:
-                # ``Study.set_metric_names`` does the same, and warns that it is experimental.
-                study_id = id_of_study(self._study)
-                self._storage.set_study_system_attr(study_id, METRIC_NAMES_KEY, [OBJECTIVE_NAMES[objective]])
+        request, self._space, self._plan = prepared.request, prepared.space, plan
+        self._objective, self._ceiling = request.objective, prepared.ceiling
+        self._names = distributions(prepared.space, prepared.baseline, request.sampler)
+        self._sampler = PlanSampler(self._names, make_sampler(request.sampler, seed, is_parallel=is_parallel))
+        self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
 
-    @staticmethod
-    def exists(name: str, store: Store) -> bool:
-        """Return whether Optuna has a study with this name."""
-        with storage_errors(store.label):
-            return name in optuna.get_all_study_names(store.optuna)
+    def ask(self) -> tuple[Step, optuna.Trial] | None:
+        """Return the next step with Optuna's trial of it; ``None`` where the plan has none now.
 
-    def settle(self, trials: Mapping[str, TrialRecord]) -> None:
-        """Tell trials that an earlier, killed search left running or waiting, since no other process does.
-
-        A trial whose end is among ``trials`` (by id) was killed just before it was told, the others while they ran.
+        What a sampler draws that knows neither memory nor what was tried is not run where the judge refuses it.
         """
-        with storage_errors(self._label):
-            # Read from the database directly: Optuna's cache would read every trial of the study.
-            study_id = self._storage.get_study_id_from_name(self._study.study_name)
-            unfinished = self._storage.get_all_trials(study_id, False, (TrialState.RUNNING, TrialState.WAITING))
-            for left in (trial for trial in unfinished if trial.state is TrialState.RUNNING):
-                record = trials.get(left.user_attrs.get(TRIAL_ID_ATTRIBUTE, ""))
-                if record is not None and record.outcome is not None:
-                    state, value = state_and_value(record.candidate, record.outcome, self._objective)
-                    self._check_lease()
-                    self._study.tell(left.number, value, state)
-                else:
-                    self._study.tell(left.number, state=TrialState.FAIL)
-            for _ in (trial for trial in unfinished if trial.state is TrialState.WAITING):
-                self._study.tell(self._study.ask(), state=TrialState.FAIL)
-            # Trials that were recorded in another database are not among Optuna's, which numbers the next one.
-            last = max((trial.number for trial in trials.values()), default=-1)
-            for _ in range(self._storage.get_n_trials(study_id), last + 1):
-                self._study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
+        while (step := self._plan.next()) is not None:
+            self._sampler.next = step.candidate if step != DRAW else None
+            trial = self._study.ask(self._names)
+            if step != DRAW:
+                return step, trial
+            candidate = candidate_of(trial.params, self._space)
+            refusal = Judge(self._space, self._plan.history).refusal(candidate)
+            self._plan.drawn(is_refused=refusal is not None)
+            if candidate is not None and refusal is None:
+                return Step("search", candidate), trial
+            known = refusal.known if refusal is not None else None
+            excess = over_line_gib(known, self._ceiling) if known is not None else None
+            self._tell(trial, TrialState.PRUNED, None, excess)
+        return None
 
-    def ask(self, candidate: Candidate, stage: Stage = "search") -> tuple[str, int]:
-        """Write a trial of a candidate that is about to run; return its id, and its number within the study."""
-        return self._write(params_of(candidate, self._space), TrialState.RUNNING, {"stage": stage})
-
-    def skip(self, params: Mapping[str, Any], why: str, excess: float | None) -> None:
-        """Write a proposal of one of Optuna's samplers that is not run, as a trial that was pruned."""
-        self._write(params, TrialState.PRUNED, {"stage": "search", "skipped": why}, constraint_attributes(excess))
-
-    def _write(
-        self,
-        params: Mapping[str, Any],
-        state: TrialState,
-        attributes: Mapping[str, str],
-        system_attributes: Mapping[str, Any] | None = None,
-    ) -> tuple[str, int]:
-        trial_id, moment = new_id(), datetime.now()
-        # Not by ``optuna.trial.create_trial``: the baseline's batch need not be one that samplers draw.
-        trial = FrozenTrial(
-            number=-1,
-            trial_id=-1,
-            state=state,
-            value=None,
-            datetime_start=moment,
-            datetime_complete=moment if state.is_finished() else None,
-            params=dict(params),
-            distributions=self._space,
-            user_attrs={TRIAL_ID_ATTRIBUTE: trial_id, **attributes},
-            system_attrs=dict(system_attributes or {}),
-            intermediate_values={},
-        )
-        self._check_lease()
-        with storage_errors(self._label):
-            self._rows[trial_id], number = create_trial(self._storage, id_of_study(self._study), trial)
-        return trial_id, number
-
-    def describe(self, trial_id: str, candidate: Candidate, outcome: Outcome) -> None:
-        """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
-        excess = over_line_gib(outcome, self._ceiling, candidate.arm)
-        self._check_lease()
-        with storage_errors(self._label):
-            for name, value in _attributes(candidate, outcome).items():
-                self._storage.set_trial_user_attr(self._rows[trial_id], name, value)
-            for name, value in constraint_attributes(excess).items():
-                self._storage.set_trial_system_attr(self._rows[trial_id], name, value)
-
-    def tell(self, trial_id: str, candidate: Candidate, outcome: Outcome) -> None:
-        """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
+    def tell(self, trial: optuna.Trial, candidate: Candidate, outcome: Outcome) -> None:
+        """Tell how a trial ended; a candidate that Optuna's parameters cannot express teaches it nothing."""
+        if trial.params != params_of(candidate, self._names):
+            self._study.tell(trial, state=TrialState.FAIL)
+            return
         state, value = state_and_value(candidate, outcome, self._objective)
-        self._check_lease()
-        with storage_errors(self._label):
-            self._storage.set_trial_state_values(self._rows[trial_id], state, None if value is None else [value])
+        self._tell(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
 
+    def _tell(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
+        if excess is not None:
+            trial.set_constraint(CONSTRAINT, excess)
+        self._study.tell(trial, value, state)
 
-def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
-    """Return what Optuna is told of an outcome."""
-    if isinstance(outcome, Completed):
-        batch = candidate.per_device_train_batch_size
-        value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
-        return TrialState.COMPLETE, value
-    is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
-    return TrialState.PRUNED if is_over else TrialState.FAIL, None
-
-
-def constraint_attributes(excess: float | None) -> dict[str, Any]:
-    """Return how far a trial is above what is feasible, see ``over_line_gib``, under the name that Optuna chooses."""
-    constraints = {} if excess is None else {CONSTRAINT: excess}
-    return optuna.trial.create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs
-
-
-def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return how far a trial is above what is feasible, in GiB; ``None`` for a fault, which says nothing.
-
-    A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
-    """
-    if isinstance(outcome, Completed):
-        return outcome.measurement.excess_bytes(arm or Arm(), ceiling) / GIB
-    if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
-        return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
-    return None
-
-
-def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str]:
-    """Return flat numbers, which dashboards can plot, and the earlier trial they are from, if any."""
-    attributes: dict[str, float | str] = {
-        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-        "dataloader_num_workers": candidate.arm.dataloader_num_workers,
-        "cpu_affinity": int(candidate.arm.cpu_affinity),
-    }
-    source = source_of(outcome)
-    if source is not None:
-        attributes |= {"stage": "reused", "reused_from": source.describe()}
-    if isinstance(outcome, Completed):
-        measured = outcome.measurement
-        attributes["samples_per_second"] = measured.samples_per_second
-        attributes["step_seconds"] = measured.step_seconds
-        attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
-        for name in ("joules_per_sample", "gpu_busy_share", "cpu_core", "skipped_steps"):
-            if (value := getattr(measured, name)) is not None:
-                attributes[name] = value
-    elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
-        attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
-    return attributes
+    def know(self, trials: Iterable[tuple[Candidate, Outcome]]) -> None:
+        """Tell of trials that ended before this search, in a study that goes on."""
+        for candidate, outcome in trials:
+            self._sampler.next = candidate
+            self.tell(self._study.ask(self._names), candidate, outcome)
 
 
 # Optuna's samplers draw free batches up to this; nearly all larger ones would be out of memory.
@@ -272,83 +186,12 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
     return {name: parameters[name] for name in names}
 
 
-# After this many refused proposals in a row, a sampler is taken to have nothing new. A choice.
-_MOST_REFUSALS = 64
-
-
-Skip = Callable[[dict[str, Any], str, float | None], None]
-"""Records Optuna's parameters that are not run, why, and how far they are over the line if that is known."""
-
-
-class OptunaPolicy:
-    """A policy that asks a sampler of Optuna in a study in memory, which learns from every trial of the search.
-
-    The sampler knows neither memory nor what was tried, so ``Judge`` refuses much of what it proposes.
-    """
-
-    ending = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
-
-    def __init__(
-        self,
-        sampler: BaseSampler,
-        space: Space,
-        names: dict[str, BaseDistribution],
-        objective: Objective,
-        skip: Skip,
-    ) -> None:
-        _ignore_warnings()
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._space, self._names, self._objective, self._skip = space, names, objective, skip
-        self._proposals: dict[Candidate, optuna.Trial] = {}
-        """Proposals whose end the sampler has not learned."""
-        self._learned = 0
-        self._is_spent = False
-
-    def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``."""
-        self._learn(history)
-        judge = Judge(self._space, history)
-        # A proposal waits where something else was run instead.
-        waiting = [candidate for candidate in self._proposals if judge.refusal(candidate) is None]
-        if waiting:
-            return waiting[0]
-        if self._is_spent:
-            return None
-        for _ in range(_MOST_REFUSALS):
-            proposal = self._study.ask(self._names)
-            candidate = candidate_of(proposal.params, self._space)
-            refusal = judge.refusal(candidate)
-            if candidate is not None and refusal is None:
-                self._proposals[candidate] = proposal
-                return candidate
-            why, outcome = (refusal.why, refusal.known) if refusal is not None else ("", None)
-            excess = over_line_gib(outcome, history.ceiling) if outcome is not None else None
-            self._tell(proposal, TrialState.PRUNED, None, excess)
-            self._skip(proposal.params, why, excess)
-        # The end of a running trial may make a refused candidate worth a trial.
-        self._is_spent = not history.pending
-        return None
-
-    def _learn(self, history: History) -> None:
-        """Tell the sampler of the trials that ended since the last time, whoever proposed them."""
-        for tried in history.tried[self._learned :]:
-            proposal = self._proposals.pop(tried.candidate, None)
-            if proposal is None:
-                self._study.enqueue_trial(params_of(tried.candidate, self._names))
-                proposal = self._study.ask(self._names)
-            state, value = state_and_value(tried.candidate, tried.outcome, self._objective)
-            excess = over_line_gib(tried.outcome, history.ceiling, tried.candidate.arm)
-            self._tell(proposal, state, value, excess)
-        self._learned = len(history.tried)
-
-    def _tell(self, proposal: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
-        if excess is not None:
-            proposal.set_constraint(CONSTRAINT, excess)
-        self._study.tell(proposal, value, state)
+def _knows(values: BaseDistribution, value: Any) -> bool:
+    return not isinstance(values, CategoricalDistribution) or value in values.choices
 
 
 def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSampler:
-    """Return Optuna's sampler of that name.
+    """Return Optuna's sampler of that name; for autotune's own one that has nothing to draw.
 
     Samplers are not stored, so a resumed search needs another ``seed``. ``is_parallel`` makes TPE avoid the candidates
     of running trials.
@@ -356,48 +199,3 @@ def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSamp
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
     return optuna.samplers.RandomSampler(seed=seed)
-
-
-def _ignore_warnings() -> None:
-    """Suppress two warnings of Optuna that the policy causes, from now on.
-
-    Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
-    """
-    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=r"autotune\.tuning\.optuna_study\Z")
-    # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
-    # warning counts as one of Optuna's own module.
-    for module in (r"autotune\.tuning\.optuna_study\Z", r"optuna\.trial\._trial\Z"):
-        warnings.filterwarnings("ignore", message="Fixed parameter", module=module)
-
-
-class StudyRecorder:
-    """The records of one study while it is searched."""
-
-    def __init__(self, study: StudyRecord, store: Store, optuna_study: OptunaStudy) -> None:
-        self.study = study
-        """The study as it was last written."""
-        self._store = store
-        self._optuna = optuna_study
-
-    def finish(self, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
-        """Record how a trial ended; return it with its end.
-
-        Killed between any two of these, the next run of the study can still set right what is missing.
-        """
-        self._optuna.describe(record.id, record.candidate, outcome)
-        self._store.finish_trial(record.id, outcome, seconds)
-        self._optuna.tell(record.id, record.candidate, outcome)
-        return replace(record, outcome=outcome, seconds=seconds)
-
-    def reuse(self, record: TrialRecord, outcome: Outcome) -> TrialRecord:
-        """Record an earlier trial's outcome as that of this one, which need not run; return it with its end."""
-        ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
-        self._optuna.describe(ended.id, ended.candidate, outcome)
-        self._store.start_trial(ended)
-        self._optuna.tell(ended.id, ended.candidate, outcome)
-        return ended
-
-    def write(self, **changes: Any) -> None:
-        """Record other values of fields of the study."""
-        self.study = replace(self.study, **changes)
-        self._store.update_study(self.study)

@@ -1,6 +1,6 @@
 """Plan what a search runs next: the baseline, the policy's proposals, repeated measurements.
 
-Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries the plan out.
+Uses no processes, no database and no Optuna: ``autotune.tuning.optuna_study`` asks it, and ``loop`` runs what it says.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.stop import Stop, StopReason
+from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
-from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.anytime import Anytime, Idea
+from autotune.tuning.anytime import Anytime, Idea, gain_given
 from autotune.tuning.policy import Policy, pinned
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another, shows_deviation
@@ -35,6 +35,12 @@ _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 # A trial may be so much shorter than the first one. A choice.
 _BASELINE_TIMES = 2.0
+
+DRAW: Final = "draw"
+"""What is next where nothing is due, and one of Optuna's samplers is to draw a candidate."""
+# After this many refused draws in a row, a sampler is taken to have nothing new. A choice.
+_MOST_REFUSALS = 64
+_NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,17 @@ class Plan:
         self,
         prepared: Prepared,
         history: History,
-        policy: Policy,
+        policy: Policy | None,
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
+        """Plan what is due, and what a policy proposes; without one, Optuna's sampler draws."""
         self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
         self.history = history
         self._policy = policy
+        self._refused = 0
+        """How many draws in a row were refused since the last trial ended."""
+        self._is_drawn_out = False
         self.records: dict[str, TrialRecord] = {}
         self.in_space: set[Candidate] = set()
         self.pending: dict[str, TrialRecord] = {}
@@ -73,14 +83,10 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._has_begun = False
-        is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
-        self.anytime = Anytime(
-            prepared.space,
-            prepared.model.checkpointing_layers,
-            compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
-        )
+        self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
+        self._next_of_levers: tuple[tuple[int, int, frozenset[str]], Idea | None] | None = None
 
     # What is known
 
@@ -95,6 +101,7 @@ class Plan:
         if self.pending.pop(trial.id, None) is not None:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
+        self._refused = 0
         if self.anytime.is_late(trial.candidate):
             # A study that goes on.
             self._has_answer = True
@@ -124,6 +131,7 @@ class Plan:
 
         Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
         self.anytime.leave_out(levers)
+        self._upcoming = self._next_of_levers = None
         refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -136,7 +144,8 @@ class Plan:
     def drop_reused(self) -> None:
         """Forget the speeds that were taken from earlier searches."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
-        self.records, self.in_space, self._again, self._upcoming = {}, set(), Repeats(), None
+        self.records, self.in_space, self._again = {}, set(), Repeats()
+        self._upcoming = self._next_of_levers = None
         self.history.clear()
         for trial in kept:
             self.take(trial)
@@ -148,7 +157,7 @@ class Plan:
             # A trial that is owed is this one again.
             return None
         self._idea = None
-        gain = self.anytime.learn(idea, self.history, self.in_space)
+        gain = gain_given(idea, self.history, self.in_space)
         if gain is None:
             why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
             return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
@@ -216,7 +225,7 @@ class Plan:
         reused = sum(trial.stage == "reused" for trial in self.records.values()) if self._request.trials else 0
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
-    def next(self) -> Step | None:
+    def next(self) -> Step | Literal["draw"] | None:
         """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` returns.
 
         With trials running, ``None`` may also mean that their results are needed first.
@@ -232,11 +241,23 @@ class Plan:
         candidate = self.upcoming()
         if candidate is not None:
             return Step("search", candidate)
+        if self._draws:
+            return DRAW
         idea = self._next_idea()
         if idea is None:
             return None
         self._idea = idea
         return Step("search", idea.candidate, idea.describe(), idea.limit_seconds)
+
+    def drawn(self, *, is_refused: bool) -> None:
+        """Note that a candidate was drawn. The end of a running trial may make a refused one worth a trial."""
+        self._refused = self._refused + 1 if is_refused else 0
+        if self._refused >= _MOST_REFUSALS:
+            self._is_drawn_out = not self.history.pending
+
+    @property
+    def _draws(self) -> bool:
+        return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
     @property
     def has_first_answer(self) -> bool:
@@ -253,10 +274,14 @@ class Plan:
         """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
         if self.pending or not self.has_first_answer:
             return None
-        seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
-        usual = statistics.median(seconds) if seconds else 0.0
-        spent = self._seconds_with_levers
-        return self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+        key = self._known_by_now()
+        if self._next_of_levers is None or self._next_of_levers[0] != key:
+            seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
+            usual = statistics.median(seconds) if seconds else 0.0
+            spent = self._seconds_with_levers
+            found = self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
+            self._next_of_levers = key, found
+        return self._next_of_levers[1]
 
     @property
     def _seconds_with_levers(self) -> float:
@@ -273,22 +298,29 @@ class Plan:
 
     def done(self) -> Stop | None:
         """Return why the policy has nothing more to propose; ``None`` if it may have."""
-        return self._policy.ending if self._is_settled and self._next_idea() is None else None
+        if not self._is_settled or self._next_idea() is not None:
+            return None
+        return NOTHING_LEFT if self._policy is not None else _NOTHING_NEW
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the policy has nothing more to propose, and no running trial may change that."""
-        return not self._waits and self.upcoming() is None
+        """Whether there is nothing more to propose, and no running trial may change that."""
+        return not self._waits and self.upcoming() is None and not self._draws
 
     def upcoming(self) -> Candidate | None:
-        """Return the policy's next proposal; ``None`` where it has none."""
-        # Predictions may have arrived since, and change what fits.
-        memory = self.history.memory
-        version = memory.version if memory is not None else 0
-        key = len(self.history.tried), version, frozenset(self.pending)
+        """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
+        if self._policy is None:
+            return None
+        key = self._known_by_now()
         if self._upcoming is None or self._upcoming[0] != key:
             self._upcoming = key, self._policy.next(self.history)
         return self._upcoming[1]
+
+    def _known_by_now(self) -> tuple[int, int, frozenset[str]]:
+        """Return what changes where a decision may: trials that ended, predictions that arrived, trials under way."""
+        memory = self.history.memory
+        version = memory.version if memory is not None else 0
+        return len(self.history.tried), version, frozenset(self.pending)
 
     @property
     def _waits(self) -> bool:
@@ -333,7 +365,8 @@ class Plan:
                 return None
             # The last trial of the budget is used for the winner, if it has to be measured again; where that is what
             # the user has without a search, a candidate may still be better.
-            is_all_there_is = best.candidate == self._prepared.baseline and self.upcoming() is not None
+            may_go_on = self.upcoming() is not None or self._draws
+            is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
             return None if is_all_there_is or not needs_another(self.history, best) else Step("final", best.candidate)
         if not self._is_settled:
             return None

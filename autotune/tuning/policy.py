@@ -5,20 +5,21 @@ at a multiple fits, that nothing else is left) waits for them: the policy then p
 
 ``Acquisition`` is the search for speed: the expected improvement, times the probability that a candidate runs and fits,
 for the seconds of its trial. Candidates are the arms of the space at their batches. Nothing is left where none is worth
-its seconds. Levers come once that is so: ``autotune.tuning.anytime``.
+its seconds. Levers on what was measured come once that is so, from ``autotune.tuning.anytime``, and are valued alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.options import Objective, SamplerName
-from autotune.core.stop import NOTHING_LEFT, LeftOut, Stop
+from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
+from autotune.core.stop import LeftOut
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
@@ -34,10 +35,6 @@ _FAR_ENOUGH = 0.75
 
 class Policy(Protocol):
     """Proposes candidates until it has seen enough."""
-
-    @property
-    def ending(self) -> Stop:
-        """Why a search ends for which it has no proposal."""
 
     def next(self, history: History) -> Candidate | None:
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
@@ -70,8 +67,6 @@ class MaxBatchPolicy:
     batch so far. Between a batch that fits and one that does not, peak memory is nearly affine in the batch, so the
     search aims at the boundary instead of bisecting.
     """
-
-    ending = NOTHING_LEFT
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -164,8 +159,6 @@ class MaxBatchPolicy:
 class ExhaustivePolicy:
     """Yields every candidate of the largest multiple that has any, in order, except those known not to fit."""
 
-    ending = NOTHING_LEFT
-
     def __init__(self, space: Space) -> None:
         self._space = space
 
@@ -199,11 +192,8 @@ _LIKELY = 0.5
 class Acquisition:
     """Chooses candidates of one space."""
 
-    ending = NOTHING_LEFT
-
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._faster: dict[Arm, frozenset[Arm]] = {}
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. Smaller multiples are searched where nothing above fits."""
@@ -242,37 +232,16 @@ class Acquisition:
             smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]
             if expanded := next(filter(None, map(judge.in_expandable_segments, smallest)), None):
                 return expanded
-        among = [each for each in among if judge.is_open(each) and not self._is_beaten(history, each)]
+        among = [each for each in among if judge.is_open(each) and not is_beaten(history, each)]
         if not among:
             return None
         is_first = all(t.candidate == space.baseline(t.candidate.arm.attn_implementation) for t in history.tried)
         if is_first and (measured := [each for each in among if each in history.elsewhere]):
             # What other machines of the kind measured decides what is tried first, and nothing else.
             return max(measured, key=lambda each: history.elsewhere[each])
-        values = self._values(history, among, best)
+        values = worth(history, SpeedModel(history), among, speed_of(best) if best is not None else None)
         at = int(np.argmax(values))
         return among[at] if values[at] > 0 else None
-
-    def _values(self, history: History, among: list[Candidate], best: Tried | None) -> Floats:
-        """Return what each candidate promises for a second of its trial; 0 where that is not worth it."""
-        model, chances = SpeedModel(history), Chances(history)
-        chance = np.array([chances.chance(candidate) for candidate in among])
-        # What more likely fits than not is tried before what surely does and is slower.
-        likely = np.minimum(1.0, 2 * chance)
-        wanted = speed_of(best) if best is not None else 1.0
-        if best is not None and history.pending:
-            # A trial under way counts as what is expected of it.
-            likeliest = [each for each in history.pending if chances.chance(each) > _LIKELY]
-            if likeliest:
-                wanted = max(wanted, float(np.exp(-model.expected(likeliest, wanted)[1].min())))
-        gains, expected = model.expected(among, wanted)
-        expected = np.minimum(expected, 20.0)
-        steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
-        extra = np.array([extra_seconds(history, candidate.arm) for candidate in among])
-        seconds = _TRIAL_SECONDS + steps + extra
-        if best is None:
-            return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
-        return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * extra) * gains * likely / seconds)
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
         """Return the candidates of a multiple; of a free batch also some between powers of two.
@@ -295,24 +264,59 @@ class Acquisition:
             found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
         return found
 
-    def _is_beaten(self, history: History, candidate: Candidate) -> bool:
-        """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
 
-        Such as the same arm without checkpointing, or in the faster of two precisions. A trial that retried allocations
-        shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less
-        memory is spared.
-        """
-        if candidate.arm not in self._faster:
-            self._faster[candidate.arm] = never_slower(candidate.arm, allows=lambda other: other in self._space.arms)
-        faster, batch = self._faster[candidate.arm], candidate.per_device_train_batch_size
-        if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
-            return True
-        return any(
-            t.candidate.arm in faster
-            and t.candidate.per_device_train_batch_size >= batch
-            and not (t.measurement and t.measurement.allocation_retries)
-            for t in history.believed()
-        )
+def worth(
+    history: History, model: SpeedModel, among: list[Candidate], best: float | None, usual_seconds: float | None = None
+) -> Floats:
+    """Return what each candidate promises for a second of its trial; 0 where that is not worth it.
+
+    ``best`` is the speed to beat, in samples a second. A trial takes ``usual_seconds`` and what it compiles; where they
+    are not told, what its steps are expected to take.
+    """
+    chances = Chances(history)
+    fits, runs = (np.array([told(each) for each in among]) for told in (chances.fits, chances.runs))
+    chance = fits * runs
+    # What more likely fits than not is tried before what surely does and is slower.
+    likely = np.minimum(1.0, 2 * fits) * runs
+    wanted = best if best is not None else 1.0
+    if best is not None and history.pending:
+        # A trial under way counts as what is expected of it.
+        likeliest = [each for each in history.pending if chances.chance(each) > _LIKELY]
+        if likeliest:
+            wanted = max(wanted, float(np.exp(-model.expected(likeliest, wanted)[1].min())))
+    gains, expected = model.expected(among, wanted)
+    expected = np.minimum(expected, 20.0)
+    extra = np.array([extra_seconds(history, candidate.arm) for candidate in among])
+    steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
+    seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
+    if best is None:
+        return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
+    # Levers have to pay for their trials whole; without an answer to go on from, slow steps are no reason to stop.
+    paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
+    return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
+
+
+@cache
+def _never_slower(arm: Arm) -> frozenset[Arm]:
+    return never_slower(arm, allows=lambda _: True)
+
+
+def is_beaten(history: History, candidate: Candidate) -> bool:
+    """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
+
+    Such as the same arm without checkpointing, or in the faster of two precisions. A trial that retried allocations
+    shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less memory is
+    spared.
+    """
+    faster, batch = _never_slower(candidate.arm), candidate.per_device_train_batch_size
+    if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
+        return True
+    return any(
+        t.candidate.arm in faster
+        and t.candidate.per_device_train_batch_size >= batch
+        and not (t.measurement and t.measurement.allocation_retries)
+        for t in history.believed()
+    )
 
 
 def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
@@ -363,8 +367,10 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     return tuple(named)
 
 
-def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy:
-    """Return the policy of a sampler's name, which is none of Optuna's."""
+def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
+    """Return the policy of a sampler's name; ``None`` for one of Optuna's, which draws by itself."""
+    if sampler in OPTUNA_SAMPLERS:
+        return None
     if sampler == "grid":
         return ExhaustivePolicy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)

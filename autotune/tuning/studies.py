@@ -59,22 +59,13 @@ class Opened:
 def open_study(prepared: Prepared, store: Store) -> Opened:
     """Return the study that the request names, created or continued.
 
-    Raises ``InvalidRequestError`` where the name is taken by another request, workload or machine, or by a study that
-    is not autotune's.
+    Raises ``InvalidRequestError`` where the name is taken by another request, workload or machine.
     """
     request = prepared.request
     assert request.study is not None, "a search runs under a name"
     known = store.study(request.study)
     if known is not None:
         return _continue(known, prepared, store)
-    # Imports Optuna, which commands that only read a request do not need.
-    from autotune.tuning.optuna_study import OptunaStudy
-
-    if OptunaStudy.exists(request.study, store):
-        raise InvalidRequestError(
-            f"{store.label} holds an Optuna study {request.study!r} that autotune did not make",
-            "choose another --study",
-        )
     study = StudyRecord(
         name=request.study,
         workload_id=store.intern_workload(request.workload.recorded_document(), request.workload.fingerprint()),

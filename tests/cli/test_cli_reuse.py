@@ -173,4 +173,4 @@ def test_no_length_of_time_depends_on_a_clock_that_jumps() -> None:
     # NVML asks for a moment on that clock.
     assert [path.name for path, text in sources.items() if "time.time()" in text] == ["gpu_monitor.py"]
     asked = {path.name for path, text in sources.items() if "datetime.now" in text}
-    assert asked == {"lock.py", "optuna_study.py", "records.py", "run_watch.py"}
+    assert asked == {"lock.py", "records.py", "run_watch.py"}

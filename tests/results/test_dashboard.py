@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import multiprocessing
 import os
@@ -11,80 +10,88 @@ import signal
 import socket
 import struct
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
 from processes import receive
+from recorded import measurement
 
-from autotune.core.ceiling import Ceiling
+from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import Objective
-from autotune.results.dashboard import dashboard_server, serve
+from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.units import GIB
+from autotune.results.dashboard import DashboardStorage, dashboard_server, serve
+from autotune.results.optuna_trials import TRIAL_ID_ATTRIBUTE
 from autotune.store.opening import open_store
-from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord
+from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.optuna_study import OptunaStudy
 
-SPACE: dict[str, optuna.distributions.BaseDistribution] = {"batch": optuna.distributions.IntDistribution(1, 64)}
-
-
-def add_trial(study: optuna.Study, value: float | None, excess: float | None, trial_id: str) -> int:
-    """Tells Optuna of a trial; without a value it ran out of memory. Returns its number."""
-    trial = study.ask(SPACE)
-    trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
-    if excess is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            trial.set_constraint("memory", excess)
-    study.tell(trial, value, state=None if value is not None else TrialState.PRUNED)
-    return trial.number
+CEILING = Ceiling(None, 23 * GIB, GIB, Headroom(0.0))
+"""A line of 22 GiB."""
 
 
-def new_study(store: Store, name: str, direction: Literal["minimize", "maximize"] = "maximize") -> optuna.Study:
-    return optuna.create_study(storage=store.optuna, study_name=name, direction=direction)
-
-
-def record_study(store: Store, name: str, request: dict[str, Any] | None = None) -> StudyRecord:
+def new_study(store: Store, name: str, objective: Objective = "throughput") -> StudyRecord:
     """Records a study as a search does when it begins."""
     workload, environment = store.intern_workload({}, "workload"), store.intern_environment({}, "environment")
-    study = StudyRecord(name, workload, environment, request or {}, {}, "0.1.0")
+    study = StudyRecord(name, workload, environment, {"objective": objective}, CEILING.document(), "0.1.0")
     store.create_study(study)
     return study
 
 
-def name_winner(store: Store, name: str, trial_id: str | None) -> None:
+def add_trial(
+    store: Store, study: StudyRecord, speed: float | None, over_gib: float = -1.0, precision: Precision = "bf16"
+) -> str:
+    """Records a trial; without a speed it ran out of memory. Returns its id."""
+    candidate = Candidate(Arm(precision), 8, 1)
+    reserved_bytes = int((22 + over_gib) * GIB)
+    outcome: Outcome = OutOfMemory("full", peak_reserved_bytes=reserved_bytes)
+    if speed is not None:
+        outcome = Completed(measurement(candidate, 8 / speed, reserved_bytes, reserved_bytes))
+    number = len(store.trials(study.id))
+    trial = TrialRecord(study.id, number, candidate, study.workload_id, study.environment_id, outcome=outcome)
+    store.start_trial(trial)
+    return trial.id
+
+
+def name_winner(store: Store, study: StudyRecord, trial_id: str) -> None:
     """Records the study with its winner, as a search does."""
-    study = store.study(name) or record_study(store, name)
     store.update_study(dataclasses.replace(study, best_trial_id=trial_id))
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Studies of every kind: with a winner, without, with nothing feasible, Optuna's own."""
+def names() -> dict[str, str]:
+    """By id, what the tests call a trial."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory, names: dict[str, str]) -> Path:
+    """Studies of every kind: with a winner, without, with nothing feasible."""
     path = tmp_path_factory.mktemp("dashboard") / "autotune.db"
     with open_store(str(path)) as store:
-        for name in ("with-winner", "without-winner", "winner-gone"):
-            study = new_study(store, name)
-            add_trial(study, 200.0, -1.0, "plain")
-            add_trial(study, 298.0, -2.0, "winner")
-            add_trial(study, 300.0, -0.5, "fastest")
-            add_trial(study, 350.0, 0.25, "too-large")
-            add_trial(study, None, 1.0, "ran-out")
-        name_winner(store, "with-winner", "winner")
-        name_winner(store, "without-winner", None)
-        name_winner(store, "winner-gone", "nowhere")
-        add_trial(new_study(store, "nothing-feasible"), 350.0, 0.25, "too-large")
-        add_trial(new_study(store, "nothing-complete"), None, 1.0, "ran-out")
-        minimized = new_study(store, "plain-optuna", "minimize")
-        for value in (3.0, 1.0, 2.0):
-            add_trial(minimized, value, None, "")
+        for kind in ("with-winner", "without-winner", "winner-gone"):
+            study = new_study(store, kind)
+            for name, speed, over_gib in (
+                ("plain", 200.0, -1.0),
+                ("winner", 298.0, -2.0),
+                ("fastest", 300.0, -0.5),
+                ("too-large", 350.0, 0.25),
+                ("ran-out", None, 1.0),
+            ):
+                names[add_trial(store, study, speed, over_gib)] = name
+            if kind == "with-winner":
+                name_winner(store, study, next(t.id for t in store.trials(study.id) if names[t.id] == "winner"))
+            if kind == "winner-gone":
+                name_winner(store, study, "nowhere")
+        names[add_trial(store, new_study(store, "nothing-feasible"), 350.0, 0.25)] = "too-large"
+        names[add_trial(store, new_study(store, "nothing-complete"), None)] = "ran-out"
     return path
 
 
@@ -128,11 +135,16 @@ def get_json(port: int, path: str) -> Any:
     return json.loads(body)
 
 
-def detail(port: int, name: str) -> Any:
-    """The JSON from which the page of a study is drawn."""
+def id_of(port: int, name: str) -> int:
+    """The number that a study has in addresses."""
     summaries = get_json(port, "/api/studies")["study_summaries"]
     (study_id,) = (summary["study_id"] for summary in summaries if summary["study_name"] == name)
-    return get_json(port, f"/api/studies/{study_id}")
+    return int(study_id)
+
+
+def detail(port: int, name: str) -> Any:
+    """The JSON from which the page of a study is drawn."""
+    return get_json(port, f"/api/studies/{id_of(port, name)}")
 
 
 def trial_id_of(trial: Any) -> str:
@@ -150,20 +162,13 @@ def trial_id_of(trial: Any) -> str:
         ("nothing-complete", []),
     ],
 )
-def test_the_best_trial_is_the_right_one(port: int, study: str, best: list[str]) -> None:
-    assert [trial_id_of(trial) for trial in detail(port, study)["best_trials"]] == best
+def test_the_best_trial_is_the_right_one(port: int, names: dict[str, str], study: str, best: list[str]) -> None:
+    assert [names[trial_id_of(trial)] for trial in detail(port, study)["best_trials"]] == best
 
 
-def test_a_study_of_plain_optuna_is_shown_as_ever(port: int) -> None:
-    shown = detail(port, "plain-optuna")
-    assert shown["directions"] == ["minimize"]
-    assert [trial["values"] for trial in shown["best_trials"]] == [[1.0]]
-    assert [trial["constraints"] for trial in shown["trials"]] == [[], [], []]
-
-
-def test_infeasible_trials_are_shown_as_such(port: int) -> None:
+def test_infeasible_trials_are_shown_as_such(port: int, names: dict[str, str]) -> None:
     trials = detail(port, "with-winner")["trials"]
-    shown = {trial_id_of(trial): (trial["state"], trial["constraints"]) for trial in trials}
+    shown = {names[trial_id_of(trial)]: (trial["state"], trial["constraints"]) for trial in trials}
     assert shown == {
         "plain": ("Complete", [-1.0]),
         "winner": ("Complete", [-2.0]),
@@ -173,67 +178,55 @@ def test_infeasible_trials_are_shown_as_such(port: int) -> None:
     }
 
 
-def test_a_winner_named_later_is_shown_by_a_server_that_runs_already(tmp_path: Path) -> None:
+def test_a_server_that_runs_shows_what_is_recorded_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "autotune.db"
     with open_store(str(path)) as store:
         study = new_study(store, "growing")
-        add_trial(study, 100.0, -1.0, "first")
+        first = add_trial(store, study, 90.0)
         with running(path) as port:
-            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == ["first"]
-            add_trial(study, 90.0, -1.0, "second")
-            name_winner(store, "growing", "first")
-            new = new_study(store, "new")
-            add_trial(new, 1.0, None, "only")
-            assert [trial_id_of(trial) for trial in detail(port, "new")["best_trials"]] == ["only"]
-            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == ["first"]
+            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == [first]
+            add_trial(store, study, 100.0)
+            name_winner(store, study, first)
+            only = add_trial(store, new_study(store, "new"), 1.0)
+            assert [trial_id_of(trial) for trial in detail(port, "new")["best_trials"]] == [only]
+            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == [first]
+
+
+def test_a_running_trial_is_shown_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "autotune.db"
+    with open_store(str(path)) as store:
+        study = new_study(store, "running")
+        store.start_trial(TrialRecord(study.id, 0, Candidate(Arm(), 8), study.workload_id, study.environment_id))
+        with running(path) as port:
+            (trial,) = detail(port, "running")["trials"]
+    assert trial["state"] == "Running"
 
 
 @pytest.mark.parametrize(("objective", "label"), [("throughput", "samples/s"), ("max-batch", "per-device batch")])
 def test_the_objective_is_named(tmp_path: Path, objective: Objective, label: str) -> None:
-    """For new studies in Optuna's own tables, for those recorded without a name by the dashboard's storage."""
     path = tmp_path / "autotune.db"
     with open_store(str(path)) as store:
-        new_study(store, "plain-optuna")
-        new_study(store, "old")
-        record_study(store, "old", {"objective": objective})
+        add_trial(store, new_study(store, "study", objective), 1.0)
         with running(path) as port:
-            assert detail(port, "old")["objective_names"] == [label]
-            assert "objective_names" not in detail(port, "plain-optuna")
-            # Begun while the dashboard runs.
-            OptunaStudy("new", store, SPACE, objective, Ceiling(None, 2**30, 0))
-            assert detail(port, "new")["objective_names"] == [label]
-            study_id = store.optuna.get_study_id_from_name("old")
-            assert ask(port, f"/csv/{study_id}")[1].decode().startswith(f"Number,State,{label}")
-        assert optuna.load_study(study_name="new", storage=store.optuna).metric_names == [label]
+            assert detail(port, "study")["objective_names"] == [label]
+            assert ask(port, f"/csv/{id_of(port, 'study')}")[1].decode().startswith(f"Number,State,{label}")
 
 
 def test_parameters_that_never_varied_are_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "autotune.db"
-    choices: dict[str, list[Any]] = {
-        "per_device_train_batch_size": [8],
-        "precision": ["bf16", "fp32"],
-        "attn_implementation": ["sdpa"],
-        "gradient_checkpointing": [False, True],
-    }
-    space = {name: optuna.distributions.CategoricalDistribution(values) for name, values in choices.items()}
     with open_store(str(path)) as store:
-        for name in ("recorded", "plain-optuna"):
-            study = new_study(store, name)
-            for precision in ("bf16", "fp32", "bf16"):
-                fixed = {"precision": precision, "gradient_checkpointing": False}
-                study.enqueue_trial({"per_device_train_batch_size": 8, "attn_implementation": "sdpa", **fixed})
-                study.tell(study.ask(space), 100.0 if precision == "bf16" else 50.0)
-        record = record_study(store, "recorded")
+        study = new_study(store, "recorded")
+        for precision in ("bf16", "fp32", "bf16"):
+            add_trial(store, study, 100.0 if precision == "bf16" else 50.0, precision=precision)
         with running(path) as port:
             # Checkpointing may still be tried while the search runs, and is then shown of every trial.
-            assert shown_parameters(detail(port, "recorded")) == set(choices) - {"attn_implementation"}
-            assert shown_parameters(detail(port, "plain-optuna")) == set(choices)
-        store.update_study(dataclasses.replace(record, state="finished"))
+            assert "gradient_checkpointing" in shown_parameters(detail(port, "recorded"))
+        store.update_study(dataclasses.replace(study, state="finished"))
         with running(path) as port:
             shown = {"per_device_train_batch_size", "precision"}
             assert shown_parameters(detail(port, "recorded")) == shown
-            importances = get_json(port, "/api/studies/1/param_importances")["param_importances"]
-            assert {entry["name"] for entry in importances[0]} <= shown
+            importances = get_json(port, f"/api/studies/{id_of(port, 'recorded')}/param_importances")
+            assert {entry["name"] for entry in importances["param_importances"][0]} <= shown
 
 
 def shown_parameters(study: Any) -> set[str]:
@@ -252,15 +245,14 @@ def test_the_page_and_what_it_loads_are_served(port: int) -> None:
     page, html = ask(port, "/dashboard")
     assert page.status == 200
     assert b"/static/bundle.js" in html
-    for path in ("/dashboard/studies/1", "/favicon.ico", "/static/bundle.js", "/api/meta", "/csv/1"):
+    number = id_of(port, "with-winner")
+    for path in (f"/dashboard/studies/{number}", "/favicon.ico", "/static/bundle.js", "/api/meta", f"/csv/{number}"):
         response, body = ask(port, path)
         assert response.status == 200, path
         assert body
     packed, script = ask(port, "/static/bundle.js", Accept_Encoding="gzip")
     assert packed.getheader("Content-Encoding") == "gzip"
     assert script.startswith(b"\x1f\x8b")
-    importances = get_json(port, "/api/studies/1/param_importances")["param_importances"]
-    assert [entry["name"] for entry in importances[0]] == ["batch"]
     missing, _ = ask(port, "/api/studies/999")
     assert missing.status == 404
 
@@ -293,25 +285,14 @@ def test_other_methods_are_refused(port: int, method: str, path: str) -> None:
     assert get_json(port, "/api/studies") == before
 
 
-def test_the_database_itself_refuses_the_dashboards_writes(database: Path) -> None:
+def test_what_the_dashboard_reads_from_refuses_its_writes(database: Path) -> None:
     """Without the gate before it, the dashboard still could not delete a study."""
-    with dashboard_server(str(database), port=0) as server:
-        app: Any = server.get_app()
-        bottle = next(cell.cell_contents for cell in app.__closure__ if hasattr(cell.cell_contents, "routes"))
-        answers: list[str] = []
-        environ = {
-            "REQUEST_METHOD": "DELETE",
-            "PATH_INFO": "/api/studies/1",
-            "SERVER_NAME": "localhost",
-            "SERVER_PORT": "80",
-            "wsgi.url_scheme": "http",
-            "wsgi.input": io.BytesIO(),
-            "wsgi.errors": None,
-        }
-        list(bottle(environ, lambda status, headers, error=None: answers.append(status)))
-        assert answers == ["500 Internal Server Error"]
     with open_store(str(database)) as store:
-        assert "with-winner" in optuna.get_all_study_names(store.optuna)
+        storage = DashboardStorage(store)
+        with pytest.raises(PermissionError, match="only shows studies"):
+            storage.delete_study(storage.get_study_id_from_name("with-winner"))
+        with pytest.raises(PermissionError, match="only shows studies"):
+            storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "b")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:{port}", "127.0.0.1", "127.0.0.1:9999", "[::1]:{port}"])

@@ -14,7 +14,7 @@ import pytest
 from histories import history_of, ran_out
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import ComputedRunner, measurement, out_of_memory, run_policy
+from recorded import ComputedRunner, measurement, run_policy
 from reported import OLD_FIELDS, report_of
 from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request, search
 from tiny import tiny_workload
@@ -160,9 +160,10 @@ class TestMemory:
         line = given_.ceiling.line_bytes
         fits = given_.space.candidate(EXPANDING, 32)
         runner = ComputedRunner(lambda c: 2 * line)
-        runner.faults = {
-            given_.space.candidate(EXPANDING, batch): [out_of_memory(line)] for batch in (8, 16, 64)
-        } | {fits: [Completed(measurement(fits, 0.1, line - 1, int(line * 1.17)))]}  # fmt: skip
+        runner.faults = {fits: [Completed(measurement(fits, 0.1, line - 1, int(line * 1.17)))]}
+        for batch in (8, 16):
+            smaller = given_.space.candidate(EXPANDING, batch)
+            runner.faults[smaller] = [Completed(measurement(smaller, 1.0, line // 2, line // 2))]
         with new_store(tmp_path) as store:
             run = search(store, runner, given=given_)
         assert {job.cap_bytes for job in runner.jobs} == {line}
@@ -254,7 +255,8 @@ class TestCompiling:
     def test_the_winner_alone_is_compiled_and_at_the_end(self, tmp_path: Path) -> None:
         run, runner = self.searched(0.8, tmp_path)
         compiled = [c.arm.torch_compile for c in runner.candidates]
-        assert compiled.count(True) == 1
+        # A larger batch that did not fit may fit compiled, which keeps less.
+        assert 1 <= compiled.count(True) <= 2
         assert compiled[-1]
         assert run.best.candidate.arm.torch_compile
         assert run.best.candidate.per_device_train_batch_size == 32

@@ -95,7 +95,6 @@ class TestGuard:
         store.finish_trial(trial.id, OutOfMemory("full"), 1.0)
         store.update_study(study)
         assert store.lose_running_trials(study.id) == 0
-        store.check_lease()
 
     def test_refuses_every_write_once_it_is_lost(
         self, store: Store, study: StudyRecord, new_trial: Callable[[StudyRecord, int], TrialRecord]
@@ -108,7 +107,6 @@ class TestGuard:
             lambda: store.finish_trial(trial.id, OutOfMemory("full"), 1.0),
             lambda: store.update_study(dataclasses.replace(study, seconds=5.0)),
             lambda: store.lose_running_trials(study.id),
-            store.check_lease,
         ]
         for write in writes:
             with pytest.raises(StorageError, match="'a' is no longer this search's: process 71 of ada on gpu-3"):

@@ -3,16 +3,13 @@
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import optuna
 import pytest
-from postgres import sqlite_alone
 from processes import receive, wait_until
 from sqlalchemy import event
 
@@ -84,42 +81,6 @@ def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path)
     ids = set(answers_of_processes(4, open_and_intern, database))
     assert len(ids) == 1, ids
     assert not ids.pop().startswith("failed")
-
-
-@sqlite_alone
-def test_our_writes_and_optunas_do_not_lock_each_other_out(
-    store: Store, new_study: NewStudy, new_trial: NewTrial
-) -> None:
-    """Two threads write through the two engines of one store while a third reads through both."""
-    theirs = optuna.create_study(storage=store.optuna, study_name="first", direction="maximize")
-    study = new_study("first")
-    done = threading.Event()
-
-    def write_ours() -> None:
-        for number in range(40):
-            store.finish_trial(new_trial(study, number).id, OutOfMemory("full"), 1.0)
-
-    def write_theirs() -> None:
-        for _ in range(40):
-            asked = theirs.ask({"batch": optuna.distributions.IntDistribution(1, 64)})
-            asked.set_user_attr("seconds", 1.0)
-            theirs.tell(asked, 1.0)
-
-    def read() -> None:
-        while not done.wait(0.01):
-            store.studies()
-            theirs.get_trials(deepcopy=False)
-
-    with ThreadPoolExecutor(3) as pool:
-        reader = pool.submit(read)
-        writers = [pool.submit(write_ours), pool.submit(write_theirs)]
-        try:
-            for writer in writers:
-                writer.result(120)
-        finally:
-            done.set()
-        reader.result(60)
-    assert len(store.trials(study.id)) == len(theirs.trials) == 40
 
 
 def write_for_ever(location: str, study_id: str, workload_id: str, environment_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Test Alembic beside Optuna: scripts, declared tables and the ``alembic`` command, and failed migrations."""
+"""Test Alembic: scripts, declared tables and the ``alembic`` command, and failed migrations."""
 
 import multiprocessing
 import os
@@ -9,7 +9,6 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import optuna
 import pytest
 import warm
 from alembic.autogenerate import compare_metadata
@@ -32,9 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def filled(database: Path) -> Path:
-    """A database with one study and one trial, of Optuna and of ours."""
+    """A database with one study and one trial."""
     with open_store(str(database)) as store:
-        optuna.create_study(storage=store.optuna, study_name="kept")
         workload = store.intern_workload({"model": "bert-tiny"}, "workload-1")
         environment = store.intern_environment({"device": "cpu"}, "environment-1")
         study = StudyRecord("kept", workload, environment, {}, {}, "0.1.0")
@@ -188,7 +186,6 @@ def test_the_alembic_command_works_in_the_checkout(filled: Path, tmp_path: Path)
     downgraded = run_alembic(tmp_path, filled, "downgrade", "base")
     assert downgraded.returncode == 0, downgraded.stderr
     left = "\n".join(content(filled))
-    assert "CREATE TABLE studies" in left
     assert "CREATE TABLE autotune_studies" not in left
 
 

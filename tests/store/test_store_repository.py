@@ -1,4 +1,4 @@
-"""Test reading and writing records: unchanged, fast, and whatever happens to Optuna's tables."""
+"""Test reading and writing records: unchanged, and fast."""
 
 import dataclasses
 import math
@@ -8,7 +8,6 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
-import optuna
 import pytest
 from arbitrary import candidates, outcomes
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +20,7 @@ from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, LeftOut
 from autotune.store.opening import open_store
-from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord, TrialRecord, new_id
+from autotune.store.records import StudyRecord, TrialRecord, new_id
 from autotune.store.repository import Store
 
 NewStudy = Callable[[str], StudyRecord]
@@ -252,20 +251,6 @@ def test_times_are_in_utc(store: Store, new_study: NewStudy) -> None:
     assert stored.ended_at.tzinfo is UTC
     with pytest.raises(StorageError, match="no time zone"):
         store.update_study(dataclasses.replace(study, ended_at=datetime(2026, 1, 1)))
-
-
-def test_a_study_deleted_in_optuna_stays_in_ours(store: Store, new_study: NewStudy, new_trial: NewTrial) -> None:
-    theirs = optuna.create_study(storage=store.optuna, study_name="first", direction="maximize")
-    study = new_study("first")
-    trial = new_trial(study, 0)
-    asked = theirs.ask()
-    asked.set_user_attr(TRIAL_ID_ATTRIBUTE, trial.id)
-    theirs.tell(asked, 304.5)
-    store.finish_trial(trial.id, MEASURED, 3.0)
-    optuna.delete_study(study_name="first", storage=store.optuna)
-    assert optuna.get_all_study_names(store.optuna) == []
-    assert [stored.outcome for stored in store.trials(study.id)] == [MEASURED]
-    assert optuna.create_study(storage=store.optuna, study_name="first").trials == []
 
 
 def test_a_file_damaged_meanwhile_is_reported(database: Path) -> None:

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +41,7 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.results.json_document import report_document
+from autotune.results.optuna_trials import frozen_trials
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
@@ -266,10 +266,10 @@ class TestSearches:
         assert {trial["reused_from"]["study"] for trial in document["trials"]} == {"first"}
         assert document["baseline"]["number"] == 0
         # The dashboard has them all, and a third search has them from the first as well.
-        theirs = optuna.load_study(study_name="second", storage=store.optuna)
-        assert {trial.user_attrs["stage"] for trial in theirs.trials} == {"reused"}
-        assert all(trial.user_attrs["reused_from"].endswith(" of first") for trial in theirs.trials)
-        fastest = max(trial.value for trial in theirs.trials if trial.value is not None)
+        theirs = frozen_trials(second.study, second.trials)
+        assert {trial.user_attrs["stage"] for trial in theirs} == {"reused"}
+        assert all(trial.user_attrs["reused_from"].endswith(" of first") for trial in theirs)
+        fastest = max(trial.value for trial in theirs if trial.value is not None)
         assert fastest == pytest.approx(first.best.outcome.measurement.samples_per_second, rel=0.02)
         third = search(store, RecordedRunner(EFFECTIVE_64), study="third")
         assert {source.study for t in third.trials if (source := source_of(t.outcome))} == {"first"}

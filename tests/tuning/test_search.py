@@ -438,7 +438,7 @@ def runner() -> ComputedRunner:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
-    with new_store(folder, "many.db", optuna_tables=True) as store:
+    with new_store(folder, "many.db") as store:
         search(store, runner(), given=prepared_at_random(TRIALS))
     return folder / "many.db"
 
@@ -451,18 +451,15 @@ def store(written: Path, tmp_path: Path) -> Iterator[Store]:
 
 @contextmanager
 def counted_statements(store: Store) -> Iterator[list[str]]:
-    """The statements that the store and Optuna's storage send meanwhile."""
+    """The statements that the store sends meanwhile."""
     statements: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         statements.append(statement)
 
-    engines = (store._engine, store.optuna.engine)
-    for engine in engines:
-        event.listen(engine, "before_cursor_execute", note)
+    event.listen(store._engine, "before_cursor_execute", note)
     yield statements
-    for engine in engines:
-        event.remove(engine, "before_cursor_execute", note)
+    event.remove(store._engine, "before_cursor_execute", note)
 
 
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
@@ -477,8 +474,6 @@ def test_few_queries(store: Store, look: Callable[[Store], Any], most: int) -> N
     with counted_statements(store) as statements:
         look(store)
     assert 0 < len(statements) <= most, statements
-    # Optuna's trials are read by nobody but Optuna, and at once.
-    assert len([text for text in statements if "trial_params" in text]) <= 1
 
 
 def test_asking_goes_on_at_the_end(store: Store) -> None:

@@ -11,30 +11,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, run_candidate, with_measured
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, measurement, with_measured
 from searching import FACTS, H200, Run, arms, ceiling_of, new_store, prepared, request, search
-from sqlalchemy import event
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.options import SamplerName
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.estimate.history import History, Tried
+from autotune.estimate.history import History
+from autotune.results.optuna_trials import CONSTRAINT, TRIAL_ID_ATTRIBUTE, frozen_trials, over_line_gib
 from autotune.space.levers import with_lever
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.store.repository import Store
-from autotune.tuning.optuna_study import (
-    CONSTRAINT,
-    OptunaPolicy,
-    OptunaStudy,
-    candidate_of,
-    distributions,
-    make_sampler,
-    over_line_gib,
-    params_of,
-)
+from autotune.tuning.optuna_study import OptunaStudy, candidate_of, distributions, params_of
+from autotune.tuning.plan import Plan
+from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import prepare
 
 FOREIGN = ["tpe", "random"]
@@ -43,58 +36,9 @@ SAMPLE = ["tpe", pytest.param("random", marks=pytest.mark.whole)]
 Pair = tuple[TrialRecord, FrozenTrial]
 
 
-def optuna_trials_by_id(store: Store) -> dict[str, FrozenTrial]:
-    """Optuna's trials by our id; those that were not run have none of ours."""
-    study = optuna.load_study(study_name="bert", storage=store.optuna)
-    return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in study.get_trials()}
-
-
-@pytest.mark.usefixtures("optuna_tables")
-def test_a_trial_is_written_at_once(store: Store) -> None:
-    ready = prepared()
-    space = distributions(ready.space, ready.baseline, "autotune")
-    study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
-    # The first one reads what is recorded.
-    study.ask(ready.baseline, "baseline")
-    commits: list[object] = []
-    event.listen(store.optuna.engine, "commit", commits.append)
-    asked = study.ask(ready.baseline, "baseline")
-    assert len(commits) == 1
-    _, written = optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
-    assert written.state is TrialState.RUNNING
-    assert written.number == asked[1]
-    assert written.params == params_of(ready.baseline, space)
-    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked[0], "stage": "baseline"}
-
-
-@pytest.mark.usefixtures("optuna_tables")
-def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.WarningsRecorder) -> None:
-    """A search changes for no moment what its process warns of: ``catch_warnings`` would do so for all threads."""
-    seen: list[object] = []
-
-    class Noting(optuna.samplers.RandomSampler):
-        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
-            seen.append(warnings.filters)
-            return {}
-
-        def after_trial(self, *_: Any) -> None:
-            seen.append(warnings.filters)
-
-    ready = prepared(sampler="random")
-    space = distributions(ready.space, ready.baseline, "random")
-    warnings.filterwarnings("error")
-    filters = warnings.filters
-    study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
-    # A batch that the sampler itself never proposes.
-    unusual = Candidate(Arm("fp32"), 1, 64)
-    trial_id, _ = study.ask(unusual, "baseline")
-    study.describe(trial_id, unusual, OutOfMemory("full"))
-    study.tell(trial_id, unusual, OutOfMemory("full"))
-    history = History(ready.ceiling, [Tried(trial_id, unusual, OutOfMemory("full"))])
-    assert OptunaPolicy(Noting(), ready.space, space, "throughput", study.skip).next(history) is not None
-    assert seen
-    assert all(each is filters for each in seen)
-    assert recwarn.list == []
+def optuna_trials_by_id(run: Run) -> dict[str, FrozenTrial]:
+    """A search's trials as the dashboard has them, by our id."""
+    return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in frozen_trials(run.study, run.trials)}
 
 
 @pytest.fixture(scope="module", params=["autotune", "grid", "tpe", "random"])
@@ -103,9 +47,9 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     runner = RecordedRunner(EFFECTIVE_64)
     runner.faults[Candidate(Arm("fp16"), 16, 4)] = [fault()]
     runner.faults[Candidate(Arm("fp16"), 32, 2)] = [fault()]
-    with new_store(tmp_path_factory.mktemp("view"), optuna_tables=True) as store:
+    with new_store(tmp_path_factory.mktemp("view")) as store:
         run = search(store, runner, sampler=request.param, trials=10)
-        theirs = optuna_trials_by_id(store)
+    theirs = optuna_trials_by_id(run)
     return [(trial, theirs[trial.id]) for trial in run.trials]
 
 
@@ -113,13 +57,10 @@ class TestOptunasView:
     def test_has_every_trial_of_ours_with_its_number_and_parameters(self, pairs: list[Pair]) -> None:
         for ours, theirs in pairs:
             assert theirs.number == ours.number
-            # Without what there is nothing to choose of with one GPU.
             parameters = ours.candidate.recorded_parameters()
-            assert theirs.user_attrs["gradient_accumulation_steps"] == parameters.pop("gradient_accumulation_steps")
-            # No parameters of Optuna's: they are tried for the winner alone.
-            assert theirs.user_attrs["dataloader_num_workers"] == parameters.pop("dataloader_num_workers")
-            del parameters["dataloader_prefetch_factor"], parameters["cpu_affinity"]
-            assert theirs.params == parameters
+            assert theirs.user_attrs["gradient_accumulation_steps"] == parameters["gradient_accumulation_steps"]
+            assert theirs.params.items() <= parameters.items()
+            assert {"per_device_train_batch_size", "precision"} <= theirs.params.keys()
             assert theirs.user_attrs["stage"] == ours.stage
 
     def test_has_values_constraints_and_states(self, pairs: list[Pair]) -> None:
@@ -160,7 +101,7 @@ class TestOptunasView:
             store, RecordedRunner(BATCHES, between=True), effective_batch=None, objective="max-batch",
             precisions=("bf16",), gradient_checkpointing="on",
         )  # fmt: skip
-        theirs = optuna_trials_by_id(store)
+        theirs = optuna_trials_by_id(run)
         assert theirs[run.best.id].value == run.best.candidate.per_device_train_batch_size
         over = [t for t in run.trials if theirs[t.id].constraints[CONSTRAINT] > 0]
         assert [t.candidate.per_device_train_batch_size for t in over] == [224]
@@ -178,7 +119,7 @@ def test_running_out_is_over_the_line_by_the_headroom_at_least(reserved_bytes: i
 
 
 class Foreign(NamedTuple):
-    """A search by one of Optuna's samplers, with what it ran and all that Optuna has."""
+    """A search by one of Optuna's samplers, with what it ran and all that Optuna was asked and told."""
 
     run: Run
     runner: RecordedRunner
@@ -188,10 +129,17 @@ class Foreign(NamedTuple):
 @pytest.fixture(scope="module", params=SAMPLE)
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
     """The example, searched to the end of the budget that such samplers have."""
-    runner = RecordedRunner(EFFECTIVE_64)
-    with new_store(tmp_path_factory.mktemp("foreign")) as store:
+    runner, studies = RecordedRunner(EFFECTIVE_64), list[optuna.Study]()
+    create = optuna.create_study
+
+    def kept(**options: Any) -> optuna.Study:
+        studies.append(create(**options))
+        return studies[-1]
+
+    with new_store(tmp_path_factory.mktemp("foreign")) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optuna, "create_study", kept)
         run = search(store, runner, sampler=request.param)
-        return Foreign(run, runner, optuna.load_study(study_name="bert", storage=store.optuna).get_trials())
+    return Foreign(run, runner, studies[0].trials)
 
 
 class TestOptunasSamplers:
@@ -201,10 +149,14 @@ class TestOptunasSamplers:
 
     def test_end_after_64_proposals_of_nothing_new_in_a_row(self, foreign: Foreign) -> None:
         assert foreign.run.study.stopped_because == "the sampler proposed nothing new 64 times in a row"
-        searched = [trial for trial in foreign.trials if trial.user_attrs["stage"] != "final"]
-        is_skipped = ["skipped" in trial.user_attrs for trial in searched]
-        assert all(is_skipped[-64:])
-        assert not is_skipped[-65]
+        assert len(foreign.trials) >= 64 + len(foreign.runner.jobs)
+
+    def test_are_told_what_was_refused_and_how_all_else_ended(self, foreign: Foreign) -> None:
+        assert all(trial.state.is_finished() for trial in foreign.trials)
+        told = [trial.value for trial in foreign.trials if trial.value is not None]
+        outcomes = [trial.outcome for trial in foreign.run.trials]
+        assert told == [o.measurement.samples_per_second for o in outcomes if isinstance(o, Completed)]
+        assert any(trial.constraints.get(CONSTRAINT, 0) > 0 for trial in foreign.trials)
 
     def test_never_run_what_is_known(self, foreign: Foreign) -> None:
         candidates = [trial.candidate for trial in foreign.run.trials if trial.stage != "final"]
@@ -215,16 +167,6 @@ class TestOptunasSamplers:
 
     def test_do_not_try_batches_of_4_where_8_fits(self, foreign: Foreign) -> None:
         assert min(c.per_device_train_batch_size for c in foreign.runner.candidates) == 8
-
-    def test_a_proposal_that_is_not_run_says_why(self, foreign: Foreign) -> None:
-        skipped = [trial for trial in foreign.trials if "skipped" in trial.user_attrs]
-        reasons = {trial.user_attrs["skipped"] for trial in skipped}
-        assert reasons <= {"tried before", "known not to fit", "a batch of a larger multiple may fit"}
-        assert "tried before" in reasons
-        assert len(skipped) + len(foreign.runner.jobs) == len(foreign.trials)
-        for trial in skipped:
-            assert trial.state == TrialState.PRUNED
-            assert (trial.constraints.get(CONSTRAINT, 0) > 0) is (trial.user_attrs["skipped"] == "known not to fit")
 
     @pytest.mark.parametrize("sampler", [*FOREIGN, "grid"])
     def test_go_down_where_nothing_larger_fits(self, store: Store, sampler: str) -> None:
@@ -295,70 +237,63 @@ BASELINE = SPACE.baseline("sdpa")
 NAMES = distributions(SPACE, BASELINE, "tpe")
 
 
-class Skips(list[tuple[str, float | None]]):
-    """What was refused, and how far it was over the line."""
-
-    def __call__(self, params: dict[str, Any], why: str, excess: float | None) -> None:
-        self.append((why, excess))
-
-
-def policy_of(sampler: optuna.samplers.BaseSampler, skips: Skips) -> OptunaPolicy:
-    return OptunaPolicy(sampler, SPACE, NAMES, "throughput", skips)
+def driven(sampler: SamplerName, **options: Any) -> tuple[Plan, OptunaStudy]:
+    """A search that is asked and told by hand."""
+    given = dataclasses.replace(prepared(sampler=sampler, **options), space=SPACE)
+    history = History(ceiling_of(20 * GIB))
+    plan = Plan(given, history, make_policy(sampler, "throughput", SPACE))
+    return plan, OptunaStudy(given, plan, seed=3)
 
 
-def history_of(cap_gib: float = 20) -> History:
-    return History(ceiling_of(int(cap_gib * GIB)))
+def ask(plan: Plan, study: OptunaStudy, number: int) -> tuple[TrialRecord, optuna.Trial] | None:
+    asked = study.ask()
+    if asked is None:
+        return None
+    record = TrialRecord("study", number, asked[0].candidate, "w", "e", asked[0].stage)
+    plan.begin(record)
+    return record, asked[1]
 
 
-def test_runs_nothing_twice_and_ends() -> None:
-    runner, history, skips = ComputedRunner(lambda c: GIB * c.per_device_train_batch_size / 2), history_of(), Skips()
-    policy = policy_of(make_sampler("tpe", 1, is_parallel=False), skips)
-    while (candidate := policy.next(history)) is not None:
-        run_candidate(candidate, runner, history)
-    assert len(set(runner.candidates)) == len(runner.candidates) > 3
-    assert len(skips) >= 64
-    assert all((excess is not None) == (why == "known not to fit") for why, excess in skips)
-    asked = len(skips)
-    run_candidate(runner.candidates[0], runner, history)
-    assert policy.next(history) is None
-    assert len(skips) == asked, "a sampler that had nothing new is asked no more"
+def tell(plan: Plan, study: OptunaStudy, record: TrialRecord, trial: optuna.Trial) -> None:
+    outcome = OutOfMemory("full") if record.candidate.per_device_train_batch_size > 8 else Failed("error", "none")
+    study.tell(trial, record.candidate, outcome)
+    plan.take(dataclasses.replace(record, outcome=outcome))
 
 
-def test_a_proposal_waits_while_something_else_is_run() -> None:
-    policy, history = policy_of(make_sampler("random", 3, is_parallel=False), Skips()), history_of()
-    first = policy.next(history)
-    assert first is not None
-    other = next(c for c in (SPACE.candidate(arm, 8) for arm in SPACE.arms) if c != first)
-    run_candidate(other, ComputedRunner(lambda _: GIB), history)
-    assert policy.next(history) == first
+@pytest.mark.parametrize("sampler", ["autotune", "grid", "tpe"])
+def test_every_sampler_is_asked_and_told_alike(sampler: SamplerName) -> None:
+    plan, study = driven(sampler)
+    tried = []
+    while (asked := ask(plan, study, len(tried))) is not None:
+        record, trial = asked
+        if record.stage == "search":
+            assert candidate_of(trial.params, SPACE) == record.candidate
+        tried.append(record.candidate)
+        tell(plan, study, record, trial)
+    assert tried[0] == BASELINE
+    assert len(set(tried)) == len(tried) > 3
+    assert plan.done() is not None
 
 
 def test_what_is_refused_beside_a_trial_may_be_worth_one_after_it() -> None:
-    policy, history = policy_of(make_sampler("random", 3, is_parallel=True), Skips()), history_of()
-    under_way: list[Candidate] = []
-    while (candidate := policy.next(history)) is not None:
-        history.pending.append(candidate)
-        under_way.append(candidate)
-    for each in under_way:
-        history.pending.remove(each)
-    assert policy.next(history) in under_way
+    plan, study = driven("random")
+    under_way = []
+    while (asked := ask(plan, study, len(under_way))) is not None:
+        under_way.append(asked)
+    assert plan.done() is None
+    tell(plan, study, *under_way[0])
+    assert plan.next() == "draw"
 
 
-def test_a_sampler_learns_from_every_trial_whoever_asked_for_it() -> None:
-    seen: list[list[FrozenTrial]] = []
-
-    class Noting(optuna.samplers.RandomSampler):
-        def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-            seen.append([each for each in study.trials if each.state.is_finished()])
-
-    history = history_of(1)
-    # A batch that the sampler itself never proposes.
-    run_candidate(BASELINE, ComputedRunner(lambda _: 30 * GIB), history)
-    assert policy_of(Noting(), Skips()).next(history) is not None
-    baseline, *_ = seen[-1]
-    assert baseline.state is TrialState.PRUNED
-    assert baseline.params == params_of(BASELINE, NAMES)
-    assert list(baseline.constraints) == [CONSTRAINT]
+def test_what_the_parameters_cannot_express_teaches_a_sampler_nothing() -> None:
+    """The baseline's batch need not be a multiple that Optuna's samplers draw."""
+    _, study = driven("tpe", effective_batch=None, batch_multiple=16)
+    asked = study.ask()
+    assert asked is not None
+    step, trial = asked
+    other = Candidate(step.candidate.arm, 7, 1)
+    study.tell(trial, other, Completed(measurement(other, 1.0, GIB, GIB)))
+    assert study._study.trials[0].state is TrialState.FAIL
 
 
 SAMPLERS = get_args(SamplerName)

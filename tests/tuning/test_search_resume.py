@@ -10,11 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from machine import Machine, uuid_of
-from optuna.storages import RDBStorage
-from optuna.trial import TrialState
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
 from searching import (
     BERT_LARGE,
@@ -37,27 +34,9 @@ from autotune.core.units import GIB, MIB
 from autotune.results.report import load_report
 from autotune.results.wording import verdict
 from autotune.store.opening import open_store
-from autotune.store.records import TRIAL_ID_ATTRIBUTE
 from autotune.store.repository import Store
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.prepare import Prepared, prepare
-
-
-def optuna_trials(store: Store) -> list[optuna.trial.FrozenTrial]:
-    return optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
-
-
-def check_optuna_agrees(store: Store, run: Run) -> None:
-    """Every trial of ours is one of Optuna's, told as it ended, and none of Optuna's is left hanging."""
-    by_id = {trial.user_attrs.get(TRIAL_ID_ATTRIBUTE): trial for trial in optuna_trials(store)}
-    assert all(trial.state.is_finished() for trial in by_id.values())
-    for trial in run.trials:
-        told = by_id[trial.id]
-        assert told.number == trial.number
-        if isinstance(trial.outcome, Completed):
-            assert told.state == TrialState.COMPLETE
-            assert told.value == trial.outcome.measurement.samples_per_second
-            assert told.constraints
 
 
 def interrupted_search(store: Store, after: int, **options: Any) -> Run:
@@ -202,12 +181,6 @@ class TestRefused:
         other = prepare(dataclasses.replace(request(), workload=loaded), FACTS)
         assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
 
-    def test_an_optuna_study_that_is_not_ours(self, store: Store) -> None:
-        optuna.create_study(study_name="bert", storage=store.optuna)
-        with pytest.raises(InvalidRequestError, match="'bert' that autotune did not make"):
-            search(store, RecordedRunner(EFFECTIVE_64))
-        assert store.study("bert") is None
-
 
 class TestCeiling:
     def with_free(self, free_bytes: int) -> Prepared:
@@ -242,7 +215,6 @@ class _KilledError(BaseException):
     """Stands for SIGKILL: nothing after it is done."""
 
 
-@pytest.mark.usefixtures("optuna_tables")
 class TestKilled:
     """Ended between any two writes, a study can be continued and loses no finished trial."""
 
@@ -260,8 +232,6 @@ class TestKilled:
                 return original(*arguments, **options)
             for name in ("finish_trial", "update_study"):
                 patch.setattr(Store, name, lambda *_: None)
-            for name in ("describe", "tell"):
-                patch.setattr(OptunaStudy, name, lambda *_: None)
             raise _KilledError
 
         with monkeypatch.context() as patch:
@@ -272,11 +242,9 @@ class TestKilled:
     @pytest.mark.parametrize(
         ("owner", "method", "times", "repeats"),
         [
-            (RDBStorage, "_create_new_trial", 1, 0),
-            (RDBStorage, "_create_new_trial", 3, 0),
+            (OptunaStudy, "ask", 3, 0),
             (Store, "start_trial", 3, 0),
             (RecordedRunner, "submit", 3, 1),
-            (OptunaStudy, "describe", 3, 1),
             (Store, "finish_trial", 3, 1),
             (OptunaStudy, "tell", 3, 0),
             (RecordingObserver, "trial_ends", 3, 0),
@@ -303,20 +271,6 @@ class TestKilled:
         tried = [t.candidate for t in run.trials if t not in lost]
         assert len(tried) == len(set(tried))
         assert all(trial.outcome is not None for trial in run.trials)
-        check_optuna_agrees(store, run)
-
-    def test_after_being_enqueued_in_vain_nothing_waits(self, store: Store) -> None:
-        """Earlier versions enqueued a trial and asked for it, which are two writes."""
-        interrupted_search(store, 1)
-        study = optuna.load_study(study_name="bert", storage=store.optuna)
-        params = study.trials[0].params
-        study.enqueue_trial(params)
-        study.enqueue_trial(params)
-        run = search(store, RecordedRunner(EFFECTIVE_64))
-        assert run.best.candidate == self.BEST
-        states = [trial.state for trial in optuna_trials(store)]
-        assert states.count(TrialState.FAIL) == 2
-        assert all(state.is_finished() for state in states)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +307,6 @@ def test_killed_for_good_at_any_moment(tmp_path: Path, delay_seconds: float) -> 
         tried = [trial.candidate for trial in run.trials if trial not in lost]
         assert len(tried) == len(set(tried))
         assert [trial.id for trial in run.trials[: len(before)]] == [trial.id for trial in before]
-        check_optuna_agrees(store, run)
 
 
 def test_a_locked_database_is_an_error_and_the_rest_is_kept(tmp_path: Path) -> None:
@@ -377,16 +330,6 @@ def test_a_locked_database_is_an_error_and_the_rest_is_kept(tmp_path: Path) -> N
         study = store.study("bert")
         assert len([t for t in store.trials(study.id) if isinstance(t.outcome, Completed)]) == 2
         assert search(store, ComputedRunner(lambda _: GIB)).study.state == "finished"
-
-
-@pytest.mark.usefixtures("optuna_tables")
-def test_a_lock_that_optuna_alone_meets_is_the_same_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def locked(*_: Any) -> None:
-        raise optuna.exceptions.StorageInternalError("locked") from sqlite3.OperationalError("database is locked")
-
-    monkeypatch.setattr(RDBStorage, "_create_new_trial", locked)
-    with pytest.raises(StorageError, match=r"autotune\.db"):
-        search(store, RecordedRunner(EFFECTIVE_64))
 
 
 SEARCH = """

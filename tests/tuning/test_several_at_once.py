@@ -10,7 +10,6 @@ from pathlib import Path
 from socket import create_server
 from typing import Any
 
-import optuna
 import pytest
 from processes import receive
 from recorded import EFFECTIVE_64, RecordedRunner
@@ -98,7 +97,6 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
         assert len(studies) == len(names) * repeats
         for summary in studies:
             trials = store.trials(summary.study.id)
-            theirs = optuna.load_study(study_name=summary.study.name, storage=store.optuna).trials
             assert summary.study.state == "finished"
-            assert [trial.number for trial in trials] == [trial.number for trial in theirs]
-            assert all(trial.state.is_finished() for trial in theirs)
+            assert [trial.number for trial in trials] == list(range(len(trials)))
+            assert all(trial.outcome is not None for trial in trials)

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hold(store: Store, optuna_tables: None, tmp_path: Path) -> Iterator[Hold]:
+def hold(store: Store, tmp_path: Path) -> Iterator[Hold]:
     """Starts a process of a host that holds the lease of the study ``ours`` until its input ends."""
     started: list[subprocess.Popen[str]] = []
 
@@ -135,7 +135,6 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(store: Store, monkeypatch: pyt
         assert wait_until(is_renewed)
 
 
-@pytest.mark.usefixtures("optuna_tables")
 def test_a_search_that_lost_its_lease_stops_and_writes_nothing_more(store: Store) -> None:
     """As after a long pause of its process: another host has taken the study over, and runs a trial of its own."""
     taken: list[str] = []

@@ -1,0 +1,126 @@
+"""Say in Optuna's words what a trial was: its state, value, constraint, parameters and attributes.
+
+Samplers are told of trials so, and the dashboard shows them so. autotune's tables have the only record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling
+from autotune.core.options import Objective
+from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
+from autotune.core.units import GIB
+from autotune.space.levers import LEVERS
+from autotune.space.space import LARGEST_FREE_BATCH
+from autotune.store.records import StudyRecord, TrialRecord
+
+CONSTRAINT = "memory_over_line_gib"
+"""GiB above the line of a feasible trial; 0 or less is feasible."""
+TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
+"""The user attribute with ``TrialRecord.id``."""
+OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
+"""What the value of a trial is, by the study's objective; dashboards label their axes with it."""
+BATCH = "per_device_train_batch_size"
+
+
+def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
+    """Return the state and the value of an outcome. Out of memory is PRUNED without a value; a fault is FAIL."""
+    if isinstance(outcome, Completed):
+        batch = candidate.per_device_train_batch_size
+        value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
+        return TrialState.COMPLETE, value
+    is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+    return TrialState.PRUNED if is_over else TrialState.FAIL, None
+
+
+def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
+    """Return how far a trial is above what is feasible, in GiB; ``None`` for a fault, which says nothing.
+
+    A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
+    """
+    if isinstance(outcome, Completed):
+        return outcome.measurement.excess_bytes(arm or Arm(), ceiling) / GIB
+    if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
+        return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
+    return None
+
+
+def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[FrozenTrial]:
+    """Return a study's trials as Optuna's, with the parameters that varied; while it runs, with those that may vary."""
+    records = list(records)
+    settings = [record.candidate.recorded_parameters() for record in records]
+    values: dict[str, set[Any]] = {BATCH: set()}
+    values |= {row.name: set() for row in LEVERS if row.is_optunas and study.state == "running"}
+    for name in {name for each in settings for name in each} - {"gradient_accumulation_steps"}:
+        found = {each.get(name) for each in settings}
+        if all(value is None or isinstance(value, bool | int | str) for value in found):
+            values |= {name: found} if len(found) > 1 or name in values else {}
+    spaces = {name: _distribution(name, found) for name, found in values.items()}
+    objective, ceiling = study.request.get("objective", "throughput"), Ceiling.from_document(study.ceiling)
+    return [
+        _frozen(record, {name: each.get(name) for name in spaces}, spaces, objective, ceiling)
+        for record, each in zip(records, settings, strict=True)
+    ]
+
+
+def _distribution(name: str, found: set[Any]) -> BaseDistribution:
+    """Return what a parameter is drawn from: the same for all refreshes of a page, where the table has its values."""
+    if name == BATCH:
+        return IntDistribution(1, LARGEST_FREE_BATCH)
+    known = next((row.values for row in LEVERS if row.name == name), ())
+    return CategoricalDistribution([*known, *sorted(found - {*known}, key=lambda value: (value is not None, value))])
+
+
+def _frozen(
+    record: TrialRecord,
+    params: dict[str, Any],
+    spaces: dict[str, BaseDistribution],
+    objective: Objective,
+    ceiling: Ceiling,
+) -> FrozenTrial:
+    outcome, candidate = record.outcome, record.candidate
+    state, value, excess = TrialState.RUNNING, None, None
+    if outcome is not None:
+        state, value = state_and_value(candidate, outcome, objective)
+        excess = over_line_gib(outcome, ceiling, candidate.arm)
+    trial = optuna.trial.create_trial(
+        state=state,
+        value=value,
+        params=params,
+        distributions=spaces,
+        user_attrs={TRIAL_ID_ATTRIBUTE: record.id, "stage": record.stage, **_attributes(candidate, outcome)},
+        constraints={} if excess is None else {CONSTRAINT: excess},
+    )
+    trial.number = record.number
+    # Optuna's times have no time zone.
+    trial.datetime_start = record.started_at.astimezone().replace(tzinfo=None)
+    if outcome is not None:
+        trial.datetime_complete = trial.datetime_start + timedelta(seconds=record.seconds or 0.0)
+    return trial
+
+
+def _attributes(candidate: Candidate, outcome: Outcome | None) -> dict[str, float | str]:
+    """Return flat numbers, which dashboards can plot, and the earlier trial they are from, if any."""
+    attributes: dict[str, float | str] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
+    source = source_of(outcome)
+    if source is not None:
+        attributes["reused_from"] = source.describe()
+    if isinstance(outcome, Completed):
+        measured = outcome.measurement
+        attributes["samples_per_second"] = measured.samples_per_second
+        attributes["step_seconds"] = measured.step_seconds
+        attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
+        for name in ("joules_per_sample", "gpu_busy_share", "cpu_core", "skipped_steps"):
+            if (value := getattr(measured, name)) is not None:
+                attributes[name] = value
+    elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
+        attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
+    return attributes
