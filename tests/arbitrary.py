@@ -50,6 +50,7 @@ def _measurements() -> st.SearchStrategy[Measurement]:
         "tuple[str, ...]": st.lists(st.text(max_size=20), max_size=3).map(tuple),
         "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple),
         "tuple[tuple[int, int], ...]": st.lists(st.tuples(_BYTES, _BYTES), max_size=3).map(tuple),
+        "tuple[tuple[str, int], ...]": st.lists(st.tuples(st.text(max_size=20), _BYTES), max_size=3).map(tuple),
         "tuple[tuple[str, float], ...]": st.lists(named, max_size=3).map(tuple),
     }
     fields = {}

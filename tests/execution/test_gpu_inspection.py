@@ -35,7 +35,7 @@ def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     inspection.begin(tmp_path)
     inspection.begin(tmp_path)
     told = inspection.finish()
-    assert told.chip.name == "{'device_uuid': 'GPU-1', 'convolves': True} on GPU-1"
+    assert told.chip.name == "{'device_uuid': 'GPU-1', 'convolves': True, 'ranks': 1} on GPU-1"
     facts = merged(Inspection(Software("3.12", {}, ())), told)
     assert facts.context_bytes == 5
     assert facts.chip == told.chip
