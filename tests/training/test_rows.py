@@ -105,7 +105,13 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("levers", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize(
+    "levers",
+    [
+        pytest.param(levers, id=name, marks=pytest.mark.whole if "compiled" in name else ())
+        for name, levers in TOGETHER.items()
+    ],
+)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_training_evaluating_and_resuming_are_the_same(
     levers: dict[str, Any], accumulation: int, tmp_path: Path

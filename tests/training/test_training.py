@@ -946,7 +946,7 @@ class TestPartialCheckpointing:
         assert [layer.gradient_checkpointing for layer in layers] == [False, False, True] * 2
 
     @pytest.mark.skipif(not layers_module._TAKES_EVERY, reason="this transformers checkpoints all layers or none")
-    @pytest.mark.parametrize("make", [language_model, encoder_decoder])
+    @pytest.mark.parametrize("make", [language_model, pytest.param(encoder_decoder, marks=pytest.mark.whole)])
     def test_every_nth_layer_is_left_to_transformers(self, make: Callable[[], Any], tmp_path: Path) -> None:
         """Training with what is told of it, without autotune, recomputes the same layers; what is not is refused."""
         arguments, found = {"activation_checkpointing": True, "learning_rate": 1e-2}, {}

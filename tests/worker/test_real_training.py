@@ -75,7 +75,9 @@ def test_what_cannot_be_applied_ends_the_training_before_its_first_step(
     assert ended.stderr.splitlines()[-1].startswith("autotune: train_in_ways.py ")
 
 
-@pytest.mark.parametrize("lever", ["padding_free", "fused_loss", "regional_compilation"])
+@pytest.mark.parametrize(
+    "lever", ["padding_free", "fused_loss", pytest.param("regional_compilation", marks=pytest.mark.whole)]
+)
 def test_several_trainings_evaluations_and_generation_go_with_a_lever(tmp_path: Path, lever: str) -> None:
     compiled = lever == "regional_compilation"
     arm = Arm(optim="adamw_torch", torch_compile=compiled, **{lever: True})  # type: ignore[arg-type]

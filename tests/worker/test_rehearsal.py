@@ -40,9 +40,9 @@ ENDINGS = {
     "losses": ("memory grows by .* a step", 400),
     "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
     "saving": ("to write a checkpoint is out of memory", 330),
-    "workers": ("more in each step: .* steps of an epoch; .* use fewer dataloader_num_workers", 340),
+    "workers": ("more in each step: .* steps of an epoch; .* use fewer dataloader_num_workers", 325),
     "generation": ("the evaluation does not fit: .*; per_device_eval_batch_size=[1-9]+ does", 150),
-    "average": ("copy of the weights|copies of the weights", 310),
+    "average": ("copy of the weights|copies of the weights", 302),
     "metrics": ("memory grows by .* a step", 400),
     "each-worker": ("5 processes of the training hold .* use fewer dataloader_num_workers", 330),
 }

@@ -79,7 +79,7 @@ def _together(names: Iterable[str], accumulation: int = 2) -> How:
     ("kind", "count"),
     [
         ("causal", 21),
-        ("masked", 15),
+        pytest.param("masked", 15, marks=pytest.mark.whole),
         pytest.param("classes", 10, marks=pytest.mark.whole),
         pytest.param("targets", 10, marks=pytest.mark.whole),
     ],
@@ -112,7 +112,7 @@ _PAIRS = {
 _QUICK = ("few lengths", "graphs"), ("rows", "fused loss"), ("sparse prediction", "some layers")
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.whole), 4])
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
