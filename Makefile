@@ -151,6 +151,7 @@ bench: install-bench
 	$(BIN)/python studies/bench.py
 	$(BIN)/python studies/worlds.py
 	$(BIN)/python studies/worlds.py --levers --worlds 1000
+	$(BIN)/python studies/worlds.py --texts --worlds 1000
 	$(BIN)/python studies/promised_coverage.py
 
 # What a release publishes: built, checked, and installed into empty environments with pip and with uv.

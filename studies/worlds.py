@@ -1,6 +1,6 @@
 """Random machines and models, computed rather than run: what a search answers on them, and what it promises.
 
-    python studies/worlds.py [--worlds 10000] [--first 0] [--levers] [--json FILE]
+    python studies/worlds.py [--worlds 10000] [--first 0] [--levers | --texts] [--json FILE]
 
 A world is a model on a GPU, drawn at random: memory that is affine in the batch above a floor and reserved with some
 fragmentation; step times with a floor that the host sets; arms whose order differs from the usual; trials that run out
@@ -24,7 +24,7 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import BY_NAME, levers_of, prediction_class
+from autotune.space.levers import excluding, levers_of, prediction_class, with_lever
 from autotune.store.records import TrialRecord
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan
@@ -107,6 +107,8 @@ class World:
     """Two levers, and the factor by which they change the GPU's time only together."""
     failing_lever: str | None = None
     compile_seconds: float = 0.0
+    shapes_vary: bool = False
+    """Whether samples differ in length, so that nothing is compiled or captured without few lengths."""
 
     def lever_factors(self, arm: Arm) -> tuple[float, float]:
         """The factors by which an arm's levers change the GPU's and the host's time."""
@@ -176,7 +178,7 @@ class World:
 
     def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
         """How every trial of the candidate ends for reasons that are not the device's memory."""
-        if self.failing_lever in levers_of(candidate.arm, self.levers):
+        if self.failing_lever in levers_of(candidate.arm, self.levers) or not self._has_shapes(candidate.arm):
             return Failed("error", "RuntimeError: this lever cannot be had")
         if candidate.arm.describe() in self.broken:
             return Failed("error", "RuntimeError: not implemented for this type")
@@ -213,7 +215,11 @@ class World:
         facts = Inspection(Software("", {}, ()), context_bytes=_CONTEXT_BYTES, model=model)
         ready = dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
         late = ready.space.late | frozenset(self.levers)
-        return dataclasses.replace(ready, space=dataclasses.replace(ready.space, late=late))
+        space = dataclasses.replace(ready.space, late=late, shapes_vary=self.shapes_vary)
+        return dataclasses.replace(ready, space=space)
+
+    def _has_shapes(self, arm: Arm) -> bool:
+        return not self.shapes_vary or arm.length_multiple is not None or not (arm.torch_compile or arm.cuda_graphs)
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
         """Every candidate of the first level on which one fits."""
@@ -229,12 +235,11 @@ class World:
 
     def _arms(self, arm: Arm) -> list[Arm]:
         """An arm with every set of levers."""
-        arms = [arm]
+        arms = {arm}
         for name in self.levers:
-            value = BY_NAME[name].values[1]
-            also = {"regional_compilation": True} if name == "torch_compile" else {}
-            arms += [dataclasses.replace(each, **{name: value, **also}) for each in arms]
-        return arms
+            given = [with_lever(each, name, self.levers) for each in arms]
+            arms |= {dataclasses.replace(each, regional_compilation=each.torch_compile) for each in given}
+        return [each for each in arms if excluding(each) is None and self._has_shapes(each)]
 
     def _batches(self, prepared: Prepared, multiple: int) -> list[int]:
         batches = prepared.space.batches
@@ -326,6 +331,32 @@ def draw_with_levers(seed: int) -> World:
         pair=pair,
         failing_lever=rng.choice([*levers]) if seed % 3 == 2 else None,
         compile_seconds=rng.uniform(3, 40),
+    )
+
+
+def draw_texts(seed: int) -> World:
+    """Return a world of texts that differ in length, of a masked or a causal language model.
+
+    The factors are around those of the trainings in docs/explanation/faster.md, on steps that GPU and host limit alike.
+    """
+    rng, world = random.Random(f"texts {seed}"), draw_with_levers(3 * seed)
+    levers = {
+        "length_multiple": (rng.uniform(1.02, 1.12), rng.uniform(0.5, 0.9)),
+        "torch_compile": (rng.uniform(0.6, 0.85), rng.uniform(0.7, 0.95)),
+        "cuda_graphs": (1.0, rng.uniform(0.15, 0.4)),
+    }
+    if seed % 2:
+        levers |= {"padding_free": (rng.uniform(0.4, 0.7), 1.0), "fused_loss": (rng.uniform(0.65, 0.95), 1.0)}
+    else:
+        levers["sparse_prediction"] = (rng.uniform(0.8, 0.97), 1.0)
+    times = rng.uniform(0.5, 1.5) * 64 * world.gpu_seconds["bf16"] / world.host_seconds["bf16"]
+    return dataclasses.replace(
+        world,
+        precisions=("bf16", "fp32"),
+        host_seconds={name: times * seconds for name, seconds in world.host_seconds.items()},
+        levers=levers,
+        compile_seconds=rng.uniform(6, 20),
+        shapes_vary=True,
     )
 
 
@@ -569,17 +600,17 @@ def _coverage(results: list[Result]) -> float:
     return sum(bool(r.covered) for r in results) / max(1, len(results))
 
 
-def play_seeds(seeds: range, *, with_levers: bool = False) -> list[Result]:
+def play_seeds(seeds: range, draw: Callable[[int], World] = draw) -> list[Result]:
     """Search in the worlds of these seeds."""
-    return [play(draw_with_levers(seed) if with_levers else draw(seed)) for seed in seeds]
+    return [play(draw(seed)) for seed in seeds]
 
 
-def play_many(first: int, count: int, *, with_levers: bool = False) -> Summary:
+def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> Summary:
     """Search in so many worlds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
-        played = pool.map(partial(play_seeds, with_levers=with_levers), parts)
+        played = pool.map(partial(play_seeds, draw=draw), parts)
         return Summary([result for part in played for result in part])
 
 
@@ -589,9 +620,11 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--levers", action="store_true", help="worlds with levers, of which some pay only together")
+    parser.add_argument("--texts", action="store_true", help="worlds of texts that differ in length")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
     options = parser.parse_args()
-    summary = play_many(options.first, options.worlds, with_levers=options.levers)
+    drawn = draw_texts if options.texts else draw_with_levers if options.levers else draw
+    summary = play_many(options.first, options.worlds, drawn)
     for name, value in summary.document().items():
         print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
     if options.json:
