@@ -51,7 +51,7 @@ class Link:
 _SMALLEST_WORK_SECONDS = 2e-5
 """Least time of one all-reduce: 20 to 40 microseconds for 8 bytes on PCIe and NVLink hosts (nccl-tests; 42 microseconds
 on eight RTX 4090 in github.com/NVIDIA/nccl/issues/1530)."""
-# All of 35 exchanges of two and four H200 were within 0.87 and 1.08 of what two sizes told (studies/several_gpus.py). In
+# All of 35 exchanges of two and four H200 took 0.87 to 1.08 of what two sizes told (studies/several_gpus.py). In
 # a step they share the memory with what is computed: the lower one is a choice.
 _SHARES_OF_MEASURED = (0.6, 1.0, 1.1)
 _SHARES_OF_LINKS = {"NVLink": (0.38, 0.8, 1.05), "PCIe": (0.18, 0.5, 0.71)}
