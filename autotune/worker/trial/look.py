@@ -26,11 +26,10 @@ from autotune.training.errors import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.arrays import arrays_in
 from autotune.worker.dataset.prepared import PreparedDataset
-from autotune.worker.failures import classify
 from autotune.worker.private.transformers import is_reporting
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.losses import on_each_micro_step
-from autotune.worker.trial.meter import open_meter
+from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
 from autotune.worker.trial.synthetic import synthetic_dataset
 
@@ -95,6 +94,9 @@ def step_of(
     """Return what a step is given to do, from the gradients that parameters have before it."""
     named = [(_plain(name), each) for name, each in parameters]
     trained = {name: each for name, each in named if each.requires_grad}
+    dtypes = {each.dtype for _, each in named}
+    # Quantized weights are multiplied in 16 bits.
+    roundoffs = (torch.finfo(each).eps / 2 if each.is_floating_point else UNIT_ROUNDOFF["bf16"] for each in dtypes)
     return FirstStep(
         loss=loss,
         gradients={
@@ -103,7 +105,7 @@ def step_of(
         samples=samples,
         micro_steps=micro_steps,
         weights=float(sum(each.detach().float().norm().double() for _, each in named)),
-        roundoff=max([roundoff, *(_roundoff(each.dtype) for _, each in named)]),
+        roundoff=max([roundoff, *roundoffs]),
         batch=batch,
     )
 
@@ -142,13 +144,14 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
             return
         scaler = self._trainer.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        precision = self._trainer.accelerator.mixed_precision
         step = step_of(
             kwargs["model"].named_parameters(),
             float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
             self._samples,
             len(self._losses),
             scale=scale,
-            roundoff=_computed_with(self._trainer),
+            roundoff=UNIT_ROUNDOFF["tf32" if args.tf32 else precision if precision in UNIT_ROUNDOFF else "fp32"],
         )
         divides = getattr(self._trainer, "divides_by_accumulation", False)
         self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
@@ -161,18 +164,6 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
 def _plain(name: str) -> str:
     """Return a parameter's name without what compiled and wrapped modules add."""
     return re.sub(r"(^|\.)(_orig_mod|module)\.", r"\1", name)
-
-
-def _computed_with(trainer: Any) -> float:
-    """Return the unit roundoff of the precision that a Trainer multiplies in."""
-    if trainer.args.tf32:
-        return UNIT_ROUNDOFF["tf32"]
-    return UNIT_ROUNDOFF.get(trainer.accelerator.mixed_precision, UNIT_ROUNDOFF["fp32"])
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    # Quantized weights are multiplied in 16 bits.
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else UNIT_ROUNDOFF["bf16"]
 
 
 def prepare_look(
@@ -193,7 +184,11 @@ def prepare_look(
     model, args = trainer.model, trainer.args
     model = trainer.accelerator.unwrap_model(model)
     calm(model)
-    _to_float32(model, most_bytes)
+    weights = list(model.parameters())
+    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
+    # Quantized weights are no floating-point numbers.
+    if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
+        model.float()
     trainer.neftune_noise_alpha = args.neftune_noise_alpha = None
     args.max_grad_norm, args.learning_rate, args.weight_decay, args.warmup_steps = 0.0, 0.0, 0.0, 0
     args.max_steps, args.dataloader_num_workers, args.logging_nan_inf_filter = 1_000_000, 0, False
@@ -234,14 +229,6 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
     raise ValueError("the training ended before its first optimizer step")
 
 
-def _to_float32(model: Any, most_bytes: int | None) -> None:
-    weights = list(model.parameters())
-    # Quantized weights are no floating-point numbers.
-    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
-    if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
-        model.float()
-
-
 def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     """Give a ``Trainer`` micro-batches that are cut from the first batch of ``samples`` of its own loader.
 
@@ -257,18 +244,14 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     finally:
         args.per_device_train_batch_size = trainer._train_batch_size = size
         trainer.accelerator.free_memory()
-    if not _has_rows(batch, samples):
+    arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
+    if not isinstance(batch, Mapping) or not arrays or any(len(array) != samples for array in arrays):
         return False
     trainer.data_collator = lambda rows: _rows(batch, rows[0], rows[-1] + 1, samples)
     # Looked up at call time: settings put their own collators around this one.
     numbers: Any = range(samples)
     trainer.get_train_dataloader = lambda: DataLoader(numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
-
-
-def _has_rows(batch: Any, samples: int) -> bool:
-    arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
-    return isinstance(batch, Mapping) and bool(arrays) and all(len(array) == samples for array in arrays)
 
 
 def _rows(value: Any, start: int, end: int, samples: int) -> Any:
@@ -294,8 +277,7 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     except SettingUnavailableError as error:
         return LookAnswer(problem=str(error))
     except Exception as error:
-        meter.lift_limit()
-        outcome = classify(error, during="look", on_cpu=work.devices.kind == "cpu", memory={})
+        outcome = failure_of(error, meter, "look", None, on_cpu=work.devices.kind == "cpu")
         return LookAnswer(problem=outcome.message)
 
 

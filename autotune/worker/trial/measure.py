@@ -491,6 +491,9 @@ class StepTimer(StepListener):
         data = average([step.data_seconds for step in self._timed])
         worst = self._largest(self._worst_peaks) if self._worst_peaks else None
         trained, untrained = self.checks.watch.trained, self.checks.watch.untrained
+        arm, timed, middle = self._candidate.arm, self._timed, statistics.median
+        usual = middle(step.seconds for step in timed)
+        micro = [step.micro_seconds for step in timed if step.micro_seconds > 0]
         return Measurement(
             trained_tensors=len(trained) if trained is not None else None,
             untrained=tuple(untrained[:_NAMED]),
@@ -504,7 +507,8 @@ class StepTimer(StepListener):
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
             micro_steps_run=run,
-            optimizer_seconds=self._optimizer_seconds(),
+            # DeepSpeed updates within the last micro-step.
+            optimizer_seconds=None if arm.zero_stage is not None else middle(step.optimizer_seconds for step in timed),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
             device_used_bytes=self._most(self._meter.device_used_bytes()),
             context_bytes=self._most(self._meter.context_bytes()),
@@ -512,7 +516,8 @@ class StepTimer(StepListener):
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
-            compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
+            # What the warm-up steps took longer than as many measured ones.
+            compile_seconds=max(0.0, sum(step.seconds - usual for step in self._warmup)) if compiles(arm) else None,
             steady_step_seconds=estimate.steady_seconds,
             new_shape_seconds=estimate.shape_seconds,
             shapes_seen=(self._shapes.count or None) if self._shapes is not None else None,
@@ -533,22 +538,9 @@ class StepTimer(StepListener):
             evaluates_every=self._evaluations.every,
             growth_bytes=max((g for g in self._ranks.gather(growth_of(self._held)) if g is not None), default=None),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
-            **(self._of_ranks() if ranks > 1 else {}),
+            ranks=ranks,
+            micro_step_seconds=statistics.median(micro) if micro and ranks > 1 else None,
         )
-
-    def _optimizer_seconds(self) -> float | None:
-        """Return the time of an update; ``None`` under DeepSpeed, which updates within the last micro-step."""
-        if self._candidate.arm.zero_stage is not None:
-            return None
-        return statistics.median(step.optimizer_seconds for step in self._timed)
-
-    def _of_ranks(self) -> dict[str, Any]:
-        """Return the figures that only several ranks have."""
-        micro = [step.micro_seconds for step in self._timed if step.micro_seconds > 0]
-        return {
-            "ranks": self._ranks.count,
-            "micro_step_seconds": statistics.median(micro) if micro else None,
-        }
 
     def _tokens_per_sample(self) -> float | None:
         """Return the mean tokens of the samples that the measured steps ran; ``None`` where some were not seen."""
@@ -577,11 +569,6 @@ class StepTimer(StepListener):
         if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
-
-    def _compile_seconds(self) -> float:
-        """Return the extra time of the warm-up steps, compared with as many measured ones."""
-        usual = statistics.median(step.seconds for step in self._timed)
-        return max(0.0, sum(step.seconds - usual for step in self._warmup))
 
     def _worst_step_seconds(self) -> float | None:
         """Return the fastest warm-up step on the largest batches that had optimizer state.

@@ -184,9 +184,16 @@ class TrainingWatch:
     def take(self) -> StepCounts:
         """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
-        tokens = _count_tokens(self._calls)
-        without = self._calls_without_gradients
-        seen = StepCounts(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens, without)
+        reals = [call.real for call in self._calls if call.real is not None]
+        tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
+        seen = StepCounts(
+            tuple(self._calls),
+            self._backward_passes,
+            skipped,
+            self._memory_errors,
+            sum(tokens) if tokens else None,
+            self._calls_without_gradients,
+        )
         self._forget()
         self._turn_on()
         return seen
@@ -406,7 +413,10 @@ class TrainingWatch:
             # A fused optimizer leaves its update out by itself.
             self._found_inf.append(found)
         if self._is_close and (found is None or not bool(found.item())):
-            self._look_at_gradients(optimizer)
+            named = self.model.named_parameters() if self.model is not None else ()
+            self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
+            updated = (each for group in optimizer.param_groups for each in group["params"])
+            self.has_gradients |= any(getattr(each, "grad", None) is not None for each in updated)
         if is_in_autograd():
             # One for each parameter, as soon as its gradient is there: together they are one update.
             self._stepped_within = optimizer
@@ -418,14 +428,6 @@ class TrainingWatch:
         """Names of the model's parameters that require a gradient and had none in any of those updates."""
         named = self.model.named_parameters() if self.model is not None and self.trained is not None else ()
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
-
-    @torch.no_grad()
-    def _look_at_gradients(self, optimizer: Any) -> None:
-        named = self.model.named_parameters() if self.model is not None else ()
-        self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
-        updated = (each for group in optimizer.param_groups for each in group["params"])
-        has_some = any(isinstance(each, torch.Tensor) and each.grad is not None for each in updated)
-        self.has_gradients = self.has_gradients or has_some
 
 
 class _NoOptimizer:
@@ -476,14 +478,6 @@ def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) ->
         return tokens.numel()
     # One of four dimensions says who attends to whom.
     return mask.detach() if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape else None
-
-
-def _count_tokens(calls: Sequence[Call]) -> int | None:
-    counts = [
-        int(torch.count_nonzero(call.real)) if isinstance(call.real, torch.Tensor) else call.real for call in calls
-    ]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.core.schema import decode, encode
-from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
+from autotune.core.verification import PeakBytes, StockResult, StockWork
 from autotune.worker import process
 
 _RANK_MODULE = "autotune.worker.verify.torchrun"
@@ -74,7 +74,13 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
     return dataclasses.replace(
         said[0],
         stretches=tuple(
-            _joint(stretches, shared_by) for stretches in zip(*(answer.stretches for answer in said), strict=True)
+            dataclasses.replace(
+                each[0],
+                seconds=max(stretch.seconds for stretch in each),
+                samples=sum(stretch.samples for stretch in each) // shared_by,
+                new_shapes=max(stretch.new_shapes for stretch in each),
+            )
+            for each in zip(*(answer.stretches for answer in said), strict=True)
         ),
         peak_bytes={
             what: PeakBytes(
@@ -87,16 +93,6 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
         joules_per_sample=sum(joules) / len(joules) * shared_by if len(joules) == len(said) else None,
         skipped_steps=max((each.skipped_steps for each in said if each.skipped_steps is not None), default=None),
         loss_problem=next((answer.loss_problem for answer in said if answer.loss_problem), None),
-    )
-
-
-def _joint(stretches: Sequence[Stretch], shared_by: int) -> Stretch:
-    """Return the same stretch of several ranks as one."""
-    return dataclasses.replace(
-        stretches[0],
-        seconds=max(stretch.seconds for stretch in stretches),
-        samples=sum(stretch.samples for stretch in stretches) // shared_by,
-        new_shapes=max(stretch.new_shapes for stretch in stretches),
     )
 
 
