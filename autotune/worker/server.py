@@ -219,7 +219,9 @@ class Server:
         if not self._reports.is_full:
             reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
         writing = [self._reports.fd] if self._reports.has_waiting else []
-        ready = wait_until_ready(reading, writing, self._patience_seconds())
+        deadlines = [job.deadline for job in self._jobs if not job.timed_out]
+        patience_seconds = max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
+        ready = wait_until_ready(reading, writing, patience_seconds)
         self._reports.flush()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
@@ -244,10 +246,6 @@ class Server:
                     process.append_output(message["log_path"])
                     import_model(message["workload"])
                     self.report(Adopted(os.getpid()))
-
-    def _patience_seconds(self) -> float:
-        deadlines = [job.deadline for job in self._jobs if not job.timed_out]
-        return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: Job) -> None:
         # Made and removed by the server, since a job may be killed at any point.

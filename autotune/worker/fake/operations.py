@@ -7,6 +7,7 @@ for each sample and a constant part, as allocations are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,33 +27,20 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     ),
-    "attention_backward": (
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention_backward",
-    ),
-    "convolution": ("convolution", "convolution_backward", "_convolution"),
+    "convolution": ("convolution", "_convolution"),
     "normalisation": (
         "native_layer_norm",
-        "native_layer_norm_backward",
         "native_group_norm",
-        "native_group_norm_backward",
         "native_batch_norm",
-        "native_batch_norm_backward",
         "_native_batch_norm_legit",
         "_fused_rms_norm",
-        "_fused_rms_norm_backward",
     ),
     "softmax": (
         "_softmax",
-        "_softmax_backward_data",
         "_safe_softmax",
         "_log_softmax",
-        "_log_softmax_backward_data",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "nll_loss2d_forward",
-        "nll_loss2d_backward",
+        "nll_loss",
+        "nll_loss2d",
     ),
     "reduction": (
         *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "prod", "norm"),
@@ -81,6 +69,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     ),
 }
 _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
+_PASS = re.compile("_forward$|_backward(_data)?$")
+"""What the names of an operation's two passes end with."""
 _OF_NO_KERNEL = ("prim", "profiler")
 """Namespaces of operations that the GPU does not run."""
 
@@ -242,6 +232,8 @@ def _name_and_kind(func: Any) -> tuple[str, str]:
             return name, "matrix_product"
         if name in _KINDS:
             return name, _KINDS[name]
+        if (kind := _KINDS.get(_PASS.sub("", name))) is not None:
+            return name, "attention_backward" if kind == "attention" else kind
         if name.startswith(("_fused_ad", "_fused_sgd", "_foreach_")):
             return name, "fused_update"
         if torch.Tag.pointwise in func.tags:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -150,16 +149,3 @@ def on_checkpoint(called: Callable[[], None]) -> None:
 
     before(module, "_checkpoint_without_reentrant_generator", lambda *_, **__: called())
     before(module.CheckpointFunction, "apply", lambda *_, **__: called())
-
-
-def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:
-    """Call ``loaded`` with the iterator of a ``DataLoader`` and the seconds that its next batch was waited for."""
-    from torch.utils.data import dataloader
-
-    def timed(give: Callable[..., Any], iterator: Any) -> Any:
-        began = time.perf_counter()
-        batch = give(iterator)
-        loaded(iterator, time.perf_counter() - began)
-        return batch
-
-    around(dataloader._BaseDataLoaderIter, "__next__", timed)

@@ -133,17 +133,14 @@ def _mounts() -> list[_Mounted]:
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
-            if _mount_id(fd) != number:
+            with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as found:
+                seen = next(line.split()[1] for line in found if line.startswith("mnt_id:"))
+            if seen != number:
                 os.close(fd)
                 continue
             is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
             mounts.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
     return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
-
-
-def _mount_id(fd: int) -> str:
-    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as lines:
-        return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
 
 
 def _by_fd(fd: int) -> str:
@@ -194,7 +191,11 @@ class Cover:
                 self._new_root = tree
             for mount in self._mounts:
                 self._cover_mount(mount)
-            self._cover_shared_memory()
+            # Folders that somebody made in shared memory. What processes share lies beside them.
+            with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        self._overlay(entry.path, self._new_root + entry.path)
             for path, fd in passed:
                 _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
@@ -307,13 +308,6 @@ class Cover:
                 self._cover_entries(path)
             elif len(names) <= _MOST_ENTRIES or any(is_within(work, path) for work in (*self.works_in, *self._points)):
                 self._overlay(path, path)
-
-    def _cover_shared_memory(self) -> None:
-        """Cover folders that somebody made in shared memory. What processes share lies beside them."""
-        with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    self._overlay(entry.path, self._new_root + entry.path)
 
     def _connect(self, sockets: Sequence[tuple[str, int]]) -> None:
         """Have sockets of other processes be reached through the layers, which would show others of the same name."""

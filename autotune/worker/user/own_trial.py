@@ -170,8 +170,11 @@ class OwnTrial(Trial):
             reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
             return Failed(reason, str(error), during=self._phases.current)
         outcome = self._failure(error)
-        if isinstance(outcome, OutOfMemory) and (line := _line_of(error, self._source.file)) is not None:
-            return dataclasses.replace(outcome, message=f"{outcome.message} ({line})")
+        if isinstance(outcome, OutOfMemory):
+            file, trace = self._source.file, traceback.extract_tb(error.__traceback__)
+            lines = [line.lineno for line in trace if line.filename == file]
+            at = f" ({os.path.basename(file)}:{lines[-1]})" if lines else ""
+            return dataclasses.replace(outcome, message=outcome.message + at)
         if isinstance(outcome, Failed):
             return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
         return outcome
@@ -293,14 +296,6 @@ class OwnTrial(Trial):
             on_made=functools.partial(spread_loader, accumulation=accumulation, visits=self._visits),
         ).install()
 
-    def _set_tf32(self) -> None:
-        """Have products of float32 matrices computed as the candidate's precision says, whatever the code has set."""
-        precision = self._candidate.arm.precision
-        if self._is_unmodified or self._is_told_by_words or precision not in ("fp32", "tf32"):
-            return
-        if "precision" in self._source.interface.searched:
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         arm, interface = self._candidate.arm, self._source.interface
@@ -330,7 +325,11 @@ class OwnTrial(Trial):
     def _begins(self) -> None:
         """Let the code train, and measure it from now on."""
         self._guard.lift()
-        self._set_tf32()
+        takes, precision = self._source.interface.searched, self._candidate.arm.precision
+        is_set = not self._is_unmodified and not self._is_told_by_words and "precision" in takes
+        if is_set and precision in ("fp32", "tf32"):
+            # Whatever the code has set.
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         self._phases.enter("train")
         self._meter.reset_peaks()
 
@@ -367,12 +366,6 @@ def planned_run(
         shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies,
         long_samples,
     )  # fmt: skip
-
-
-def _line_of(error: BaseException, file: str) -> str | None:
-    """Return ``train.py:12``: the innermost line of a file that an error went through."""
-    lines = [trace.lineno for trace in traceback.extract_tb(error.__traceback__) if trace.filename == file]
-    return f"{os.path.basename(file)}:{lines[-1]}" if lines else None
 
 
 def note_cache_files(list_file: str) -> None:

@@ -128,17 +128,16 @@ class TrainerStep(Training):
         exchanged = {id(real): fakes[name] for name, real in self._real.items()}
         for group in optimizer.param_groups:
             group["params"] = [
-                exchanged[id(each)] if id(each) in exchanged else _fake(each) for each in group["params"]
+                exchanged[id(each)]
+                if id(each) in exchanged
+                # One that belongs to no module of the model.
+                else torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad)
+                for each in group["params"]
             ]
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
         optimizer.state.clear()
         return optimizer  # type: ignore[no-any-return]
-
-
-def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Return a fake of a parameter that belongs to no module of the model."""
-    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True)

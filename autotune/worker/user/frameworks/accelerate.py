@@ -84,12 +84,12 @@ class AccelerateOverlay:
         on_import("accelerate.accelerator", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
+        from autotune.worker.user.loader_overlay import keep_key, line_of_maker
+
         kind: Any = module.Accelerator
         signature = python_inspect.signature(kind.__init__)
 
         def made(make: Callable[..., None], accelerator: Any, *words: Any, **options: Any) -> None:
-            from autotune.worker.user.loader_overlay import line_of_maker
-
             given = signature.bind(accelerator, *words, **options)
             self.made_at = line_of_maker()
             self.passed = {name for name in _SETTINGS if given.arguments.get(name) is not None}
@@ -100,7 +100,9 @@ class AccelerateOverlay:
         around(kind, "__init__", made)
         before(kind, "prepare", self._on_prepare)
         before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
-        after(kind, "prepare_data_loader", self._on_prepared_loader)
+        after(
+            kind, "prepare_data_loader", lambda prepared, _, /, data_loader, *__, **___: keep_key(prepared, data_loader)
+        )
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
         changes, wanted = self._changes, dict[str, Any]()
@@ -124,11 +126,6 @@ class AccelerateOverlay:
             if isinstance(thing, torch.nn.Module):
                 self.models.append(thing)
                 self._changes.apply_to(thing)
-
-    def _on_prepared_loader(self, prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
-        from autotune.worker.user.loader_overlay import keep_key
-
-        keep_key(prepared, data_loader)
 
 
 def _keep_quiet() -> None:
