@@ -119,12 +119,6 @@ class _Rank:
         """Whether it ended without an answer, or answered anything but that it completed."""
         return self.status is not None if self.answer is None else self.state != "completed"
 
-    @property
-    def answered_at(self) -> float:
-        """When it answered, on the clock that all processes share; 0 where it did not."""
-        at = (self.answer or {}).get("at")
-        return float(at) if isinstance(at, int | float) else 0.0
-
 
 class _RunningJob:
     """A job whose processes are running."""
@@ -155,7 +149,10 @@ class _RunningJob:
         if self.culprit is not None or len(self.ranks) == 1:
             return False
         failed = [rank for rank in self.ranks if rank.has_failed]
-        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", rank.answered_at, rank.number))
+        # On the clock that all processes share; 0 where a rank did not answer.
+        times = {rank.number: (rank.answer or {}).get("at") for rank in failed}
+        at = {number: float(time) if isinstance(time, int | float) else 0.0 for number, time in times.items()}
+        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", at[rank.number], rank.number))
         self.culprit = causes[0] if causes else None
         return self.culprit is not None
 
@@ -490,18 +487,6 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             send("result", outcome_document(trial.run()))
 
 
-def _read_workload(control: LineReader) -> dict[str, Any]:
-    """Wait for the workload, which is the controller's first line; exit if the controller closes before."""
-    while True:
-        wait_until_ready([control.fd])
-        lines = control.read()
-        if lines:
-            first: dict[str, Any] = json.loads(lines[0])
-            return first
-        if control.closed:
-            raise SystemExit(0)
-
-
 def main() -> None:
     """Run ``python -m autotune.worker.server REPORT_FD``."""
     report_fd = int(sys.argv[1])
@@ -510,7 +495,12 @@ def main() -> None:
     control = LineReader(0)
     # Not needed where trials import by themselves. The line may have been read before this process started itself
     # again.
-    message = {} if COLD_VARIABLE in os.environ else _read_workload(control)
+    message: dict[str, Any] = {}
+    while not message and COLD_VARIABLE not in os.environ:
+        wait_until_ready([control.fd])
+        message = next(map(json.loads, control.read()), {})
+        if control.closed and not message:
+            raise SystemExit(0)
     # Nearly all that is imported lives to the end: collections took a quarter of the time of the imports.
     gc.disable()
     try:

@@ -95,11 +95,6 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
                 "remove these samples, or name another column with --label-column",
             )
         return values, 1
-    return _classes(values, spec, name)
-
-
-def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
-    """Return the class of each sample, counted from 0, and the number of classes."""
     where = f"--dataset {spec.label}: the column {name!r}"
     if not all(isinstance(value, int | str) for value in values):
         raise InvalidRequestError(

@@ -59,7 +59,13 @@ class _Reading:
         self._spec = spec
         self.processor = load_processor(spec.tokenizer)
         self._placeholder: str = self.processor.image_token
-        self._check_placeholder()
+        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
+        if workload.config.get("image_token_id", mine) != mine:
+            raise InvalidRequestError(
+                f"the processor in {spec.tokenizer} writes images as token {mine}, and {workload.model} reads token "
+                f"{workload.config['image_token_id']} as images",
+                "give the processor that belongs to the model with --tokenizer",
+            )
         # Where a token says that an image begins, the model finds images by it.
         self._start: int | None = workload.config.get("vision_start_token_id")
         images = find_column(dataset, spec, spec.image_column, "--image-column", _IMAGE_NAMES, "image")
@@ -77,16 +83,6 @@ class _Reading:
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     # The columns
-
-    def _check_placeholder(self) -> None:
-        """Raise ``InvalidRequestError`` where the model takes another token for an image than the processor."""
-        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
-        if self._workload.config.get("image_token_id", mine) != mine:
-            raise InvalidRequestError(
-                f"the processor in {self._spec.tokenizer} writes images as token {mine}, and {self._workload.model} "
-                f"reads token {self._workload.config['image_token_id']} as images",
-                "give the processor that belongs to the model with --tokenizer",
-            )
 
     def _text_column(self, dataset: Any, images: str) -> str:
         names = self._spec.text_columns
@@ -200,7 +196,11 @@ class _Reading:
                 "remove these samples, or name another column with --image-column",
             )
         if self._miscounted:
-            first, written = self._miscounted[0], self._written()
+            # What stands in a text for an image.
+            around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
+            names = self.processor.tokenizer.convert_ids_to_tokens
+            start, end = ("" if id is None else str(names(id)) for id in around)
+            first, written = self._miscounted[0], f"{start}{self._placeholder}{end}"
             raise InvalidRequestError(
                 f"--dataset {spec.label}: {len(self._miscounted):,} of {whole:,} samples have not one {written} in "
                 f"{self._text!r} for each image; the first is sample {first + 1:,}",
@@ -221,12 +221,6 @@ class _Reading:
                 f"has only {vocabulary} tokens",
                 "give the processor that belongs to the model with --tokenizer",
             )
-
-    def _written(self) -> str:
-        """Return what stands in a text for an image."""
-        around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
-        start, end = ("" if id is None else str(self.processor.tokenizer.convert_ids_to_tokens(id)) for id in around)
-        return f"{start}{self._placeholder}{end}"
 
     def samples(self) -> Any:
         """Return the texts and the undecoded images."""

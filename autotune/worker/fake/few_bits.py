@@ -38,11 +38,9 @@ def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
         base.set_submodule(name, made)
         if name.endswith(".base_layer"):
             # Around such layers, peft's adapters take the input as autocast leaves it.
-            base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = _cast_without_autocast
-
-
-def _cast_without_autocast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return inputs if torch.is_autocast_enabled("cpu") else inputs.to(dtype)
+            base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = lambda inputs, dtype: (
+                inputs if torch.is_autocast_enabled("cpu") else inputs.to(dtype)
+            )
 
 
 class _FewBits(torch.nn.Module):

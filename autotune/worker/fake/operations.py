@@ -143,7 +143,11 @@ class OperationTally:
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
-        sizes = [self._split(_touched(tensor) * times) for tensor in tensors]
+        sizes = []
+        for tensor in tensors:
+            # An expanded one is read from the cache repeatedly.
+            held = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
+            sizes.append(self._split(min(tensor.nbytes, held) * times))
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
@@ -214,7 +218,8 @@ class OperationTally:
         if kind == "normalisation" and "backward" in name:
             kind = "normalisation_backward"
         elif kind == "copy":
-            kind = _kind_of_copy(read, written)
+            is_in_order = all(tensor.is_contiguous() for tensor in (*read, *written))
+            kind = "cast" if _mixes_dtypes(read, written) else "copy" if is_in_order else "transpose"
         elif name == "native_dropout":
             kind = "dropout"
         elif kind == "elementwise" and _mixes_dtypes(read, written):
@@ -256,15 +261,6 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _kind_of_copy(read: list[torch.Tensor], written: list[torch.Tensor]) -> str:
-    """Return ``cast`` where the dtype changes, ``transpose`` where the order of elements does, else ``copy``."""
-    if _mixes_dtypes(read, written):
-        return "cast"
-    if all(tensor.is_contiguous() for tensor in (*read, *written)):
-        return "copy"
-    return "transpose"
-
-
 def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
     """Return whether tensors of several floating dtypes meet, which CUDA's elementwise kernels convert as they go."""
     dtypes = {tensor.dtype for tensor in (*read, *written) if tensor.dim() and tensor.dtype.is_floating_point}
@@ -277,11 +273,3 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in memory: an expanded one is read from the cache repeatedly."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if 0 in tensor.stride():
-        return min(size_bytes, tensor.untyped_storage().nbytes())
-    return size_bytes

@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 
@@ -24,7 +25,7 @@ from autotune.space.levers import applied_settings
 from autotune.training import apply
 from autotune.training.errors import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
-from autotune.worker.arrays import arrays_in
+from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.private.transformers import is_reporting
 from autotune.worker.trial.build import build_model
@@ -247,23 +248,12 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
     if not isinstance(batch, Mapping) or not arrays or any(len(array) != samples for array in arrays):
         return False
-    trainer.data_collator = lambda rows: _rows(batch, rows[0], rows[-1] + 1, samples)
+    batch = send_to_device(batch, "cpu")
+    trainer.data_collator = lambda rows: cut(batch, samples, rows[0], rows[-1] + 1)
     # Looked up at call time: settings put their own collators around this one.
     numbers: Any = range(samples)
     trainer.get_train_dataloader = lambda: DataLoader(numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
-
-
-def _rows(value: Any, start: int, end: int, samples: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[start:end].cpu() if value.dim() else value
-    if isinstance(value, Mapping):
-        return {name: _rows(each, start, end, samples) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        if len(value) == samples and not any(isinstance(each, torch.Tensor | Mapping) for each in value):
-            return value[start:end]
-        return [_rows(each, start, end, samples) for each in value]
-    return value
 
 
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
@@ -273,7 +263,29 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     if not work.as_measured:
         in_full_float32()
     try:
-        return LookAnswer(tuple(_steps(workload, work, meter.device, output_dir)))
+        steps = []
+        for candidate in work.candidates:
+            set_seed(work.seed)
+            model = build_model(workload, candidate.arm.attn_implementation, meter.device)
+            effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
+            make_arguments = functools.partial(
+                trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
+            )
+            if work.data_folder is not None:
+                prepared = PreparedDataset(workload, work.data_folder)
+                trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
+            else:
+                dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
+                trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
+            settings, most_bytes = applied_settings(candidate.arm), 0 if work.as_measured else work.cap_bytes // 2
+            samples = candidate.samples_per_step
+            steps.append(
+                first_step(trainer, samples, settings, seed=work.seed, noise=work.noise, most_bytes=most_bytes)
+            )
+            del model, trainer
+            gc.collect()
+            meter.reset_peaks()
+        return LookAnswer(tuple(steps))
     except SettingUnavailableError as error:
         return LookAnswer(problem=str(error))
     except Exception as error:
@@ -288,31 +300,3 @@ def in_full_float32() -> None:
         torch.backends.fp32_precision = "ieee"
     else:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def _steps(workload: Workload, work: LookWork, device: torch.device, output_dir: str) -> Iterator[FirstStep]:
-    for candidate in work.candidates:
-        set_seed(work.seed)
-        model = build_model(workload, candidate.arm.attn_implementation, device)
-        effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
-        make_arguments = functools.partial(
-            trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
-        )
-        if work.data_folder is not None:
-            prepared = PreparedDataset(workload, work.data_folder)
-            trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
-        else:
-            dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
-            trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
-        yield first_step(
-            trainer,
-            candidate.samples_per_step,
-            applied_settings(candidate.arm),
-            seed=work.seed,
-            noise=work.noise,
-            most_bytes=0 if work.as_measured else work.cap_bytes // 2,
-        )
-        del model, trainer
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, 
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.losses import ScalerWatch, scaler_watch
+from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import StepCounts
@@ -229,7 +229,7 @@ class StepTimer(StepListener):
 
     def begin(self, optimizer: Any = None) -> None:
         """Start the clock of the first step; an optimizer may have a gradient scaler, as the Trainer's has."""
-        self._scaler = scaler_watch(optimizer)
+        self._scaler = ScalerWatch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
         self.checks.watch.begin()

@@ -120,7 +120,12 @@ class Trial:
         self._data_folder = work.data_folder
         # Made by the server, which removes it together with the trial's TMPDIR.
         self._scratch = scratch
-        self._shapes = BatchShapes(settles=self._settles)
+        # How many micro-batches of a shape take longer than later ones: a GPU takes up to seconds for a shape that is
+        # new to it, as kernels are chosen, compiled and loaded.
+        settles = 0 if self._device_kind != "cuda" else EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
+        self._shapes = BatchShapes(settles=settles)
+        self._visits = 1 + settles
+        """How often a step of new shapes is run, the last time with known ones."""
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter
@@ -307,21 +312,6 @@ class Trial:
         run = trainer.args.gradient_accumulation_steps
         left_out = max(0, self._candidate.gradient_accumulation_steps - run)
         self._inputs = LeftOutInputs(trainer, left_out, on_batch)
-
-    @property
-    def _settles(self) -> int:
-        """How many micro-batches of a shape take longer than later ones.
-
-        A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
-        """
-        if self._device_kind != "cuda":
-            return 0
-        return EAGER_MICRO_STEPS + 1 if self._candidate.arm.cuda_graphs else 1
-
-    @property
-    def _visits(self) -> int:
-        """How often a step of new shapes is run, the last time with known ones."""
-        return 1 + self._settles
 
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one.

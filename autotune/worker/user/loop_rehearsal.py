@@ -7,7 +7,7 @@ is loaded then is its validation: it gets small parts of its first batches, then
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.core.code_interface import Framework
 from autotune.core.rehearsal import Evaluation, LongestBatch, Part, RehearsalWork, Whole
-from autotune.worker.arrays import has_shape, is_row
+from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.listener import StepListener
@@ -231,7 +231,7 @@ class LoopParts(Parts):
             self._rows = batch_samples(self._first) or 0
         is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
         part = self._rows >> 3 - len(self._parts_given) if is_small else 0
-        smaller = cut(self._first, self._rows, part) if part else None
+        smaller = cut(self._first, self._rows, 0, part) if part else None
         batch, self._first = self._first, self._first if smaller is not None else None
         batch = give(batches) if batch is None else batch
         self._parts_given.append(part if smaller is not None else self._rows)
@@ -273,28 +273,3 @@ class LoopParts(Parts):
         is_large = large.device_bytes > self._work.line_bytes
         settings = {"batch_size": self._fitting} if is_large and self._fitting else {}
         return self._evaluation_with(whole, fits, settings)
-
-
-def cut(value: Any, rows: int, samples: int) -> Any:
-    """Return the first samples of a batch of so many rows; ``None`` where it has no array of as many."""
-    found = False
-
-    def part(each: Any) -> Any:
-        nonlocal found
-        if has_shape(each):
-            if len(each.shape) and each.shape[0] == rows:
-                found = True
-                return each[:samples]
-            return each
-        if isinstance(each, Mapping) or hasattr(each, "items"):
-            return type(each)({name: part(inner) for name, inner in each.items()})
-        if is_row(each) and any(has_shape(inner) or isinstance(inner, Mapping) for inner in each):
-            return type(each)(part(inner) for inner in each) if type(each) in (list, tuple) else each
-        return each[:samples] if is_row(each) and len(each) == rows else each
-
-    try:
-        smaller = part(value)
-    except Exception:
-        # Whatever a class of theirs may raise.
-        return None
-    return smaller if found else None

@@ -239,7 +239,8 @@ class Cover:
         """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         layer = f"{_by_fd(self._run_fd)}/{name}"
-        own = "" if _owns_machine() else ",userxattr"
+        # An overlay may use attributes of its own in the first user name space alone.
+        own = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
@@ -329,12 +330,6 @@ def _last_of_others(path: str) -> str:
         if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
             return parent
     return parents[-1]
-
-
-def _owns_machine() -> bool:
-    """Return whether this process is in the first user name space, where an overlay may use attributes of its own."""
-    with open("/proc/self/uid_map", encoding="utf-8") as lines:
-        return lines.read().split() == ["0", "0", "4294967295"]
 
 
 def _dress(upper: str, lower: str) -> None:

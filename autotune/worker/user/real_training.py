@@ -250,6 +250,13 @@ class LoopRun(Run):
         batch = candidate.per_device_train_batch_size if "batch" in takes and source.kind != "loop" else None
         self._loader: Any = None
         self._overruled: int | None = None
+        self._schedules: list[Any] = []
+
+        def made(_: None, schedule: Any, *__: Any, **___: Any) -> None:
+            self._schedules.append(schedule)
+
+        def overrules(said: int) -> None:
+            self._overruled = said
 
         def change(_: ModuleType) -> None:
             from autotune.worker.user.loader_overlay import LoaderOverlay
@@ -261,23 +268,14 @@ class LoopRun(Run):
             self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes
             self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
-            self._watch_schedules()
+            after(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "__init__", made)
 
         # Not "torch.utils.data", which torch imports while half of it is not there yet.
         on_import("torch", change)
         if source.kind != "loop":
             changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
             set_options(changes.options)
-            ADAPTERS[source.framework].overlay(replace(changes, overrules=self._overrule))
-
-    def _watch_schedules(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler
-
-        self._schedules: list[Any] = []
-        after(LRScheduler, "__init__", lambda _, schedule, *__, **___: self._schedules.append(schedule))
-
-    def _overrule(self, said: int) -> None:
-        self._overruled = said
+            ADAPTERS[source.framework].overlay(replace(changes, overrules=overrules))
 
     def _look(self) -> None:
         """End the process where another loader is trained with, or a schedule is made for what is not trained with."""

@@ -53,7 +53,17 @@ def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool
     """Do that in a trial, and tell of the batches."""
     AccelerateOverlay(changes, is_quiet=True).install()
     set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
-    _keep_quiet()
+    from accelerate import Accelerator
+    from huggingface_hub import HfApi
+    from transformers import PreTrainedModel
+    from transformers.utils import PushToHubMixin
+
+    # Nothing is tracked, saved or pushed.
+    silence(Accelerator, "init_trackers", "log", "save_state", "save_model", "save")
+    silence(PreTrainedModel, "save_pretrained")
+    silence(PushToHubMixin, "push_to_hub")
+    silence(HfApi, "upload_folder", "upload_file")
+    around(HfApi, "create_repo", lambda _, __, repo_id, *___, **____: SimpleNamespace(repo_id=repo_id))
     give_batches(_loaders(), measured_batches(changes, steps))
 
 
@@ -126,24 +136,6 @@ class AccelerateOverlay:
             if isinstance(thing, torch.nn.Module):
                 self.models.append(thing)
                 self._changes.apply_to(thing)
-
-
-def _keep_quiet() -> None:
-    """Have nothing tracked, saved or pushed in this process."""
-    from accelerate import Accelerator
-    from huggingface_hub import HfApi
-    from transformers import PreTrainedModel
-    from transformers.utils import PushToHubMixin
-
-    silence(Accelerator, "init_trackers", "log", "save_state", "save_model", "save")
-    silence(PreTrainedModel, "save_pretrained")
-    silence(PushToHubMixin, "push_to_hub")
-    silence(HfApi, "upload_folder", "upload_file")
-
-    def create_repo(_: Any, repo_id: str, *__: Any, **___: Any) -> SimpleNamespace:
-        return SimpleNamespace(repo_id=repo_id)
-
-    HfApi.create_repo = create_repo  # type: ignore[assignment, method-assign]
 
 
 def _loaders() -> tuple[type, ...]:
