@@ -12,7 +12,7 @@ import functools
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,10 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
         properties.max_threads_per_multi_processor,
         properties.name,
     )
-    calibration = None
+    calibration = cudnn = None
+    # 91900 for 9.19.0. One that does not match this torch is a trial's to report.
+    with contextlib.suppress(Exception):
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
     # Only to predict better: without it, specified rates are used.
     with contextlib.suppress(Exception):
         calibration = calibrate(torch.device("cuda", 0))
@@ -49,16 +52,7 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
             calibration = replace(
                 calibration, collectives=_within(_MOST_SECONDS, lambda: collectives(work.ranks)) or {}
             )
-    return GpuFacts(measured_bytes, chip, torch.version.cuda, _cudnn_version(), _cublas_version(), calibration)
-
-
-def _cudnn_version() -> int | None:
-    """Return the version of the cuDNN that torch has loaded: 91900 for 9.19.0."""
-    try:
-        return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
-    except Exception:
-        # A cuDNN that does not match this torch. A trial will report it.
-        return None
+    return GpuFacts(measured_bytes, chip, torch.version.cuda, cudnn, _cublas_version(), calibration)
 
 
 def _cublas_version() -> str | None:
@@ -101,27 +95,18 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
     """
     share = budget_seconds / _PARTS
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
-    products = {}
+    products, before = {}, torch.get_float32_matmul_precision()
     for kind in ("half", "tf32", "fp32"):
-        with contextlib.suppress(RuntimeError), _product_precision(kind, device):
+        if kind == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+            continue
+        torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+        with contextlib.suppress(RuntimeError):
             products[kind] = _product_flops(kind, size, device, share)
+    torch.set_float32_matmul_precision(before)
     # Of an operation on one element. A partial function takes no longer to call than the method.
     add_one = functools.partial(torch.zeros(1, device=device).add_, 1)
     kernel_seconds, dispatch_seconds = _best_seconds(add_one, [device], share, _LAUNCHES)
     return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
-
-
-@contextlib.contextmanager
-def _product_precision(kind: str, device: torch.device) -> Iterator[None]:
-    """Have float32 products computed in TF32 or not; raises ``RuntimeError`` for TF32 where there is none."""
-    if kind == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise RuntimeError("no TF32")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -> float:

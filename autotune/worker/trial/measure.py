@@ -102,27 +102,6 @@ def _of_all_ranks(each: list[_Step]) -> _Step:
     )
 
 
-class _Energy:
-    """Adds up the joules of measured steps, from a counter that is read before and after each."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._before: float | None = None
-        self.joules: float | None = 0.0
-
-    def read(self) -> None:
-        """Read the counter before a measured step."""
-        self._before = self._meter.energy_joules()
-
-    def add(self) -> None:
-        """Add the joules of a measured step."""
-        before, after = self._before, self._meter.energy_joules()
-        if self.joules is None or before is None or after is None:
-            self.joules = None
-        else:
-            self.joules += after - before
-
-
 class Evaluations:
     """Learns how often a step calls models without gradients, as it may call a teacher, and finds steps with more."""
 
@@ -224,7 +203,8 @@ class StepTimer(StepListener):
         self.pending: Measurement | None = None
         """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
         it."""
-        self._energy = _Energy(meter)
+        self._joules: float | None = 0.0
+        self._joules_before: float | None = None
         self._core_wait = CoreWait()
 
     def begin(self, optimizer: Any = None) -> None:
@@ -276,7 +256,9 @@ class StepTimer(StepListener):
         is_warm = self._is_warm
         is_timed = is_warm and not again and not evaluates
         if is_timed:
-            self._energy.add()
+            before, after = self._joules_before, self._meter.energy_joules()
+            is_known = self._joules is not None and before is not None and after is not None
+            self._joules = self._joules + after - before if is_known else None  # type: ignore[operator]
             self._core_wait.add()
             self._timed.append(step)
         elif evaluates:
@@ -362,7 +344,7 @@ class StepTimer(StepListener):
 
     def start_clock(self) -> None:
         """Start the clock of a step, after reading the counters, which takes time itself."""
-        self._energy.read()
+        self._joules_before = self._meter.energy_joules()
         self._core_wait.read()
         self._previous_end = perf_counter()
 
@@ -564,7 +546,7 @@ class StepTimer(StepListener):
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
         run_seconds = sum(step.seconds for step in self._timed)
-        each = [joules for joules in self._ranks.gather(self._energy.joules) if joules is not None]
+        each = [joules for joules in self._ranks.gather(self._joules) if joules is not None]
         joules = sum(each) if len(each) == self._ranks.count else None
         if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None

@@ -111,7 +111,7 @@ class LoopLook(OwnTrial):
         if step.micro_steps != asked:
             problem = f"its first update comes after {step.micro_steps} backward passes, not {asked}"
             self._answer(LookAnswer(problem=problem))
-        dtypes = {dtype for _, dtype in self.watch.autocasts} | self.watch.inner_dtypes
+        dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
         computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
         self._answer(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
 

@@ -29,7 +29,6 @@ from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
 from autotune.worker.user.frameworks import ADAPTERS
@@ -73,11 +72,6 @@ class OwnTrial(Trial):
         self._guard = Guard(self._source, self._refuse, is_known=lambda: self._is_told_by_words)
         self._timer: StepTimer | None = None
         self._steps: StepMarks | None = None
-
-    @property
-    def watch(self) -> TrainingWatch:
-        """Return what counts what the code trains."""
-        return self._checks.watch
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""
@@ -244,11 +238,11 @@ class OwnTrial(Trial):
             words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
             variables = dict(filled)
         set_variables(source.variables, variables)
-        self.watch.watch_checkpoints()
-        self.watch.watch_updates_by_hand()
+        self._checks.watch.watch_checkpoints()
+        self._checks.watch.watch_updates_by_hand()
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
-        steps = self._steps = self.watch.listener = PlaceholderSteps(
+        steps = self._steps = self._checks.watch.listener = PlaceholderSteps(
             source.name,
             self._candidate,
             interface.steps,
@@ -267,7 +261,7 @@ class OwnTrial(Trial):
         """End the trial where the script was seen to compute in another way than it was told."""
         if self._is_unmodified:
             return
-        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self.watch
+        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, HALF.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
@@ -311,7 +305,7 @@ class OwnTrial(Trial):
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
 
-        made = self._steps = self.watch.listener = LoopSteps(
+        made = self._steps = self._checks.watch.listener = LoopSteps(
             self._source.name,
             accumulation,
             timer,

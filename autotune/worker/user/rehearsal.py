@@ -280,7 +280,10 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
         """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
         batches = -(-samples // batch) if samples is not None else LARGE_PART
-        first = longest_first(data, samples, batch, self._work.seconds / 3)
+        first: list[int] = []
+        if samples is not None and hasattr(data, "__getitem__"):
+            read = read_lengths(data, all_over(samples), self._work.seconds / 3)
+            first = sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
         try:
             self._reset()
             before = self._meter.allocated_bytes()
@@ -391,14 +394,6 @@ def all_over(samples: int) -> Iterator[int]:
     stride = max(1, samples // 64)
     yield from range(0, samples, stride)
     yield from (index for index in range(samples - 1, -1, -1) if index % stride)
-
-
-def longest_first(data: Any, samples: int | None, batch: int, most_seconds: float) -> list[int]:
-    """Return the indices of the longest samples for a batch; none where lengths cannot be read."""
-    if samples is None or not hasattr(data, "__getitem__"):
-        return []
-    read = read_lengths(data, all_over(samples), most_seconds)
-    return sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
 
 
 def part_of(data: Any, first: Sequence[int], count: int) -> Any:

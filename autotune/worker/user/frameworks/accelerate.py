@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import ModelFacts
+from autotune.core.candidate import Precision
 from autotune.space import precision_names
 from autotune.worker.user.adapter import (
     Changes,
@@ -147,45 +146,30 @@ def _loaders() -> tuple[type, ...]:
 class AccelerateInspection(LoopInspection):
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
+    framework, known_options = "accelerate", _OPTIONS
+
     def __init__(self, inspecting: ScriptInspection) -> None:
         super().__init__(inspecting)
-        self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True)
+        self.overlay = AccelerateOverlay(Changes(), is_quiet=True)
         give_batches(_loaders(), self.batches)
 
-    def accumulates_itself(self) -> bool:
-        """Return whether the script divides its steps by ``Accelerator.accumulate``."""
-        return self.overlay.accumulates
-
-    def facts(self) -> ModelFacts:
-        """Return what the script trains with."""
-        import torch
-
-        from autotune.worker.user.inspection import facts_of_script
-        from autotune.worker.user.loader_overlay import batch_of
-
-        source = self.inspecting.source
-        accelerator, models = self.overlay.accelerator, self.overlay.models
-        if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+    def precision(self) -> Precision:
+        """Return that of the ``Accelerator``; raises ``UserCodeError`` for one that no trial has."""
+        precision: Any = self.overlay.accelerator.mixed_precision
+        if precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(
-                f"{source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
+                f"{self.inspecting.source.name} trains in {precision}", "use bf16, fp16 or no mixed precision"
             )
-        by = self.accumulates_by()
-        accumulation = accelerator.gradient_accumulation_steps if by == "accelerator" else self.passes
-        is_tf32 = torch.backends.cuda.matmul.allow_tf32
-        precision = accelerator.mixed_precision
-        return facts_of_script(
-            source,
-            CodeInterface(
-                "accelerate",
-                accumulates_by=by,
-                flags=self.options.flags(_OPTIONS, {"batch": batch_of(self.loader), "accumulation": accumulation}),
-                accelerator=os.path.basename(self.overlay.made_at),
-                passed=tuple(sorted(self.overlay.passed)),
-            ),
-            models[0] if models else None,
-            self.loader,
-            accumulation=accumulation,
-            precision=precision if precision != "no" else "tf32" if is_tf32 else "fp32",
-            takes_accumulation=by != "script",
-            takes_precision=True,
-        )
+        return "fp32" if precision == "no" else precision
+
+    def told_accumulation(self) -> int | None:
+        """Return that of the ``Accelerator``, where the script divides its steps by ``Accelerator.accumulate``."""
+        overlay = self.overlay
+        return overlay.accelerator.gradient_accumulation_steps if overlay.accumulates else None
+
+    def interface(self) -> dict[str, Any]:
+        """Return where the ``Accelerator`` is made, and with which settings of the script's own."""
+        return {
+            "accelerator": os.path.basename(self.overlay.made_at),
+            "passed": tuple(sorted(self.overlay.passed)),
+        }
