@@ -35,10 +35,7 @@ class LossWatch:
 
     def __init__(self, trainer: Any) -> None:
         self._latest: Any = None
-        on_each_micro_step(trainer, self._keep)
-
-    def _keep(self, _: Any, loss: Any) -> None:
-        self._latest = loss
+        on_each_micro_step(trainer, lambda _, loss: setattr(self, "_latest", loss))
 
     def problem(self) -> str | None:
         """Say what is wrong with the last loss; ``None`` where it is finite or no step was run."""

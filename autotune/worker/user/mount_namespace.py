@@ -199,7 +199,12 @@ class Cover:
             for path, fd in passed:
                 _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
-            self._connect(sockets)
+            # Sockets of other processes are reached through the layers, which would show others of the same name.
+            for path, fd in sockets:
+                if self.covers(path):
+                    with contextlib.suppress(OSError):
+                        _mount(_by_fd(fd), self._new_root + path, None, _BIND)
+                        _set_read_only(self._new_root + path)
             if not self._new_root:
                 for mount in self._mounts:
                     if not (self._stays(mount) or self.covers(mount.path)):
@@ -309,14 +314,6 @@ class Cover:
                 self._cover_entries(path)
             elif len(names) <= _MOST_ENTRIES or any(is_within(work, path) for work in (*self.works_in, *self._points)):
                 self._overlay(path, path)
-
-    def _connect(self, sockets: Sequence[tuple[str, int]]) -> None:
-        """Have sockets of other processes be reached through the layers, which would show others of the same name."""
-        for path, fd in sockets:
-            if self.covers(path):
-                with contextlib.suppress(OSError):
-                    _mount(_by_fd(fd), self._new_root + path, None, _BIND)
-                    _set_read_only(self._new_root + path)
 
 
 def _last_of_others(path: str) -> str:

@@ -194,7 +194,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return None
 
     def _host(self) -> HostUse | None:
-        if not self._tree.has_children:
+        if self._tree.processes == 1:
             return None
         trainer, batches = self._trainer, length(self._loader)
         limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
@@ -349,7 +349,6 @@ class _Tree:
         self._each: list[int | None] = []
         self._last = 0.0
         self.processes = 1
-        self.has_children = False
         self._start = 0
         self.most_bytes = 0
         self.first_bytes = 0
@@ -363,8 +362,13 @@ class _Tree:
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
-        total = sum(map(_own_bytes, processes)) - self._start
-        self.processes, self.has_children = max(self.processes, len(processes)), self.has_children or len(processes) > 1
+        total = -self._start
+        for pid in processes:
+            # What each holds itself, its part of what is shared included (proc_pid_smaps_rollup(5)).
+            with contextlib.suppress(OSError), open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
+                lines = [line.split() for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+                total += sum(int(kilobytes) * 1024 for _, kilobytes, *_ in lines)
+        self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)
         if always:
             self._each.append(total)
@@ -374,16 +378,6 @@ class _Tree:
     def growth(self) -> int | None:
         """Return by how much it grew in each of the last steps, as ``growth_of``."""
         return growth_of(self._each)
-
-
-def _own_bytes(pid: int | None) -> int:
-    """Return what a process holds itself, its part of what is shared included (proc_pid_smaps_rollup(5))."""
-    try:
-        with open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
-            sizes = dict(line.split(":", 1) for line in file if ":" in line and line.startswith("Pss_"))
-    except OSError:
-        return 0
-    return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
 
 
 # Samples and their lengths
