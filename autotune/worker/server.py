@@ -358,30 +358,26 @@ class Server:
         process.end_children(spared=self._pids())
         for rank in job.ranks:
             os.close(rank.lines.fd)
+        rank = job.culprit or job.ranks[0]
         if len(job.ranks) > 1:
-            self._report_joint_result(job)
+            # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
+            is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
+            if rank.answer is not None and is_whole:
+                result = rank.result
+                if job.culprit is not None and isinstance(result, dict):
+                    result = _of_rank(rank.number, result)
+                job.has_result = True
+                self.report(ResultLine(result, id=job.id))
+            elif rank.malformed is not None:
+                self.report(MalformedLine(rank.malformed, job.id))
         self._report_stop(job)
         if job.layer is not None and job.has_result:
             take_kept(job.scratch, job.layer)
         job.scratch.remove()
-        rank = job.culprit or job.ranks[0]
         code = os.waitstatus_to_exitcode(rank.status or 0)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
         culprit = None if job.culprit is None else job.culprit.number
         self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
-
-    def _report_joint_result(self, job: _RunningJob) -> None:
-        """Report the result of the rank that failed, or else of rank 0, whose measurement is of all ranks."""
-        rank = job.culprit or job.ranks[0]
-        is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
-        if rank.answer is not None and is_whole:
-            result = rank.result
-            if job.culprit is not None and isinstance(result, dict):
-                result = _of_rank(rank.number, result)
-            job.has_result = True
-            self.report(ResultLine(result, id=job.id))
-        elif rank.malformed is not None:
-            self.report(MalformedLine(rank.malformed, job.id))
 
     def _report_stop(self, job: _RunningJob) -> None:
         """Report, as the job's result, why a process that the job started has ended it."""

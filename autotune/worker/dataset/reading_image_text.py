@@ -15,7 +15,7 @@ from datasets import Dataset, Image, Sequence, Value
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.worker.dataset.columns import find_column, find_text_columns, is_string
+from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string
 from autotune.worker.dataset.image_text import IMAGES, TEXT, images_in, opened
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
 from autotune.worker.dataset.tokenizer import load_processor
@@ -215,12 +215,7 @@ class _Reading:
                 f"give --seq-len {max(long)}, remove the samples, or give a processor that makes images smaller",
             )
         vocabulary = (self._workload.config.get("text_config") or {}).get("vocab_size")
-        if isinstance(vocabulary, int) and self._largest_token >= vocabulary:
-            raise InvalidRequestError(
-                f"the processor in {spec.tokenizer} produces token {self._largest_token}, but {self._workload.model} "
-                f"has only {vocabulary} tokens",
-                "give the processor that belongs to the model with --tokenizer",
-            )
+        check_in_vocabulary(self._largest_token, vocabulary, spec, self._workload.model, "processor")
 
     def samples(self) -> Any:
         """Return the texts and the undecoded images."""

@@ -161,18 +161,15 @@ class FewBitsOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             if not self.state[parameter]:
-                self.state[parameter].update(enumerate(self._new_state(parameter)))
+                is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
+                few = self._bits == 8 and not is_small
+                tensors: list[torch.Tensor] = []
+                for _ in range(self._moments):
+                    if not self._is_paged or parameter.numel() < _LEAST_PAGED:
+                        tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
+                    if few:
+                        tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
+                self.state[parameter].update(enumerate(tensors))
             parameter.add_(parameter.grad)
             for moment in self.state[parameter].values():
                 moment.add_(0)
-
-    def _new_state(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
-        few = self._bits == 8 and not is_small
-        tensors: list[torch.Tensor] = []
-        for _ in range(self._moments):
-            if not self._is_paged or parameter.numel() < _LEAST_PAGED:
-                tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
-            if few:
-                tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
-        return tensors

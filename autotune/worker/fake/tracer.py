@@ -180,17 +180,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if size == DEATH:
                 self.let_go(again[number])
             elif number in gradients or number not in alive:
-                again[number] = self._hold_again(number, size)
+                again[number] = copy = self.hold(self.trace.labels[number], size)
+                if number in self.trace.column_sums:
+                    self.trace.column_sums[copy] = self.trace.column_sums[number]
+                if number in self.trace.pieces:
+                    self.trace.pieces[copy] = self.trace.pieces[number]
         self._end_gradients(begins + len(events), again)
         return True
-
-    def _hold_again(self, number: int, size_bytes: int) -> int:
-        copy = self.hold(self.trace.labels[number], size_bytes)
-        kinds: tuple[dict[int, Any], ...] = (self.trace.column_sums, self.trace.pieces)
-        for sizes in kinds:
-            if number in sizes:
-                sizes[copy] = sizes[number]
-        return copy
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
         for number in self._gradients.get(position, ()):

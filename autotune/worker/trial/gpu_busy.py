@@ -92,6 +92,8 @@ class BusyStep:
         self._profiler = profiler
         self._meter = meter
         self._run = micro_steps_run
+        self._takes_all = micro_steps_run < 3
+        """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         self._micro_steps = micro_steps
         self._is_recording = False
         self.is_broken = False
@@ -99,11 +101,6 @@ class BusyStep:
         self._parts: list[float] = []
         self._kinds_of_parts: list[dict[str, float]] = []
         self._kinds: list[dict[str, float]] = []
-
-    @property
-    def _takes_all(self) -> bool:
-        """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
-        return self._run < 3
 
     def step_begins(self) -> None:
         """Note that the step's batches are there."""

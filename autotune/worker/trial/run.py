@@ -73,6 +73,11 @@ class Phases:
         self._started = now
 
 
+def known_fields() -> set[str]:
+    """Return the names of the fields of the installed ``TrainingArguments``."""
+    return {f.name for f in dataclasses.fields(TrainingArguments)}
+
+
 def trainer_arguments(
     candidate: Candidate,
     device_kind: str,
@@ -84,8 +89,7 @@ def trainer_arguments(
     **others: Any,
 ) -> Any:
     """Return the candidate's arguments without reporting and saving, and with enough steps to measure."""
-    fields = {f.name for f in dataclasses.fields(TrainingArguments)}
-    arguments = training_arguments(candidate, fields, device_kind)
+    arguments = training_arguments(candidate, known_fields(), device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
     return TrainingArguments(
         **arguments,

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,11 +160,11 @@ class TrainingWatch:
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
-        by_hand: list[_NoOptimizer] = []
+        by_hand: list[Any] = []
 
         def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
-                by_hand[:] = by_hand or [_NoOptimizer(model)]
+                by_hand[:] = by_hand or [SimpleNamespace(param_groups=[{"params": list(model.parameters())}])]
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
@@ -428,13 +429,6 @@ class TrainingWatch:
         """Names of the model's parameters that require a gradient and had none in any of those updates."""
         named = self.model.named_parameters() if self.model is not None and self.trained is not None else ()
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
-
-
-class _NoOptimizer:
-    """What is updated without an optimizer, in place of one."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.param_groups = [{"params": list(model.parameters())}]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,7 +20,6 @@ from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.meter import growth_of, most_host_bytes
-from autotune.worker.user.adapter import Changes
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
@@ -59,13 +58,10 @@ class LoopRehearsal(OwnTrial):
         self.parts = LoopParts(
             accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._answer
         )
+        self._epoch_batches = self.parts.epoch_batches
         around_batches(self.parts.give)
         register_optimizer_step_post_hook(self.parts.updated)
         return _NoSteps(self._source.name, accumulation, StepListener())
-
-    def _changes(self, *words: Any) -> Changes:
-        assert self.parts is not None
-        return replace(super()._changes(*words), epoch_batches=self.parts.epoch_batches)
 
 
 class _NoSteps(LoopSteps):

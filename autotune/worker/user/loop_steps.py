@@ -170,17 +170,12 @@ class LoopSteps(StepMarks):
                     "go over autotune.steps(loader) in the training loop alone",
                 )
         self._backward_passes = 0
-        if self._step_is_over():
+        # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
+        waits = self._accumulation is None or (self._has_stepped and not self._may_skip)
+        if self._marks is not None or (not waits and self._micro_steps >= (self._accumulation or 0)):
             self._end_step()
         else:
             self._listener.micro_step_ends()
-
-    def _step_is_over(self) -> bool:
-        if self._marks is not None:
-            return True
-        # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
-        waits = self._has_stepped and not self._may_skip
-        return self._accumulation is not None and self._micro_steps >= self._accumulation and not waits
 
     def _end_step(self) -> None:
         is_early = self._accumulation is not None and self._micro_steps != self._accumulation

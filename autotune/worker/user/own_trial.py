@@ -53,6 +53,9 @@ class OwnTrial(Trial):
     placeholders is started with other words, and nothing of it is changed.
     """
 
+    _epoch_batches: int | None = None
+    """After which the data of the training ends; ``None`` where it goes on."""
+
     def __init__(
         self,
         workload: Workload,
@@ -218,14 +221,12 @@ class OwnTrial(Trial):
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in takes else None
         self._overlay_loader(batch, accumulation=run)
-        steps, changes = self._loop_steps(run), self._changes(source, candidate, takes, run, lambda _: None)
+        steps, changes = self._loop_steps(run), Changes.of(source, candidate, takes, run, lambda _: None)
+        changes = dataclasses.replace(changes, epoch_batches=self._epoch_batches)
         set_options(changes.options)
         on_cpu = self._device_kind == "cpu"
         ADAPTERS[source.framework].measure(changes, steps, output_dir, on_cpu=on_cpu)
         run_script(source, output_dir)
-
-    def _changes(self, *words: Any) -> Changes:
-        return Changes.of(*words)
 
     def _run_with_placeholders(self, output_dir: str) -> None:
         """Run the script with the candidate's values in place, or with its own."""

@@ -20,6 +20,7 @@ from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
+from autotune.worker.trial.run import known_fields
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
@@ -30,7 +31,6 @@ from autotune.worker.user.trainer_code import (
     Overlay,
     ignored_message,
     intercept,
-    known_fields,
     own_batch,
     run_source,
 )
