@@ -142,20 +142,20 @@ class _Reading:
                 # Beside the file that names them, wherever the process runs.
                 images = [{"bytes": None, "path": os.path.join(root, os.path.expanduser(path))} for path in images]
                 self._paths.append(images)
-            yield self._rendered(row[self._text], len(images)), images
-
-    def _rendered(self, given: Any, images: int) -> str:
-        if not self._is_chat:
-            return given or ""
-        try:
-            text: str = self.processor.apply_chat_template(_in_parts(given or [], images), tokenize=False)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
-                f"{self._spec.tokenizer}: {first_line(error)}",
-                "name a column of text with --text-column, or give a processor with a chat template with --tokenizer",
-            ) from error
-        return text
+            text: str = row[self._text] or ""
+            if self._is_chat:
+                try:
+                    text = self.processor.apply_chat_template(
+                        _in_parts(row[self._text] or [], len(images)), tokenize=False
+                    )
+                except Exception as error:
+                    raise InvalidRequestError(
+                        f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
+                        f"{self._spec.tokenizer}: {first_line(error)}",
+                        "name a column of text with --text-column, or give a processor with a chat template with "
+                        "--tokenizer",
+                    ) from error
+            yield text, images
 
     def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
         """Return the tokens of an image, which depend on its size alone."""

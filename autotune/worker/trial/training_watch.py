@@ -298,7 +298,9 @@ class TrainingWatch:
         if (weights := self._weights_of(called)) is None:
             return
         self.weight_dtypes.add(weights)
-        outputs = [each for each in first_tensors(result) if each.requires_grad and not each.is_leaf]
+        tensors = (each for _, each in arrays_by_place(result, depth=3) if isinstance(each, torch.Tensor))
+        first = itertools.islice(tensors, _MOST_TENSORS)
+        outputs = [each for each in first if each.requires_grad and not each.is_leaf]
         shapes = tuple(shapes_in((*given, *named.values())))
         real = _real_tokens(called, given, named)
         waiting = [Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), real)]
@@ -481,12 +483,6 @@ def _storage(tensor: torch.Tensor) -> int:
     except (RuntimeError, ValueError):
         # A parameter of a lazy module has no memory before its first call.
         return 0
-
-
-def first_tensors(value: Any) -> list[torch.Tensor]:
-    """List the first tensors in a value, nested no deeper than outputs of models are."""
-    tensors = (each for _, each in arrays_by_place(value, depth=3) if isinstance(each, torch.Tensor))
-    return list(itertools.islice(tensors, _MOST_TENSORS))
 
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
