@@ -362,12 +362,7 @@ class _Tree:
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
-        total = -self._start
-        for pid in processes:
-            # What each holds itself, its part of what is shared included (proc_pid_smaps_rollup(5)).
-            with contextlib.suppress(OSError), open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
-                lines = [line.split() for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
-                total += sum(int(kilobytes) * 1024 for _, kilobytes, *_ in lines)
+        total = sum(map(_own_bytes, processes)) - self._start
         self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)
         if always:
@@ -378,6 +373,16 @@ class _Tree:
     def growth(self) -> int | None:
         """Return by how much it grew in each of the last steps, as ``growth_of``."""
         return growth_of(self._each)
+
+
+def _own_bytes(pid: int | None) -> int:
+    """Return what a process holds itself, its part of what is shared included (proc_pid_smaps_rollup(5))."""
+    try:
+        with open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
+            sizes = dict(line.split(":", 1) for line in file if ":" in line and line.startswith("Pss_"))
+    except OSError:
+        return 0
+    return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
 
 
 # Samples and their lengths
