@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -49,3 +49,28 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if hasattr(value, "items"):
         return value.items()  # type: ignore[no-any-return]
     return enumerate(value) if is_row(value) else ()
+
+
+def cut(value: Any, rows: int, start: int, end: int) -> Any:
+    """Return some samples of a batch of so many rows; ``None`` where it has no array of as many."""
+    found = False
+
+    def part(each: Any) -> Any:
+        nonlocal found
+        if has_shape(each):
+            if len(each.shape) and each.shape[0] == rows:
+                found = True
+                return each[start:end]
+            return each
+        if isinstance(each, Mapping) or hasattr(each, "items"):
+            return type(each)({name: part(inner) for name, inner in each.items()})
+        if is_row(each) and any(has_shape(inner) or isinstance(inner, Mapping) for inner in each):
+            return type(each)(part(inner) for inner in each) if type(each) in (list, tuple) else each
+        return each[start:end] if is_row(each) and len(each) == rows else each
+
+    try:
+        smaller = part(value)
+    except Exception:
+        # Whatever a class of theirs may raise.
+        return None
+    return smaller if found else None

@@ -17,12 +17,12 @@ def checkpointing_parts(model: Any) -> list[Any]:
     return outermost([part for part in model.modules() if getattr(part, "supports_gradient_checkpointing", False)])
 
 
-def enable_checkpointing(model: Any) -> None:
+def enable_checkpointing(model: Any, **options: Any) -> None:
     """Have all parts of a model that can recompute activations do so."""
     for part in checkpointing_parts(model):
         # transformers 5.18 and later deprecate the second name.
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False}, **options)
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False
 

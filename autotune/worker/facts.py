@@ -53,14 +53,6 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
     return sorted(name for name, size in held.items() if 2 * size >= largest > 0)
 
 
-def _weights_of_experts(model: torch.nn.Module) -> int:
-    """Return how many weights are in tensors of one matrix for each expert."""
-    modules = (module for module in model.modules() if not isinstance(module, torch.nn.modules.conv._ConvNd))
-    weights = (weight for module in modules for weight in module.parameters(recurse=False))
-    # Position embeddings have one such matrix.
-    return sum(weight.numel() for weight in weights if weight.dim() == 3 and weight.shape[0] > 1)
-
-
 def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
     model_type: Any = model_class(workload)
@@ -69,6 +61,10 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
     sharding_error = why_no_fsdp2()
     layers = tuple(layer_classes(model)) if sharding_error is None else ()
+    # What is quantized are matrices; experts have one each in a tensor, as position embeddings have.
+    modules = (module for module in model.modules() if not isinstance(module, torch.nn.modules.conv._ConvNd))
+    weights = (weight for module in modules for weight in module.parameters(recurse=False))
+    experts = sum(weight.numel() for weight in weights if weight.dim() == 3 and weight.shape[0] > 1)
     seen = AfterStep()
     if ranks > 1:
         from autotune.worker.fake.ranks import what_ddp_can_skip, why_not_sharded
@@ -85,7 +81,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
         checkpointing_layers=checkpointing_layers(model),
         layer_classes=layers,
         sharding_error=sharding_error,
-        unquantized_experts=_weights_of_experts(model) if workload.quantize else 0,
+        unquantized_experts=experts if workload.quantize else 0,
         after_step=seen,
     )
 

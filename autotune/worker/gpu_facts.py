@@ -12,7 +12,7 @@ import functools
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,10 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
         properties.max_threads_per_multi_processor,
         properties.name,
     )
-    calibration = None
+    calibration = cudnn = None
+    # 91900 for 9.19.0. One that does not match this torch is a trial's to report.
+    with contextlib.suppress(Exception):
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
     # Only to predict better: without it, specified rates are used.
     with contextlib.suppress(Exception):
         calibration = calibrate(torch.device("cuda", 0))
@@ -49,16 +52,7 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
             calibration = replace(
                 calibration, collectives=_within(_MOST_SECONDS, lambda: collectives(work.ranks)) or {}
             )
-    return GpuFacts(measured_bytes, chip, torch.version.cuda, _cudnn_version(), _cublas_version(), calibration)
-
-
-def _cudnn_version() -> int | None:
-    """Return the version of the cuDNN that torch has loaded: 91900 for 9.19.0."""
-    try:
-        return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
-    except Exception:
-        # A cuDNN that does not match this torch. A trial will report it.
-        return None
+    return GpuFacts(measured_bytes, chip, torch.version.cuda, cudnn, _cublas_version(), calibration)
 
 
 def _cublas_version() -> str | None:
@@ -101,27 +95,18 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
     """
     share = budget_seconds / _PARTS
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
-    products = {}
+    products, before = {}, torch.get_float32_matmul_precision()
     for kind in ("half", "tf32", "fp32"):
-        with contextlib.suppress(RuntimeError), _product_precision(kind, device):
+        if kind == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+            continue
+        torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+        with contextlib.suppress(RuntimeError):
             products[kind] = _product_flops(kind, size, device, share)
+    torch.set_float32_matmul_precision(before)
     # Of an operation on one element. A partial function takes no longer to call than the method.
     add_one = functools.partial(torch.zeros(1, device=device).add_, 1)
-    kernel_seconds, dispatch_seconds = _best_seconds(add_one, device, share, _LAUNCHES)
+    kernel_seconds, dispatch_seconds = _best_seconds(add_one, [device], share, _LAUNCHES)
     return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
-
-
-@contextlib.contextmanager
-def _product_precision(kind: str, device: torch.device) -> Iterator[None]:
-    """Have float32 products computed in TF32 or not; raises ``RuntimeError`` for TF32 where there is none."""
-    if kind == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise RuntimeError("no TF32")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -> float:
@@ -130,7 +115,7 @@ def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -
     other, result = one.clone(), torch.empty_like(one)
     # On the GPU a product in float32 may take most of the time there is.
     together = _RUN_TOGETHER if kind != "fp32" else 1
-    return 2 * size**3 / _best_seconds(lambda: torch.matmul(one, other, out=result), device, seconds, together)[0]
+    return 2 * size**3 / _best_seconds(lambda: torch.matmul(one, other, out=result), [device], seconds, together)[0]
 
 
 def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
@@ -140,23 +125,23 @@ def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
         other, result = one.clone(), torch.empty_like(one)
     except RuntimeError:
         return None
-    run_seconds, _ = _best_seconds(lambda: torch.add(one, other, out=result), device, seconds, _RUN_TOGETHER)
+    run_seconds, _ = _best_seconds(lambda: torch.add(one, other, out=result), [device], seconds, _RUN_TOGETHER)
     return 3 * size_bytes / run_seconds
 
 
 def _best_seconds(
-    work: Callable[[], object], device: torch.device, seconds: float, together: int
+    work: Callable[[], object], devices: Sequence[torch.device], seconds: float, together: int
 ) -> tuple[float, float]:
     """Return the shortest time of one run, of several in a row that are waited for together, and that to issue one."""
     work()
-    _wait(device)
+    _wait(devices)
     run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
     while True:
         started = time.perf_counter()
         for _ in range(together):
             work()
         issued = min(issued, (time.perf_counter() - started) / together)
-        _wait(device)
+        _wait(devices)
         run = min(run, (time.perf_counter() - started) / together)
         if time.perf_counter() > deadline:
             return run, issued
@@ -180,9 +165,9 @@ def collectives(ranks: int) -> dict[str, Collective]:
         part = size_bytes // 4 // gpus
         whole = [torch.zeros(part * gpus, device=device) for device in devices]
         if not gathers:
-            return _best_exchange(lambda: nccl.all_reduce(whole), devices)
+            return _best_seconds(lambda: nccl.all_reduce(whole), devices, _EXCHANGE_SECONDS, _RUN_TOGETHER)[0]
         parts = [torch.zeros(part, device=device) for device in devices]
-        return _best_exchange(lambda: nccl.all_gather(parts, whole), devices)
+        return _best_seconds(lambda: nccl.all_gather(parts, whole), devices, _EXCHANGE_SECONDS, _RUN_TOGETHER)[0]
 
     found = {}
     for name, gpus in (("all_reduce", ranks), ("all_gather", ranks), ("group_gather", group_size(ranks))):
@@ -194,23 +179,6 @@ def collectives(ranks: int) -> dict[str, Collective]:
             rate = (more - sent) / (second - first)
             found[name] = Collective(max(0.0, first - sent / rate), rate)
     return found
-
-
-def _best_exchange(work: Callable[[], None], devices: list[torch.device]) -> float:
-    def seconds() -> float:
-        started = time.perf_counter()
-        for _ in range(_RUN_TOGETHER):
-            work()
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - started) / _RUN_TOGETHER
-
-    # The first call connects the GPUs.
-    seconds()
-    best, deadline = float("inf"), time.perf_counter() + _EXCHANGE_SECONDS
-    while time.perf_counter() < deadline:
-        best = min(best, seconds())
-    return best
 
 
 def _within(seconds: float, measure: Callable[[], T]) -> T | None:
@@ -227,9 +195,10 @@ def _within(seconds: float, measure: Callable[[], T]) -> T | None:
     return told[0] if told else None
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _wait(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -116,10 +116,7 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
     if source is not None:
         # The user's own code may use any package.
         workload = None
-    from autotune.worker.private.transformers_imports import import_models
-
     with _cuda_not_started(), _without(*_hidden_from(workload, is_plain=is_plain)):
-        import_models()
         import autotune.worker.facts
         import autotune.worker.trial.run
 
@@ -219,10 +216,15 @@ class _Reading:
             statement = statements.pop(0)
             if isinstance(statement, ast.Try):
                 statements[:0] = statement.body
-            elif isinstance(statement, ast.Import | ast.ImportFrom):
+                continue
+            if isinstance(statement, ast.Import | ast.ImportFrom):
                 if not all(self._add(module, name) for module, name in _imports_in(statement)):
                     return False
-            elif self._may_change_environment(statement):
+                continue
+            nodes = list(ast.walk(statement))
+            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+            names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            if not self._changing.isdisjoint(names):
                 if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     return False
                 # Only when it is called.
@@ -237,12 +239,6 @@ class _Reading:
             return True
         files = [file for folder in self._folders for file in _files_of(folder, module)]
         return all(self.read(file) for file in files[:1])
-
-    def _may_change_environment(self, statement: ast.stmt) -> bool:
-        nodes = list(ast.walk(statement))
-        names = {node.id for node in nodes if isinstance(node, ast.Name)}
-        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        return not self._changing.isdisjoint(names)
 
 
 def _imports_in(statement: ast.Import | ast.ImportFrom) -> list[Import]:

@@ -132,7 +132,12 @@ class ForkedRun(Generic[W]):
             if (result := self.read()) is not None:
                 return result
             if pid == self._pid:
-                _end_as(status)
+                # As the child ended: the parent of this process sees its signal.
+                if (code := os.waitstatus_to_exitcode(status)) < 0:
+                    with contextlib.suppress(OSError):
+                        signal.signal(-code, signal.SIG_DFL)
+                    os.kill(os.getpid(), -code)
+                os._exit(code or 1)
         return None
 
     def end(self) -> None:
@@ -142,17 +147,6 @@ class ForkedRun(Generic[W]):
             if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
-
-
-def _end_as(status: int) -> NoReturn:
-    """End this process as a child ended, given its wait status."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        # The parent of this process sees the child's signal.
-        with contextlib.suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code or 1)
 
 
 def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:

@@ -119,12 +119,6 @@ class _Rank:
         """Whether it ended without an answer, or answered anything but that it completed."""
         return self.status is not None if self.answer is None else self.state != "completed"
 
-    @property
-    def answered_at(self) -> float:
-        """When it answered, on the clock that all processes share; 0 where it did not."""
-        at = (self.answer or {}).get("at")
-        return float(at) if isinstance(at, int | float) else 0.0
-
 
 class _RunningJob:
     """A job whose processes are running."""
@@ -155,7 +149,10 @@ class _RunningJob:
         if self.culprit is not None or len(self.ranks) == 1:
             return False
         failed = [rank for rank in self.ranks if rank.has_failed]
-        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", rank.answered_at, rank.number))
+        # On the clock that all processes share; 0 where a rank did not answer.
+        times = {rank.number: (rank.answer or {}).get("at") for rank in failed}
+        at = {number: float(time) if isinstance(time, int | float) else 0.0 for number, time in times.items()}
+        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", at[rank.number], rank.number))
         self.culprit = causes[0] if causes else None
         return self.culprit is not None
 
@@ -219,7 +216,9 @@ class Server:
         if not self._reports.is_full:
             reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
         writing = [self._reports.fd] if self._reports.has_waiting else []
-        ready = wait_until_ready(reading, writing, self._patience_seconds())
+        deadlines = [job.deadline for job in self._jobs if not job.timed_out]
+        patience_seconds = max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
+        ready = wait_until_ready(reading, writing, patience_seconds)
         self._reports.flush()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
@@ -244,10 +243,6 @@ class Server:
                     process.append_output(message["log_path"])
                     import_model(message["workload"])
                     self.report(Adopted(os.getpid()))
-
-    def _patience_seconds(self) -> float:
-        deadlines = [job.deadline for job in self._jobs if not job.timed_out]
-        return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: Job) -> None:
         # Made and removed by the server, since a job may be killed at any point.
@@ -363,30 +358,26 @@ class Server:
         process.end_children(spared=self._pids())
         for rank in job.ranks:
             os.close(rank.lines.fd)
+        rank = job.culprit or job.ranks[0]
         if len(job.ranks) > 1:
-            self._report_joint_result(job)
+            # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
+            is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
+            if rank.answer is not None and is_whole:
+                result = rank.result
+                if job.culprit is not None and isinstance(result, dict):
+                    result = _of_rank(rank.number, result)
+                job.has_result = True
+                self.report(ResultLine(result, id=job.id))
+            elif rank.malformed is not None:
+                self.report(MalformedLine(rank.malformed, job.id))
         self._report_stop(job)
         if job.layer is not None and job.has_result:
             take_kept(job.scratch, job.layer)
         job.scratch.remove()
-        rank = job.culprit or job.ranks[0]
         code = os.waitstatus_to_exitcode(rank.status or 0)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
         culprit = None if job.culprit is None else job.culprit.number
         self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
-
-    def _report_joint_result(self, job: _RunningJob) -> None:
-        """Report the result of the rank that failed, or else of rank 0, whose measurement is of all ranks."""
-        rank = job.culprit or job.ranks[0]
-        is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
-        if rank.answer is not None and is_whole:
-            result = rank.result
-            if job.culprit is not None and isinstance(result, dict):
-                result = _of_rank(rank.number, result)
-            job.has_result = True
-            self.report(ResultLine(result, id=job.id))
-        elif rank.malformed is not None:
-            self.report(MalformedLine(rank.malformed, job.id))
 
     def _report_stop(self, job: _RunningJob) -> None:
         """Report, as the job's result, why a process that the job started has ended it."""
@@ -492,18 +483,6 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             send("result", outcome_document(trial.run()))
 
 
-def _read_workload(control: LineReader) -> dict[str, Any]:
-    """Wait for the workload, which is the controller's first line; exit if the controller closes before."""
-    while True:
-        wait_until_ready([control.fd])
-        lines = control.read()
-        if lines:
-            first: dict[str, Any] = json.loads(lines[0])
-            return first
-        if control.closed:
-            raise SystemExit(0)
-
-
 def main() -> None:
     """Run ``python -m autotune.worker.server REPORT_FD``."""
     report_fd = int(sys.argv[1])
@@ -512,7 +491,12 @@ def main() -> None:
     control = LineReader(0)
     # Not needed where trials import by themselves. The line may have been read before this process started itself
     # again.
-    message = {} if COLD_VARIABLE in os.environ else _read_workload(control)
+    message: dict[str, Any] = {}
+    while not message and COLD_VARIABLE not in os.environ:
+        wait_until_ready([control.fd])
+        message = next(map(json.loads, control.read()), {})
+        if control.closed and not message:
+            raise SystemExit(0)
     # Nearly all that is imported lives to the end: collections took a quarter of the time of the imports.
     gc.disable()
     try:

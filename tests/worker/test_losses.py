@@ -10,7 +10,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.look import calm
-from autotune.worker.trial.losses import LossWatch, scaler_watch, skipped_steps
+from autotune.worker.trial.losses import LossWatch, ScalerWatch, skipped_steps
 
 
 class _Trainer:
@@ -79,13 +79,13 @@ class DeepSpeedOptimizerWrapper:
 
 
 def test_updates_that_deepspeed_skips_are_counted_without_a_scaler() -> None:
-    watch = scaler_watch(DeepSpeedOptimizerWrapper(True, False, True))
+    watch = ScalerWatch(DeepSpeedOptimizerWrapper(True, False, True))
     assert [watch.step_was_skipped() for _ in range(3)] == [True, False, True]
     assert watch.skipped == 2
     from accelerate.utils import deepspeed
 
     assert isinstance(deepspeed.DeepSpeedOptimizerWrapper.step_was_skipped, property)
-    assert not scaler_watch(object()).step_was_skipped()
+    assert not ScalerWatch(object()).step_was_skipped()
 
 
 def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> None:

@@ -104,7 +104,7 @@ def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None
 def test_another_scale_to_begin_with_is_counted_too() -> None:
     scaling = Scaling()
     scaling.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    watch = ScalerWatch(scaling.scaler)
+    watch = ScalerWatch(scaling)
     for overflows in (True, False, True):
         scaling.step(overflows)
         assert watch.step_was_skipped() is overflows

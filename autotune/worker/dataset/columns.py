@@ -71,6 +71,15 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
         )
 
 
+def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: str, what: str) -> None:
+    """Raise ``InvalidRequestError`` where a token has no embedding in the model, which would end every trial."""
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise InvalidRequestError(
+            f"the {what} in {spec.tokenizer} produces token {largest}, but {model} has only {vocabulary} tokens",
+            f"give the {what} that belongs to the model with --tokenizer",
+        )
+
+
 def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
     """Return the labels, as classes from 0 or as numbers to regress on, and the number of classes (1 for numbers)."""
     name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
@@ -95,11 +104,6 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
                 "remove these samples, or name another column with --label-column",
             )
         return values, 1
-    return _classes(values, spec, name)
-
-
-def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
-    """Return the class of each sample, counted from 0, and the number of classes."""
     where = f"--dataset {spec.label}: the column {name!r}"
     if not all(isinstance(value, int | str) for value in values):
         raise InvalidRequestError(

@@ -105,7 +105,9 @@ class PreparedDataset:
             return {**datasets, "processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}
         if self._image_tokens is not None:
             processor = AutoProcessor.from_pretrained(str(self._folder / PROCESSOR_FOLDER))
-            return {**datasets, "data_collator": self._image_text_collator(processor, model)}
+            named = dict(zip(("padding", "max_length", "pad_to_multiple_of"), self._padding(), strict=True))
+            given = {name: value for name, value in named.items() if value is not None}
+            return {**datasets, "data_collator": ImageTextCollator(processor, model.config.image_token_id, given)}
         transform = _ImageTransform(model.config)
         pictures = {name: dataset.with_transform(transform) for name, dataset in datasets.items()}
         return {**pictures, "data_collator": default_data_collator}
@@ -115,12 +117,6 @@ class PreparedDataset:
         spec = self._spec
         max_length = self._workload.seq_len if spec.padding == "max_length" else None
         return spec.padding, max_length, spec.pad_to_multiple_of
-
-    def _image_text_collator(self, processor: Any, model: Any) -> ImageTextCollator:
-        padding, max_length, multiple = self._padding()
-        named = {"padding": padding, "max_length": max_length, "pad_to_multiple_of": multiple}
-        given = {name: value for name, value in named.items() if value is not None}
-        return ImageTextCollator(processor, model.config.image_token_id, given)
 
     def _collator(self, tokenizer: Any, model: Any) -> Any:
         padding, max_length, multiple = self._padding()

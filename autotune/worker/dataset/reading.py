@@ -28,6 +28,7 @@ from autotune.models.dataset_files import commit_of, data_files, under_plain_nam
 from autotune.training.rows import best_fit
 from autotune.worker.dataset.columns import (
     check_holds_tokens,
+    check_in_vocabulary,
     find_column,
     find_text_columns,
     is_string,
@@ -248,25 +249,18 @@ class _Reading:
         return self._folder / "cache" / name
 
     def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
-        """Raise ``InvalidRequestError`` where a token has no embedding in the model, which would end every trial."""
         extremes = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
         smallest, largest = extremes["min"] or 0, extremes["max"] or 0
-        vocabulary = self._workload.config.get("vocab_size")
-        if smallest >= 0 and (not isinstance(vocabulary, int) or largest < vocabulary):
-            return
-        if made_before:
-            wrong = smallest if smallest < 0 else largest
+        vocabulary, model = self._workload.config.get("vocab_size"), self._workload.model
+        if not made_before:
+            check_in_vocabulary(largest, vocabulary, self._spec, model, "tokenizer")
+        elif smallest < 0 or (isinstance(vocabulary, int) and largest >= vocabulary):
             has = f"; it has tokens 0 to {vocabulary - 1}" if isinstance(vocabulary, int) else ""
             raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {wrong}, which is not a token of "
-                f"{self._workload.model}{has}",
+                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {smallest if smallest < 0 else largest}, "
+                f"which is not a token of {model}{has}",
                 "make the tokens with the model's own tokenizer, or name a column of text with --text-column",
             )
-        raise InvalidRequestError(
-            f"the tokenizer in {self._spec.tokenizer} produces token {largest}, but {self._workload.model} has "
-            f"only {vocabulary} tokens",
-            "give the tokenizer that belongs to the model with --tokenizer",
-        )
 
     def _describe(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
         """Return what is told of lengths without padding; ``stored`` are those with the padding of the dataset."""
@@ -421,13 +415,8 @@ def _kinds(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]
         row: dict[str, Any] = next(iter(rows), {})
     except Exception:
         return {}
-    return {name: _kind(value) for name, value in row.items()}
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return _NOTHING
-    return {str: "text", int: "number", float: "number", bool: "number"}.get(type(value), type(value).__name__)
+    names = {type(None): _NOTHING, str: "text", int: "number", float: "number", bool: "number"}
+    return {name: names.get(type(value), type(value).__name__) for name, value in row.items()}
 
 
 def _listed(kinds: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ from datasets import Dataset, Image, Sequence, Value
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.worker.dataset.columns import find_column, find_text_columns, is_string
+from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string
 from autotune.worker.dataset.image_text import IMAGES, TEXT, images_in, opened
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
 from autotune.worker.dataset.tokenizer import load_processor
@@ -59,7 +59,13 @@ class _Reading:
         self._spec = spec
         self.processor = load_processor(spec.tokenizer)
         self._placeholder: str = self.processor.image_token
-        self._check_placeholder()
+        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
+        if workload.config.get("image_token_id", mine) != mine:
+            raise InvalidRequestError(
+                f"the processor in {spec.tokenizer} writes images as token {mine}, and {workload.model} reads token "
+                f"{workload.config['image_token_id']} as images",
+                "give the processor that belongs to the model with --tokenizer",
+            )
         # Where a token says that an image begins, the model finds images by it.
         self._start: int | None = workload.config.get("vision_start_token_id")
         images = find_column(dataset, spec, spec.image_column, "--image-column", _IMAGE_NAMES, "image")
@@ -77,16 +83,6 @@ class _Reading:
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     # The columns
-
-    def _check_placeholder(self) -> None:
-        """Raise ``InvalidRequestError`` where the model takes another token for an image than the processor."""
-        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
-        if self._workload.config.get("image_token_id", mine) != mine:
-            raise InvalidRequestError(
-                f"the processor in {self._spec.tokenizer} writes images as token {mine}, and {self._workload.model} "
-                f"reads token {self._workload.config['image_token_id']} as images",
-                "give the processor that belongs to the model with --tokenizer",
-            )
 
     def _text_column(self, dataset: Any, images: str) -> str:
         names = self._spec.text_columns
@@ -146,20 +142,20 @@ class _Reading:
                 # Beside the file that names them, wherever the process runs.
                 images = [{"bytes": None, "path": os.path.join(root, os.path.expanduser(path))} for path in images]
                 self._paths.append(images)
-            yield self._rendered(row[self._text], len(images)), images
-
-    def _rendered(self, given: Any, images: int) -> str:
-        if not self._is_chat:
-            return given or ""
-        try:
-            text: str = self.processor.apply_chat_template(_in_parts(given or [], images), tokenize=False)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
-                f"{self._spec.tokenizer}: {first_line(error)}",
-                "name a column of text with --text-column, or give a processor with a chat template with --tokenizer",
-            ) from error
-        return text
+            text: str = row[self._text] or ""
+            if self._is_chat:
+                try:
+                    text = self.processor.apply_chat_template(
+                        _in_parts(row[self._text] or [], len(images)), tokenize=False
+                    )
+                except Exception as error:
+                    raise InvalidRequestError(
+                        f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
+                        f"{self._spec.tokenizer}: {first_line(error)}",
+                        "name a column of text with --text-column, or give a processor with a chat template with "
+                        "--tokenizer",
+                    ) from error
+            yield text, images
 
     def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
         """Return the tokens of an image, which depend on its size alone."""
@@ -200,7 +196,11 @@ class _Reading:
                 "remove these samples, or name another column with --image-column",
             )
         if self._miscounted:
-            first, written = self._miscounted[0], self._written()
+            # What stands in a text for an image.
+            around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
+            names = self.processor.tokenizer.convert_ids_to_tokens
+            start, end = ("" if id is None else str(names(id)) for id in around)
+            first, written = self._miscounted[0], f"{start}{self._placeholder}{end}"
             raise InvalidRequestError(
                 f"--dataset {spec.label}: {len(self._miscounted):,} of {whole:,} samples have not one {written} in "
                 f"{self._text!r} for each image; the first is sample {first + 1:,}",
@@ -215,18 +215,7 @@ class _Reading:
                 f"give --seq-len {max(long)}, remove the samples, or give a processor that makes images smaller",
             )
         vocabulary = (self._workload.config.get("text_config") or {}).get("vocab_size")
-        if isinstance(vocabulary, int) and self._largest_token >= vocabulary:
-            raise InvalidRequestError(
-                f"the processor in {spec.tokenizer} produces token {self._largest_token}, but {self._workload.model} "
-                f"has only {vocabulary} tokens",
-                "give the processor that belongs to the model with --tokenizer",
-            )
-
-    def _written(self) -> str:
-        """Return what stands in a text for an image."""
-        around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
-        start, end = ("" if id is None else str(self.processor.tokenizer.convert_ids_to_tokens(id)) for id in around)
-        return f"{start}{self._placeholder}{end}"
+        check_in_vocabulary(self._largest_token, vocabulary, spec, self._workload.model, "processor")
 
     def samples(self) -> Any:
         """Return the texts and the undecoded images."""

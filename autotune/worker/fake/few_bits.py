@@ -38,11 +38,9 @@ def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
         base.set_submodule(name, made)
         if name.endswith(".base_layer"):
             # Around such layers, peft's adapters take the input as autocast leaves it.
-            base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = _cast_without_autocast
-
-
-def _cast_without_autocast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return inputs if torch.is_autocast_enabled("cpu") else inputs.to(dtype)
+            base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = lambda inputs, dtype: (
+                inputs if torch.is_autocast_enabled("cpu") else inputs.to(dtype)
+            )
 
 
 class _FewBits(torch.nn.Module):
@@ -163,18 +161,15 @@ class FewBitsOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             if not self.state[parameter]:
-                self.state[parameter].update(enumerate(self._new_state(parameter)))
+                is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
+                few = self._bits == 8 and not is_small
+                tensors: list[torch.Tensor] = []
+                for _ in range(self._moments):
+                    if not self._is_paged or parameter.numel() < _LEAST_PAGED:
+                        tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
+                    if few:
+                        tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
+                self.state[parameter].update(enumerate(tensors))
             parameter.add_(parameter.grad)
             for moment in self.state[parameter].values():
                 moment.add_(0)
-
-    def _new_state(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
-        few = self._bits == 8 and not is_small
-        tensors: list[torch.Tensor] = []
-        for _ in range(self._moments):
-            if not self._is_paged or parameter.numel() < _LEAST_PAGED:
-                tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
-            if few:
-                tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
-        return tensors

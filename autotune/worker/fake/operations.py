@@ -7,6 +7,7 @@ for each sample and a constant part, as allocations are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,33 +27,20 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     ),
-    "attention_backward": (
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention_backward",
-    ),
-    "convolution": ("convolution", "convolution_backward", "_convolution"),
+    "convolution": ("convolution", "_convolution"),
     "normalisation": (
         "native_layer_norm",
-        "native_layer_norm_backward",
         "native_group_norm",
-        "native_group_norm_backward",
         "native_batch_norm",
-        "native_batch_norm_backward",
         "_native_batch_norm_legit",
         "_fused_rms_norm",
-        "_fused_rms_norm_backward",
     ),
     "softmax": (
         "_softmax",
-        "_softmax_backward_data",
         "_safe_softmax",
         "_log_softmax",
-        "_log_softmax_backward_data",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "nll_loss2d_forward",
-        "nll_loss2d_backward",
+        "nll_loss",
+        "nll_loss2d",
     ),
     "reduction": (
         *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "prod", "norm"),
@@ -81,6 +69,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     ),
 }
 _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
+_PASS = re.compile("_forward$|_backward(_data)?$")
+"""What the names of an operation's two passes end with."""
 _OF_NO_KERNEL = ("prim", "profiler")
 """Namespaces of operations that the GPU does not run."""
 
@@ -153,7 +143,11 @@ class OperationTally:
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
-        sizes = [self._split(_touched(tensor) * times) for tensor in tensors]
+        sizes = []
+        for tensor in tensors:
+            # An expanded one is read from the cache repeatedly.
+            held = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
+            sizes.append(self._split(min(tensor.nbytes, held) * times))
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
@@ -224,7 +218,8 @@ class OperationTally:
         if kind == "normalisation" and "backward" in name:
             kind = "normalisation_backward"
         elif kind == "copy":
-            kind = _kind_of_copy(read, written)
+            is_in_order = all(tensor.is_contiguous() for tensor in (*read, *written))
+            kind = "cast" if _mixes_dtypes(read, written) else "copy" if is_in_order else "transpose"
         elif name == "native_dropout":
             kind = "dropout"
         elif kind == "elementwise" and _mixes_dtypes(read, written):
@@ -242,6 +237,8 @@ def _name_and_kind(func: Any) -> tuple[str, str]:
             return name, "matrix_product"
         if name in _KINDS:
             return name, _KINDS[name]
+        if (kind := _KINDS.get(_PASS.sub("", name))) is not None:
+            return name, "attention_backward" if kind == "attention" else kind
         if name.startswith(("_fused_ad", "_fused_sgd", "_foreach_")):
             return name, "fused_update"
         if torch.Tag.pointwise in func.tags:
@@ -264,15 +261,6 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _kind_of_copy(read: list[torch.Tensor], written: list[torch.Tensor]) -> str:
-    """Return ``cast`` where the dtype changes, ``transpose`` where the order of elements does, else ``copy``."""
-    if _mixes_dtypes(read, written):
-        return "cast"
-    if all(tensor.is_contiguous() for tensor in (*read, *written)):
-        return "copy"
-    return "transpose"
-
-
 def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
     """Return whether tensors of several floating dtypes meet, which CUDA's elementwise kernels convert as they go."""
     dtypes = {tensor.dtype for tensor in (*read, *written) if tensor.dim() and tensor.dtype.is_floating_point}
@@ -285,11 +273,3 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor in memory: an expanded one is read from the cache repeatedly."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if 0 in tensor.stride():
-        return min(size_bytes, tensor.untyped_storage().nbytes())
-    return size_bytes

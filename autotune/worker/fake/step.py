@@ -19,6 +19,7 @@ from autotune.core.workload import Workload
 from autotune.space.features import optim_package
 from autotune.space.precision_names import HALF
 from autotune.training import loss, sparse
+from autotune.worker.checkpointing import enable_checkpointing
 from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import ZeroRank, compute_dtype, shard_model
@@ -43,13 +44,9 @@ class _KeptOnHost(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _enable_checkpointing(model: Any, arm: Arm) -> None:
-    """Enable checkpointing as the Trainer does, under its name in the installed transformers."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     if arm.offload_activations:
         transformers.modeling_utils.save_on_cpu = _KeptOnHost
-        enable({"use_reentrant": False}, offload=True)
-    else:
-        enable({"use_reentrant": False})
+    enable_checkpointing(model, **({"offload": True} if arm.offload_activations else {}))
 
 
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:

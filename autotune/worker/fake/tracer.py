@@ -112,7 +112,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Asked of masks that transformers fills with ones where the batch has none, and then drops.
             self._true[out] = not self.has_padding
         if func is _ADD and _accumulates_in_place(args):
-            self._inherit(args[0], out)
+            # The result is in its first operand's storage, as after an addition in place.
+            held = self._known.pop(args[0].untyped_storage(), None)  # type: ignore[no-untyped-call]
+            if held is None:
+                self.see(out)
+            else:
+                self._know(out.untyped_storage(), held)
             return out
         if isinstance(out, torch.Tensor):
             self.see(out)
@@ -132,8 +137,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             masked = self.hold("workspaces", out.numel())
             self._borrow(out.numel() // out.shape[args[1]])
             self.let_go(masked)
-        if func is _SUM:
-            self._reduction(args[0], out)
+        if func is _SUM and (columns := out.numel()):
+            # The scratch memory of CUDA's sum over all but the last dimension, such as a bias gradient.
+            source = args[0]
+            if source.dim() >= 2 and source.shape[-1] == columns and source.is_contiguous():
+                number = self.hold("workspaces", 0)
+                self.let_go(number)
+                self.trace.column_sums[number] = (source.numel() // columns, columns)
         return out
 
     def so_far(self) -> Trace:
@@ -180,17 +190,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if size == DEATH:
                 self.let_go(again[number])
             elif number in gradients or number not in alive:
-                again[number] = self._hold_again(number, size)
+                again[number] = copy = self.hold(self.trace.labels[number], size)
+                if number in self.trace.column_sums:
+                    self.trace.column_sums[copy] = self.trace.column_sums[number]
+                if number in self.trace.pieces:
+                    self.trace.pieces[copy] = self.trace.pieces[number]
         self._end_gradients(begins + len(events), again)
         return True
-
-    def _hold_again(self, number: int, size_bytes: int) -> int:
-        copy = self.hold(self.trace.labels[number], size_bytes)
-        kinds: tuple[dict[int, Any], ...] = (self.trace.column_sums, self.trace.pieces)
-        for sizes in kinds:
-            if number in sizes:
-                sizes[copy] = sizes[number]
-        return copy
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
         for number in self._gradients.get(position, ()):
@@ -283,22 +289,6 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _borrow(self, size_bytes: int) -> None:
         """Record memory that an operation allocates once its results exist, and frees at its end."""
         self.let_go(self.hold("workspaces", size_bytes))
-
-    def _inherit(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Treat a result as being in its first operand's storage, as after an addition in place."""
-        number = self._known.pop(old.untyped_storage(), None)  # type: ignore[no-untyped-call]
-        if number is None:
-            self.see(new)
-        else:
-            self._know(new.untyped_storage(), number)
-
-    def _reduction(self, source: torch.Tensor, total: torch.Tensor) -> None:
-        """Record the scratch memory of CUDA's sum over all but the last dimension, such as a bias gradient."""
-        columns = total.numel()
-        if columns and source.dim() >= 2 and source.shape[-1] == columns and source.is_contiguous():
-            number = self.hold("workspaces", 0)
-            self.let_go(number)
-            self.trace.column_sums[number] = (source.numel() // columns, columns)
 
 
 def _accumulates_in_place(args: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,22 +67,21 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import _disable_current_modes
 
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     if sharing is None:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+
     # FSDP takes the part for one dimension from the mesh of two where tensors are fake.
-    around(DeviceMesh, "__getitem__", _without_modes)
+    def without_modes(function: Callable[..., Any], *words: Any) -> Any:
+        with _disable_current_modes():
+            return function(*words)
+
+    around(DeviceMesh, "__getitem__", without_modes)
     return init_device_mesh("cpu", (ranks // sharing, sharing), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _without_modes(function: Callable[..., Any], *words: Any) -> Any:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        return function(*words)
 
 
 def start_sharding(model: Any) -> None:
@@ -150,16 +148,3 @@ def on_checkpoint(called: Callable[[], None]) -> None:
 
     before(module, "_checkpoint_without_reentrant_generator", lambda *_, **__: called())
     before(module.CheckpointFunction, "apply", lambda *_, **__: called())
-
-
-def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:
-    """Call ``loaded`` with the iterator of a ``DataLoader`` and the seconds that its next batch was waited for."""
-    from torch.utils.data import dataloader
-
-    def timed(give: Callable[..., Any], iterator: Any) -> Any:
-        began = time.perf_counter()
-        batch = give(iterator)
-        loaded(iterator, time.perf_counter() - began)
-        return batch
-
-    around(dataloader._BaseDataLoaderIter, "__next__", timed)

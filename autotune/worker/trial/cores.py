@@ -41,7 +41,20 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     # Threads that wait for each other on one core are slow: stacking 16 images took 280 ms with two threads and 0.26 ms
     # with one. One is also what torch chooses under ``taskset -c``.
     torch.set_num_threads(1)
-    _free_children(usable)
+
+    def unpinned(start: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        before = os.sched_getaffinity(0)
+        _allow(usable)
+        try:
+            return start(*arguments, **keywords)
+        finally:
+            _allow(before)
+
+    os.register_at_fork(after_in_child=lambda: _allow(usable))
+    # A started program inherits the cores of the thread that starts it, and no hook runs in between.
+    around(subprocess.Popen, "__init__", unpinned)
+    # multiprocessing starts processes that it does not fork, and its fork server, through this function.
+    around(multiprocessing.util, "spawnv_passfds", unpinned)
     # Threads that these start inherit it.
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         # A thread may have ended meanwhile.
@@ -49,24 +62,6 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
             os.sched_setaffinity(int(thread.name), {chosen})
     os.sched_setaffinity(0, {chosen})
     return chosen
-
-
-def _free_children(all_cores: Collection[int]) -> None:
-    """Let processes that are forked or started from now on use all cores."""
-
-    def unpinned(start: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        before = os.sched_getaffinity(0)
-        _allow(all_cores)
-        try:
-            return start(*arguments, **keywords)
-        finally:
-            _allow(before)
-
-    os.register_at_fork(after_in_child=lambda: _allow(all_cores))
-    # A started program inherits the cores of the thread that starts it, and no hook runs in between.
-    around(subprocess.Popen, "__init__", unpinned)
-    # multiprocessing starts processes that it does not fork, and its fork server, through this function.
-    around(multiprocessing.util, "spawnv_passfds", unpinned)
 
 
 def _allow(cores: Collection[int]) -> None:

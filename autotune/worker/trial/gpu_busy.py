@@ -26,26 +26,18 @@ _NS = 1e-9
 class Profiler:
     """Records what the GPU executes, with ``torch.profiler``: CUDA activity only."""
 
-    def __init__(self) -> None:
-        self._profile: Any = None
-        self._recorded: Any = None
+    _profile: Any = None
 
     def start(self) -> None:
         """Start recording."""
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profile.start()
 
-    def stop(self) -> float | None:
-        """Wait for the device and stop; return its busy seconds, ``None`` where they are not known."""
+    def stop(self) -> tuple[float | None, dict[str, float]]:
+        """Wait for the device and stop; return its busy seconds, and those of each kind of work, if they are known."""
         profile, self._profile = self._profile, None
         profile.stop()
-        self._recorded = profile
-        return busy_seconds(device_intervals(profile))
-
-    def kinds(self) -> dict[str, float]:
-        """Return the seconds of each kind of work in what was recorded last; empty where they are not known."""
-        profile, self._recorded = self._recorded, None
-        return seconds_by_kind(profile)
+        return busy_seconds(device_intervals(profile)), seconds_by_kind(profile)
 
 
 def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
@@ -71,7 +63,9 @@ def seconds_by_kind(profile: Any) -> dict[str, float]:
         for event in _on_gpu(profile):
             kind = kind_of_kernel(event.name())
             seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + event.duration_ns() * _NS
-    except (AttributeError, TypeError):
+    except Exception as error:
+        # The busy share, which decides what is tried, is known without.
+        print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
         return {}
     return seconds_by_kind
 
@@ -98,6 +92,8 @@ class BusyStep:
         self._profiler = profiler
         self._meter = meter
         self._run = micro_steps_run
+        self._takes_all = micro_steps_run < 3
+        """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         self._micro_steps = micro_steps
         self._is_recording = False
         self.is_broken = False
@@ -105,11 +101,6 @@ class BusyStep:
         self._parts: list[float] = []
         self._kinds_of_parts: list[dict[str, float]] = []
         self._kinds: list[dict[str, float]] = []
-
-    @property
-    def _takes_all(self) -> bool:
-        """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
-        return self._run < 3
 
     def step_begins(self) -> None:
         """Note that the step's batches are there."""
@@ -179,16 +170,9 @@ class BusyStep:
             return
         self._is_recording = starts
         if not starts:
-            self._parts.append(answer or 0.0)
-            self._kinds_of_parts.append(self._kinds_of_part())
-
-    def _kinds_of_part(self) -> dict[str, float]:
-        try:
-            return self._profiler.kinds()
-        except Exception as error:
-            # The share of a step, which decides what is tried, is known without.
-            print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
-            return {}
+            busy, kinds = answer
+            self._parts.append(busy or 0.0)
+            self._kinds_of_parts.append(kinds)
 
 
 def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:

@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 
@@ -24,13 +25,12 @@ from autotune.space.levers import applied_settings
 from autotune.training import apply
 from autotune.training.errors import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
-from autotune.worker.arrays import arrays_in
+from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
-from autotune.worker.failures import classify
 from autotune.worker.private.transformers import is_reporting
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.losses import on_each_micro_step
-from autotune.worker.trial.meter import open_meter
+from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
 from autotune.worker.trial.synthetic import synthetic_dataset
 
@@ -95,6 +95,9 @@ def step_of(
     """Return what a step is given to do, from the gradients that parameters have before it."""
     named = [(_plain(name), each) for name, each in parameters]
     trained = {name: each for name, each in named if each.requires_grad}
+    dtypes = {each.dtype for _, each in named}
+    # Quantized weights are multiplied in 16 bits.
+    roundoffs = (torch.finfo(each).eps / 2 if each.is_floating_point else UNIT_ROUNDOFF["bf16"] for each in dtypes)
     return FirstStep(
         loss=loss,
         gradients={
@@ -103,7 +106,7 @@ def step_of(
         samples=samples,
         micro_steps=micro_steps,
         weights=float(sum(each.detach().float().norm().double() for _, each in named)),
-        roundoff=max([roundoff, *(_roundoff(each.dtype) for _, each in named)]),
+        roundoff=max([roundoff, *roundoffs]),
         batch=batch,
     )
 
@@ -142,13 +145,14 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
             return
         scaler = self._trainer.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        precision = self._trainer.accelerator.mixed_precision
         step = step_of(
             kwargs["model"].named_parameters(),
             float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
             self._samples,
             len(self._losses),
             scale=scale,
-            roundoff=_computed_with(self._trainer),
+            roundoff=UNIT_ROUNDOFF["tf32" if args.tf32 else precision if precision in UNIT_ROUNDOFF else "fp32"],
         )
         divides = getattr(self._trainer, "divides_by_accumulation", False)
         self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
@@ -161,18 +165,6 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
 def _plain(name: str) -> str:
     """Return a parameter's name without what compiled and wrapped modules add."""
     return re.sub(r"(^|\.)(_orig_mod|module)\.", r"\1", name)
-
-
-def _computed_with(trainer: Any) -> float:
-    """Return the unit roundoff of the precision that a Trainer multiplies in."""
-    if trainer.args.tf32:
-        return UNIT_ROUNDOFF["tf32"]
-    return UNIT_ROUNDOFF.get(trainer.accelerator.mixed_precision, UNIT_ROUNDOFF["fp32"])
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    # Quantized weights are multiplied in 16 bits.
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else UNIT_ROUNDOFF["bf16"]
 
 
 def prepare_look(
@@ -193,7 +185,11 @@ def prepare_look(
     model, args = trainer.model, trainer.args
     model = trainer.accelerator.unwrap_model(model)
     calm(model)
-    _to_float32(model, most_bytes)
+    weights = list(model.parameters())
+    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
+    # Quantized weights are no floating-point numbers.
+    if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
+        model.float()
     trainer.neftune_noise_alpha = args.neftune_noise_alpha = None
     args.max_grad_norm, args.learning_rate, args.weight_decay, args.warmup_steps = 0.0, 0.0, 0.0, 0
     args.max_steps, args.dataloader_num_workers, args.logging_nan_inf_filter = 1_000_000, 0, False
@@ -234,14 +230,6 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
     raise ValueError("the training ended before its first optimizer step")
 
 
-def _to_float32(model: Any, most_bytes: int | None) -> None:
-    weights = list(model.parameters())
-    # Quantized weights are no floating-point numbers.
-    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
-    if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
-        model.float()
-
-
 def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     """Give a ``Trainer`` micro-batches that are cut from the first batch of ``samples`` of its own loader.
 
@@ -257,30 +245,15 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     finally:
         args.per_device_train_batch_size = trainer._train_batch_size = size
         trainer.accelerator.free_memory()
-    if not _has_rows(batch, samples):
+    arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
+    if not isinstance(batch, Mapping) or not arrays or any(len(array) != samples for array in arrays):
         return False
-    trainer.data_collator = lambda rows: _rows(batch, rows[0], rows[-1] + 1, samples)
+    batch = send_to_device(batch, "cpu")
+    trainer.data_collator = lambda rows: cut(batch, samples, rows[0], rows[-1] + 1)
     # Looked up at call time: settings put their own collators around this one.
     numbers: Any = range(samples)
     trainer.get_train_dataloader = lambda: DataLoader(numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
-
-
-def _has_rows(batch: Any, samples: int) -> bool:
-    arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
-    return isinstance(batch, Mapping) and bool(arrays) and all(len(array) == samples for array in arrays)
-
-
-def _rows(value: Any, start: int, end: int, samples: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[start:end].cpu() if value.dim() else value
-    if isinstance(value, Mapping):
-        return {name: _rows(each, start, end, samples) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        if len(value) == samples and not any(isinstance(each, torch.Tensor | Mapping) for each in value):
-            return value[start:end]
-        return [_rows(each, start, end, samples) for each in value]
-    return value
 
 
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
@@ -290,12 +263,33 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     if not work.as_measured:
         in_full_float32()
     try:
-        return LookAnswer(tuple(_steps(workload, work, meter.device, output_dir)))
+        steps = []
+        for candidate in work.candidates:
+            set_seed(work.seed)
+            model = build_model(workload, candidate.arm.attn_implementation, meter.device)
+            effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
+            make_arguments = functools.partial(
+                trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
+            )
+            if work.data_folder is not None:
+                prepared = PreparedDataset(workload, work.data_folder)
+                trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
+            else:
+                dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
+                trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
+            settings, most_bytes = applied_settings(candidate.arm), 0 if work.as_measured else work.cap_bytes // 2
+            samples = candidate.samples_per_step
+            steps.append(
+                first_step(trainer, samples, settings, seed=work.seed, noise=work.noise, most_bytes=most_bytes)
+            )
+            del model, trainer
+            gc.collect()
+            meter.reset_peaks()
+        return LookAnswer(tuple(steps))
     except SettingUnavailableError as error:
         return LookAnswer(problem=str(error))
     except Exception as error:
-        meter.lift_limit()
-        outcome = classify(error, during="look", on_cpu=work.devices.kind == "cpu", memory={})
+        outcome = failure_of(error, meter, "look", None, on_cpu=work.devices.kind == "cpu")
         return LookAnswer(problem=outcome.message)
 
 
@@ -306,31 +300,3 @@ def in_full_float32() -> None:
         torch.backends.fp32_precision = "ieee"
     else:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def _steps(workload: Workload, work: LookWork, device: torch.device, output_dir: str) -> Iterator[FirstStep]:
-    for candidate in work.candidates:
-        set_seed(work.seed)
-        model = build_model(workload, candidate.arm.attn_implementation, device)
-        effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
-        make_arguments = functools.partial(
-            trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
-        )
-        if work.data_folder is not None:
-            prepared = PreparedDataset(workload, work.data_folder)
-            trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
-        else:
-            dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
-            trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
-        yield first_step(
-            trainer,
-            candidate.samples_per_step,
-            applied_settings(candidate.arm),
-            seed=work.seed,
-            noise=work.noise,
-            most_bytes=0 if work.as_measured else work.cap_bytes // 2,
-        )
-        del model, trainer
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -35,10 +35,7 @@ class LossWatch:
 
     def __init__(self, trainer: Any) -> None:
         self._latest: Any = None
-        on_each_micro_step(trainer, self._keep)
-
-    def _keep(self, _: Any, loss: Any) -> None:
-        self._latest = loss
+        on_each_micro_step(trainer, lambda _, loss: setattr(self, "_latest", loss))
 
     def problem(self) -> str | None:
         """Say what is wrong with the last loss; ``None`` where it is finite or no step was run."""
@@ -56,7 +53,10 @@ class ScalerWatch:
     Reading the scale waits for the device. Without a scaler no update is skipped.
     """
 
-    def __init__(self, scaler: Any = None) -> None:
+    def __init__(self, optimizer: Any = None) -> None:
+        """Take the optimizer that accelerate wrapped; DeepSpeed's scales the loss itself, without a scaler."""
+        self._deepspeeds = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
+        scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
         self.skipped = 0
@@ -64,33 +64,12 @@ class ScalerWatch:
 
     def step_was_skipped(self) -> bool:
         """Return whether the update of the step that just ended was skipped; to be called once a step."""
-        is_skipped = self._was_skipped()
+        is_skipped = self._deepspeeds is not None and bool(self._deepspeeds.step_was_skipped)
+        if self._scaler is not None:
+            before, self._scale = self._scale, self._scaler.get_scale()
+            is_skipped = bool(self._scale < before)
         self.skipped += is_skipped
         return is_skipped
-
-    def _was_skipped(self) -> bool:
-        if self._scaler is None:
-            return False
-        before, self._scale = self._scale, self._scaler.get_scale()
-        return bool(self._scale < before)
-
-
-class OverflowWatch(ScalerWatch):
-    """Counts the updates that DeepSpeed skips in fp16: its optimizer scales the loss itself, without a scaler."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__()
-        self._optimizer = optimizer
-
-    def _was_skipped(self) -> bool:
-        return bool(self._optimizer.step_was_skipped)
-
-
-def scaler_watch(optimizer: Any) -> ScalerWatch:
-    """Return what counts the skipped updates of a training, given the optimizer that accelerate wrapped."""
-    if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
-        return OverflowWatch(optimizer)
-    return ScalerWatch(getattr(optimizer, "scaler", None))
 
 
 def skipped_steps(scaler: Any, steps: int) -> int | None:

@@ -26,7 +26,7 @@ from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, 
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.losses import ScalerWatch, scaler_watch
+from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import StepCounts
@@ -100,27 +100,6 @@ def _of_all_ranks(each: list[_Step]) -> _Step:
         tokens=max(step.tokens for step in each),
         real_tokens=sum(known) if len(known) == len(each) else None,
     )
-
-
-class _Energy:
-    """Adds up the joules of measured steps, from a counter that is read before and after each."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._before: float | None = None
-        self.joules: float | None = 0.0
-
-    def read(self) -> None:
-        """Read the counter before a measured step."""
-        self._before = self._meter.energy_joules()
-
-    def add(self) -> None:
-        """Add the joules of a measured step."""
-        before, after = self._before, self._meter.energy_joules()
-        if self.joules is None or before is None or after is None:
-            self.joules = None
-        else:
-            self.joules += after - before
 
 
 class Evaluations:
@@ -224,12 +203,13 @@ class StepTimer(StepListener):
         self.pending: Measurement | None = None
         """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
         it."""
-        self._energy = _Energy(meter)
+        self._joules: float | None = 0.0
+        self._joules_before: float | None = None
         self._core_wait = CoreWait()
 
     def begin(self, optimizer: Any = None) -> None:
         """Start the clock of the first step; an optimizer may have a gradient scaler, as the Trainer's has."""
-        self._scaler = scaler_watch(optimizer)
+        self._scaler = ScalerWatch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
         self.checks.watch.begin()
@@ -276,7 +256,9 @@ class StepTimer(StepListener):
         is_warm = self._is_warm
         is_timed = is_warm and not again and not evaluates
         if is_timed:
-            self._energy.add()
+            before, after = self._joules_before, self._meter.energy_joules()
+            is_known = self._joules is not None and before is not None and after is not None
+            self._joules = self._joules + after - before if is_known else None  # type: ignore[operator]
             self._core_wait.add()
             self._timed.append(step)
         elif evaluates:
@@ -362,7 +344,7 @@ class StepTimer(StepListener):
 
     def start_clock(self) -> None:
         """Start the clock of a step, after reading the counters, which takes time itself."""
-        self._energy.read()
+        self._joules_before = self._meter.energy_joules()
         self._core_wait.read()
         self._previous_end = perf_counter()
 
@@ -491,6 +473,9 @@ class StepTimer(StepListener):
         data = average([step.data_seconds for step in self._timed])
         worst = self._largest(self._worst_peaks) if self._worst_peaks else None
         trained, untrained = self.checks.watch.trained, self.checks.watch.untrained
+        arm, timed, middle = self._candidate.arm, self._timed, statistics.median
+        usual = middle(step.seconds for step in timed)
+        micro = [step.micro_seconds for step in timed if step.micro_seconds > 0]
         return Measurement(
             trained_tensors=len(trained) if trained is not None else None,
             untrained=tuple(untrained[:_NAMED]),
@@ -504,7 +489,8 @@ class StepTimer(StepListener):
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
             micro_steps_run=run,
-            optimizer_seconds=self._optimizer_seconds(),
+            # DeepSpeed updates within the last micro-step.
+            optimizer_seconds=None if arm.zero_stage is not None else middle(step.optimizer_seconds for step in timed),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
             device_used_bytes=self._most(self._meter.device_used_bytes()),
             context_bytes=self._most(self._meter.context_bytes()),
@@ -512,7 +498,8 @@ class StepTimer(StepListener):
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
-            compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
+            # What the warm-up steps took longer than as many measured ones.
+            compile_seconds=max(0.0, sum(step.seconds - usual for step in self._warmup)) if compiles(arm) else None,
             steady_step_seconds=estimate.steady_seconds,
             new_shape_seconds=estimate.shape_seconds,
             shapes_seen=(self._shapes.count or None) if self._shapes is not None else None,
@@ -533,22 +520,9 @@ class StepTimer(StepListener):
             evaluates_every=self._evaluations.every,
             growth_bytes=max((g for g in self._ranks.gather(growth_of(self._held)) if g is not None), default=None),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
-            **(self._of_ranks() if ranks > 1 else {}),
+            ranks=ranks,
+            micro_step_seconds=statistics.median(micro) if micro and ranks > 1 else None,
         )
-
-    def _optimizer_seconds(self) -> float | None:
-        """Return the time of an update; ``None`` under DeepSpeed, which updates within the last micro-step."""
-        if self._candidate.arm.zero_stage is not None:
-            return None
-        return statistics.median(step.optimizer_seconds for step in self._timed)
-
-    def _of_ranks(self) -> dict[str, Any]:
-        """Return the figures that only several ranks have."""
-        micro = [step.micro_seconds for step in self._timed if step.micro_seconds > 0]
-        return {
-            "ranks": self._ranks.count,
-            "micro_step_seconds": statistics.median(micro) if micro else None,
-        }
 
     def _tokens_per_sample(self) -> float | None:
         """Return the mean tokens of the samples that the measured steps ran; ``None`` where some were not seen."""
@@ -572,16 +546,11 @@ class StepTimer(StepListener):
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
         run_seconds = sum(step.seconds for step in self._timed)
-        each = [joules for joules in self._ranks.gather(self._energy.joules) if joules is not None]
+        each = [joules for joules in self._ranks.gather(self._joules) if joules is not None]
         joules = sum(each) if len(each) == self._ranks.count else None
         if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
-
-    def _compile_seconds(self) -> float:
-        """Return the extra time of the warm-up steps, compared with as many measured ones."""
-        usual = statistics.median(step.seconds for step in self._timed)
-        return max(0.0, sum(step.seconds - usual for step in self._warmup))
 
     def _worst_step_seconds(self) -> float | None:
         """Return the fastest warm-up step on the largest batches that had optimizer state.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 
+from autotune.core.outcome import Failed, OutOfMemory
 from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
 from autotune.space.features import with_expandable_segments
+from autotune.worker.failures import classify
 from autotune.worker.private.torch import set_allocator_settings
 
 
@@ -201,6 +204,24 @@ class CpuMeter(Meter):
         # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)
         return PeakBytes(self._peak_bytes, self._peak_bytes)
+
+
+def failure_of(
+    error: BaseException, meter: Meter | None, during: str, cap_bytes: int | None, *, on_cpu: bool
+) -> OutOfMemory | Failed:
+    """Return the outcome of a training that ended with an exception, and print it: errors tell users to look there.
+
+    Without a ``meter`` it ended before its device was opened.
+    """
+    memory = {"cap_bytes": cap_bytes}
+    if meter is not None:
+        meter.lift_limit()
+        memory["peak_allocated_bytes"], memory["peak_reserved_bytes"] = meter.peaks()
+    outcome = classify(error, during=during, on_cpu=on_cpu, memory=memory)
+    # After running out of host memory there may be none left for printing.
+    with contextlib.suppress(MemoryError):
+        print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
+    return outcome
 
 
 # Steps after the first that are looked at, the fewest that tell, and the least growth a step in bytes. Choices.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -28,7 +27,6 @@ from autotune.training.batches import stock_settings
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
-from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.arithmetic import Arithmetic
 from autotune.worker.trial.batch_shapes import BatchShapes
@@ -44,7 +42,7 @@ from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Meter, expand_segments, failure_of, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 from autotune.worker.trial.trainer_steps import LeftOutInputs, TrainerSteps
@@ -75,6 +73,11 @@ class Phases:
         self._started = now
 
 
+def known_fields() -> set[str]:
+    """Return the names of the fields of the installed ``TrainingArguments``."""
+    return {f.name for f in dataclasses.fields(TrainingArguments)}
+
+
 def trainer_arguments(
     candidate: Candidate,
     device_kind: str,
@@ -86,8 +89,7 @@ def trainer_arguments(
     **others: Any,
 ) -> Any:
     """Return the candidate's arguments without reporting and saving, and with enough steps to measure."""
-    fields = {f.name for f in dataclasses.fields(TrainingArguments)}
-    arguments = training_arguments(candidate, fields, device_kind)
+    arguments = training_arguments(candidate, known_fields(), device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
     return TrainingArguments(
         **arguments,
@@ -99,21 +101,6 @@ def trainer_arguments(
         seed=seed,
         **others,
     )
-
-
-def _train_until_measured(trainer: Any, timer: StepTimer, *, is_alone: bool) -> float | None:
-    """Train until everything is measured; return the mean loss.
-
-    ``None`` where only the profiled step failed, after everything else was measured. Of several ranks the others would
-    wait for the one that failed, so that then the trial fails.
-    """
-    try:
-        return float(trainer.train().training_loss)
-    except Exception:
-        if timer.pending is None or not is_alone:
-            raise
-        traceback.print_exc()
-        return None
 
 
 class Trial:
@@ -137,7 +124,12 @@ class Trial:
         self._data_folder = work.data_folder
         # Made by the server, which removes it together with the trial's TMPDIR.
         self._scratch = scratch
-        self._shapes = BatchShapes(settles=self._settles)
+        # How many micro-batches of a shape take longer than later ones: a GPU takes up to seconds for a shape that is
+        # new to it, as kernels are chosen, compiled and loaded.
+        settles = 0 if self._device_kind != "cuda" else EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
+        self._shapes = BatchShapes(settles=settles)
+        self._visits = 1 + settles
+        """How often a step of new shapes is run, the last time with known ones."""
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter
@@ -250,7 +242,14 @@ class Trial:
         self._hold_inputs(trainer, timer.takes)
         watch = LossWatch(trainer)
         self._phases.enter("train")
-        loss = _train_until_measured(trainer, timer, is_alone=self._ranks.count == 1)
+        loss = None
+        try:
+            loss = float(trainer.train().training_loss)
+        except Exception:
+            # Perhaps only the profiled step failed, after all else was measured. Other ranks would wait for this one.
+            if timer.pending is None or self._ranks.count > 1:
+                raise
+            traceback.print_exc()
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
         measured = results[0] if results else timer.pending
@@ -318,21 +317,6 @@ class Trial:
         left_out = max(0, self._candidate.gradient_accumulation_steps - run)
         self._inputs = LeftOutInputs(trainer, left_out, on_batch)
 
-    @property
-    def _settles(self) -> int:
-        """How many micro-batches of a shape take longer than later ones.
-
-        A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
-        """
-        if self._device_kind != "cuda":
-            return 0
-        return EAGER_MICRO_STEPS + 1 if self._candidate.arm.cuda_graphs else 1
-
-    @property
-    def _visits(self) -> int:
-        """How often a step of new shapes is run, the last time with known ones."""
-        return 1 + self._settles
-
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one.
 
@@ -368,24 +352,13 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
-        if self._is_open:
-            self._meter.lift_limit()
-        memory: dict[str, Any] = {}
-        if self._is_open:
-            allocated, reserved = self._meter.peaks()
-            memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+        during = self._phases.current
         if isinstance(error, NotTrainedError):
+            self._meter.lift_limit()
             print(f"autotune: {error}", file=sys.stderr)
             if not error.is_out_of_memory:
-                return Failed(error.reason, str(error), during=self._phases.current)
-            return OutOfMemory(str(error), during=self._phases.current, **memory)
-        outcome = classify(
-            error,
-            during=self._phases.current,
-            on_cpu=self._device_kind == "cpu",
-            memory={**memory, "cap_bytes": self._cap_bytes},
-        )
-        # Errors tell users to look at the log. After running out of host memory there may be none left for printing.
-        with contextlib.suppress(MemoryError):
-            print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
-        return outcome
+                return Failed(error.reason, str(error), during=during)
+            allocated, reserved = self._meter.peaks()
+            return OutOfMemory(str(error), during=during, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+        meter = self._meter if self._is_open else None
+        return failure_of(error, meter, during, self._cap_bytes, on_cpu=self._device_kind == "cpu")

@@ -37,12 +37,10 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]
         self.timer.micro_step_ends()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the end of the last micro-step and of gradient clipping."""
+        """Mark the end of the last micro-step with gradient clipping, or of the optimizer's update."""
         self._marks.append(self.timer.mark())
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the end of the optimizer's update."""
-        self._marks.append(self.timer.mark())
+    on_optimizer_step = on_pre_optimizer_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell of the end of a step."""

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,11 +160,11 @@ class TrainingWatch:
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
-        by_hand: list[_NoOptimizer] = []
+        by_hand: list[Any] = []
 
         def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
-                by_hand[:] = by_hand or [_NoOptimizer(model)]
+                by_hand[:] = by_hand or [SimpleNamespace(param_groups=[{"params": list(model.parameters())}])]
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
@@ -184,9 +185,16 @@ class TrainingWatch:
     def take(self) -> StepCounts:
         """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
-        tokens = _count_tokens(self._calls)
-        without = self._calls_without_gradients
-        seen = StepCounts(tuple(self._calls), self._backward_passes, skipped, self._memory_errors, tokens, without)
+        reals = [call.real for call in self._calls if call.real is not None]
+        tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
+        seen = StepCounts(
+            tuple(self._calls),
+            self._backward_passes,
+            skipped,
+            self._memory_errors,
+            sum(tokens) if tokens else None,
+            self._calls_without_gradients,
+        )
         self._forget()
         self._turn_on()
         return seen
@@ -290,7 +298,9 @@ class TrainingWatch:
         if (weights := self._weights_of(called)) is None:
             return
         self.weight_dtypes.add(weights)
-        outputs = [each for each in first_tensors(result) if each.requires_grad and not each.is_leaf]
+        tensors = (each for _, each in arrays_by_place(result, depth=3) if isinstance(each, torch.Tensor))
+        first = itertools.islice(tensors, _MOST_TENSORS)
+        outputs = [each for each in first if each.requires_grad and not each.is_leaf]
         shapes = tuple(shapes_in((*given, *named.values())))
         real = _real_tokens(called, given, named)
         waiting = [Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), real)]
@@ -406,7 +416,10 @@ class TrainingWatch:
             # A fused optimizer leaves its update out by itself.
             self._found_inf.append(found)
         if self._is_close and (found is None or not bool(found.item())):
-            self._look_at_gradients(optimizer)
+            named = self.model.named_parameters() if self.model is not None else ()
+            self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
+            updated = (each for group in optimizer.param_groups for each in group["params"])
+            self.has_gradients |= any(getattr(each, "grad", None) is not None for each in updated)
         if is_in_autograd():
             # One for each parameter, as soon as its gradient is there: together they are one update.
             self._stepped_within = optimizer
@@ -418,21 +431,6 @@ class TrainingWatch:
         """Names of the model's parameters that require a gradient and had none in any of those updates."""
         named = self.model.named_parameters() if self.model is not None and self.trained is not None else ()
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
-
-    @torch.no_grad()
-    def _look_at_gradients(self, optimizer: Any) -> None:
-        named = self.model.named_parameters() if self.model is not None else ()
-        self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
-        updated = (each for group in optimizer.param_groups for each in group["params"])
-        has_some = any(isinstance(each, torch.Tensor) and each.grad is not None for each in updated)
-        self.has_gradients = self.has_gradients or has_some
-
-
-class _NoOptimizer:
-    """What is updated without an optimizer, in place of one."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.param_groups = [{"params": list(model.parameters())}]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -478,14 +476,6 @@ def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) ->
     return mask.detach() if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape else None
 
 
-def _count_tokens(calls: Sequence[Call]) -> int | None:
-    counts = [
-        int(torch.count_nonzero(call.real)) if isinstance(call.real, torch.Tensor) else call.real for call in calls
-    ]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
 def _storage(tensor: torch.Tensor) -> int:
     """Return what tensors on the same memory have in common; 0 for those that have none."""
     try:
@@ -493,12 +483,6 @@ def _storage(tensor: torch.Tensor) -> int:
     except (RuntimeError, ValueError):
         # A parameter of a lazy module has no memory before its first call.
         return 0
-
-
-def first_tensors(value: Any) -> list[torch.Tensor]:
-    """List the first tensors in a value, nested no deeper than outputs of models are."""
-    tensors = (each for _, each in arrays_by_place(value, depth=3) if isinstance(each, torch.Tensor))
-    return list(itertools.islice(tensors, _MOST_TENSORS))
 
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:

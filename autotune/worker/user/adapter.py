@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from autotune.core.candidate import Candidate, Precision
-from autotune.core.code_interface import CodeInterface
+from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
@@ -136,6 +136,9 @@ def measured_batches(changes: Changes, steps: LoopSteps) -> GivesBatches:
 class LoopInspection(Listener):
     """What a loop is seen to train with; the loader is the one whose batch came last before a backward pass."""
 
+    framework: Framework
+    known_options: Mapping[str, Sequence[str]]
+    """The framework's usual options, by what they decide."""
     overlay: Any
     """What is put over the framework, and seen of it."""
 
@@ -158,13 +161,17 @@ class LoopInspection(Listener):
         self._watch.install(calls=False)
         return self.is_at_work
 
-    def facts(self) -> ModelFacts:
-        """Return what the script trains with."""
+    def precision(self) -> Precision | None:
+        """Return what the framework was told to compute in; ``None`` where no trial can tell it another."""
         raise NotImplementedError
 
-    def accumulates_itself(self) -> bool:
-        """Return whether the framework says how the script accumulates, so that no second step is needed."""
-        return False
+    def told_accumulation(self) -> int | None:
+        """Return the accumulation that the framework was told, where it is: no second step is needed then."""
+        return None
+
+    def interface(self) -> dict[str, Any]:
+        """Return what else is known of how the script takes its settings."""
+        return {}
 
     def is_at_work(self) -> bool:
         """Return whether the script has begun to train."""
@@ -194,19 +201,34 @@ class LoopInspection(Listener):
         if self.loader is None:
             return
         self._steps += 1
-        if self.accumulates_itself() or self._steps == 2:
+        if self.told_accumulation() is not None or self._steps == 2:
             self.finish()
         self.passes = 0
 
     def finish(self) -> None:
         """End the process with what was seen."""
-        from autotune.worker.user.inspection import check_gradients
+        from autotune.worker.user.inspection import check_gradients, facts_of_script
+        from autotune.worker.user.loader_overlay import batch_of
 
-        check_gradients(self._watch, self.inspecting.source)
-        self.inspecting.finish(self.facts())
-
-    def accumulates_by(self) -> Literal["accelerator", "option", "script"]:
-        """Return what decides the accumulation."""
-        if self.accumulates_itself():
-            return "accelerator"
-        return "option" if "accumulation" in self.options.flags({}, {"accumulation": self.passes}) else "script"
+        source, models, options = self.inspecting.source, self.overlay.models, self.options
+        check_gradients(self._watch, source)
+        told, passes, precision = self.told_accumulation(), self.passes, self.precision()
+        is_option = "accumulation" in options.flags({}, {"accumulation": passes})
+        by: Literal["accelerator", "option", "script"] = (
+            "accelerator" if told is not None else "option" if is_option else "script"
+        )
+        accumulation = passes if told is None else told
+        flags = options.flags(self.known_options, {"batch": batch_of(self.loader), "accumulation": accumulation})
+        is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
+        facts = facts_of_script(
+            source,
+            CodeInterface(self.framework, accumulates_by=by, flags=flags, **self.interface()),
+            models[0] if models else None,
+            self.loader,
+            accumulation=accumulation,
+            # Weights of 16 bits are computed in without an autocast.
+            precision="tf32" if is_tf32 and precision == "fp32" else precision or "fp32",
+            takes_accumulation=by != "script",
+            takes_precision=precision is not None,
+        )
+        self.inspecting.finish(facts)

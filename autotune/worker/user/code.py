@@ -41,17 +41,16 @@ def enter(source: TrainingSource) -> None:
     """Set this process's environment, working folder and paths as the user's code expects them; runs none of it."""
     begin_run()
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
-    on_import("wandb", _disable_wandb)
+    # A mode that a script gives to wandb.init would count for more than the variable.
+    unheard = {"mode": "disabled"}
+    on_import(
+        "wandb", lambda wandb: around(wandb, "init", lambda run, *words, **said: run(*words, **{**said, **unheard}))
+    )
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.
     sys.argv = [source.file]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path.insert(0, source.cwd if source.module else str(Path(source.file).parent))
-
-
-def _disable_wandb(wandb: Any) -> None:
-    """Have ``wandb.init`` start no run; a ``mode`` that a script gives would count for more than the variable."""
-    around(wandb, "init", lambda start, *words, **options: start(*words, **{**options, "mode": "disabled"}))
 
 
 def run_script(source: TrainingSource, output_dir: str) -> None:

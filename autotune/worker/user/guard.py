@@ -58,11 +58,18 @@ class Guard:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         import torch
 
+        def spawned(*_: Any, **__: Any) -> None:
+            if not self._is_lifted:
+                self._end(
+                    f"{self._source.name} starts processes of its own to train in (torch.multiprocessing)",
+                    "have it train in the process that it is: with one device, most scripts do where they are told so",
+                )
+
         before_steps(torch, self._on_step)
         # Before torch starts processes that run a function.
         for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
             if hasattr(sys.modules.get(name), "start_processes"):
-                before(sys.modules[name], "start_processes", lambda *_, **__: self._on_spawn())
+                before(sys.modules[name], "start_processes", spawned)
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
@@ -79,13 +86,6 @@ class Guard:
     def _on_step(self) -> None:
         if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
-
-    def _on_spawn(self) -> None:
-        if not self._is_lifted:
-            self._end(
-                f"{self._source.name} starts processes of its own to train in (torch.multiprocessing)",
-                "have it train in the process that it is: with one device, most scripts do where they are told so",
-            )
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Look at a process before it starts; called by Python for everything that it audits."""

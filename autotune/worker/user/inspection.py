@@ -52,7 +52,9 @@ class Code:
 def facts_of(model: Any, loader: Any) -> ModelFacts:
     """Return what a search needs to know of a model and its training data; either may be ``None``."""
     parameters = list(model.parameters()) if model is not None else []
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    document = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+    document = json.loads(json.dumps(document, default=str))
     return ModelFacts(
         type(model).__name__ if model is not None else "no torch.nn.Module",
         sum(p.numel() for p in parameters),
@@ -62,7 +64,10 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
         dataloader_num_workers=getattr(loader, "num_workers", 0),
         dtype=weight_dtype(model) if parameters else "float32",
         samples=length(getattr(loader, "dataset", None)),
-        config=config_document(config),
+        # Without its path and version; empty where there is none.
+        config={
+            name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")
+        },
     )
 
 
@@ -117,7 +122,12 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     """Return what kept the user's code from being inspected; the log gets the traceback of an error of theirs."""
-    if source.is_ranked and _asks_for_rank(error):
+    # For want of the variables by which torchrun tells a process its rank.
+    modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asks_for_rank = isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
+    if isinstance(error, KeyError):
+        asks_for_rank = error.args[:1] != () and error.args[0] in ALONE
+    if source.is_ranked and asks_for_rank:
         asked = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
         return Problem(asked, next_step(source))
     trim(error, source)
@@ -128,14 +138,6 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     return Problem(f"{source.name} raised {first_line(error)}", "fix it until it trains by itself")
 
 
-def _asks_for_rank(error: BaseException) -> bool:
-    """Return whether code failed for want of the variables by which ``torchrun`` tells a process its rank."""
-    if isinstance(error, KeyError):
-        return error.args[:1] != () and error.args[0] in ALONE
-    modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
-
-
 def weight_dtype(model: Any) -> DTypeName:
     """Return the dtype of most of the weights, among those that weights are trained in."""
     counts = dict.fromkeys(DTYPES, 0)
@@ -144,14 +146,6 @@ def weight_dtype(model: Any) -> DTypeName:
         if name in counts:
             counts[name] += parameter.numel()
     return max(counts, key=lambda name: counts[name])
-
-
-def config_document(config: Any) -> dict[str, Any]:
-    """Return the config as JSON-ready data, without its path and version; empty where there is none."""
-    if not hasattr(config, "to_diff_dict"):
-        return {}
-    document = json.loads(json.dumps(config.to_diff_dict(), default=str))
-    return {name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 def length(dataset: Any) -> int | None:

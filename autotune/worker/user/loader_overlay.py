@@ -75,8 +75,15 @@ class LoaderOverlay:
             if key == self._key:
                 given = signature.bind(loader, *words, **options)
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
-                if self._batch is not None:
-                    _set_batch(given.arguments, self._batch)
+                sampler = given.arguments.get("batch_sampler")
+                if self._batch is not None and sampler is None:
+                    given.arguments["batch_size"] = self._batch
+                elif self._batch is not None and type(sampler) is BatchSampler:
+                    given.arguments["batch_sampler"] = BatchSampler(sampler.sampler, self._batch, sampler.drop_last)
+                elif self._batch is not None:
+                    changed: Any = copy.copy(sampler)
+                    given.arguments["batch_sampler"] = changed
+                    changed.batch_size = self._batch
                 if self._workers:
                     given.arguments |= {"num_workers": self._workers, "prefetch_factor": self._prefetch}
                 make(*given.args, **given.kwargs)
@@ -155,18 +162,6 @@ def is_made_by_data(loader: Any) -> bool:
         # Whatever their data and collator may raise.
         return False
     return bool(one) and one == two
-
-
-def _set_batch(arguments: dict[str, Any], batch: int) -> None:
-    sampler = arguments.get("batch_sampler")
-    if sampler is None:
-        arguments["batch_size"] = batch
-    elif type(sampler) is BatchSampler:
-        arguments["batch_sampler"] = BatchSampler(sampler.sampler, batch, sampler.drop_last)
-    else:
-        changed = copy.copy(sampler)
-        changed.batch_size = batch
-        arguments["batch_sampler"] = changed
 
 
 def line_of_maker() -> str:

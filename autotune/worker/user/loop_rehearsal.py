@@ -7,29 +7,23 @@ is loaded then is its validation: it gets small parts of its first batches, then
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.core.code_interface import Framework
-from autotune.core.jobs import TrialWork
-from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
-from autotune.core.rehearsal import Evaluation, LongestBatch, Part, Rehearsal, RehearsalWork, Whole
-from autotune.core.scratch import Scratch
-from autotune.core.workload import Workload
-from autotune.worker.arrays import has_shape, is_row
+from autotune.core.rehearsal import Evaluation, LongestBatch, Part, RehearsalWork, Whole
+from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
-from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
-from autotune.worker.user.adapter import Changes
+from autotune.worker.trial.meter import growth_of, most_host_bytes
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.rehearsal import LARGE_PART, give_back, read_lengths, trim
+from autotune.worker.user.rehearsal import LARGE_PART, Answer, Parts
 
 # Whole batches of a validation from which growth is told. A choice.
 _FEWEST = 8
@@ -40,50 +34,34 @@ _OTHER_DATA = 2
 class LoopRehearsal(OwnTrial):
     """A trial of a loop that ends with its validation."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        work: RehearsalWork,
-        scratch: Scratch,
-        finish: Callable[[Rehearsal], NoReturn],
-        ranks: Ranks | None = None,
-    ) -> None:
-        trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified)
-        self._work, self._answer = work, finish
-        self._parts: _Parts | None = None
+    parts: LoopParts | None = None
+    """What gives the batches; ``None`` before the code is run."""
 
-        def end(outcome: Outcome) -> NoReturn:
-            why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
-            if self._parts is not None:
-                self._parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
-            finish(Rehearsal(problem=why))
-
-        super().__init__(workload, trial, scratch, lambda _: None, end, ranks)
+    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
+        super().__init__(*words)
+        self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code to its end, unless its process ends before."""
         super().run_code(output_dir)
-        if self._parts is not None:
-            self._parts.end()
+        if self.parts is not None:
+            self.parts.end()
 
     def _end_after(self, error: BaseException) -> NoReturn:
-        if self._parts is not None and isinstance(error, SystemExit):
-            self._parts.end()
+        if self.parts is not None and isinstance(error, SystemExit):
+            self.parts.end()
         super()._end_after(error)
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
         """Return what lets the loop run as it does by itself."""
         self._checks.watch.remove()
-        self._parts = _Parts(
-            self._work, self._meter, self._answer, accumulation or 1, self._begins, framework=self._source.framework
+        self.parts = LoopParts(
+            accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._answer
         )
-        around_batches(self._parts.give)
-        register_optimizer_step_post_hook(self._parts.updated)
+        self._epoch_batches = self.parts.epoch_batches
+        around_batches(self.parts.give)
+        register_optimizer_step_post_hook(self.parts.updated)
         return _NoSteps(self._source.name, accumulation, StepListener())
-
-    def _changes(self, *words: Any) -> Changes:
-        assert self._parts is not None
-        return replace(super()._changes(*words), epoch_batches=self._parts.epoch_batches)
 
 
 class _NoSteps(LoopSteps):
@@ -103,27 +81,15 @@ class _NoSteps(LoopSteps):
         """Do nothing."""
 
 
-class _Parts:
+class LoopParts(Parts):
     """Gives the batches of a loop's loaders, and measures what is done with them."""
 
-    def __init__(
-        self,
-        work: RehearsalWork,
-        meter: Meter,
-        finish: Callable[[Rehearsal], NoReturn],
-        accumulation: int,
-        begin: Callable[[], None],
-        *,
-        framework: Framework,
-    ) -> None:
+    def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *words: Any) -> None:
+        super().__init__(*words)
         # It takes as many batches as it was told, not as many as come.
         self._is_counted = framework == "lightning"
         self._is_ahead = framework == "accelerate"
-        self._work, self._meter, self._finish, self._begin = work, meter, finish, begin
-        self._is_on_cpu = work.devices.kind == "cpu"
-        self._began = time.monotonic()
-        self._unknown: list[str] = []
-        self._found = Rehearsal(line_bytes=work.line_bytes)
+        self._begin = begin
         # As many batches as a library may load ahead are used later.
         self._plain, self._long = 2 * accumulation + 2, accumulation + 2
         self.epoch_batches = -(-(self._plain + self._long) // accumulation + 1) * accumulation
@@ -158,26 +124,19 @@ class _Parts:
         if self._evaluated is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
-                self._finish(self._with())
+                self.finish()
             settings = {"batch_size": self._fitting} if self._fitting else {}
-            found = Evaluation(
-                self._rows, self._total_samples, len(self._parts_given), None, False, settings, of_loop=True
-            )
-            self._finish(self._with(evaluation=found))
+            self.finish(evaluation=self._evaluation_with(None, False, settings))
         if self._make_longest is not None and is_out_of_memory:
-            self._finish(self._with(longest=self._longest))
-        self._finish(self._with(problem=why))
+            self.finish(longest=self._longest)
+        self.finish(problem=why)
 
     def end(self) -> NoReturn:
         """End with what was found."""
         if self._parts_given:
-            self._finish(self._with(evaluation=self._evaluation()))
+            self.finish(evaluation=self._evaluation())
         self._unknown.append("a validation: none came at the end of an epoch")
-        self._finish(self._with())
-
-    def _with(self, **found: Any) -> Rehearsal:
-        seconds = round(time.monotonic() - self._began, 3)
-        return replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found)
+        self.finish()
 
     # What the loop does
 
@@ -230,27 +189,21 @@ class _Parts:
             fits = peak <= self._work.line_bytes
             self._found = replace(self._found, longest=replace(self._longest, peak_bytes=peak, fits=fits))
         self._make_longest = None
-        give_back(self._meter, is_on_cpu=self._is_on_cpu)
+        self._reset()
 
     def _find_longest(self, batches: Any, data: Any) -> None:
         """Have the longest samples in the batches that follow, where they are longer than others."""
         self._meter.synchronize()
         self._found = replace(self._found, peak_bytes=self._meter.peaks().reserved)
-        of, collate, rows = length(data), batches._collate_fn, self._work.candidate.per_device_train_batch_size
         try:
-            read = read_lengths(data, of, self._work.seconds / 3) if of is not None else {}
+            chosen, longest = self.longest_of(data, self._work.candidate.per_device_train_batch_size)
         except Exception as error:
             self._unknown.append(f"the longest batch: {first_line(error)}")
             return
-        if not read or of is None:
-            self._unknown.append("the longest batch: the lengths of its samples are not known")
-            return
-        if len(set(read.values())) == 1 and len(read) == of:
-            return
-        chosen = sorted(read, key=lambda index: -read[index])[:rows]
-        self._longest = LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
-        self._make_longest = lambda: collate([data[index] for index in chosen])
-        give_back(self._meter, is_on_cpu=self._is_on_cpu)
+        if longest is not None:
+            self._longest, collate = longest, batches._collate_fn
+            self._make_longest = lambda: collate([data[index] for index in chosen])
+            self._reset()
 
     # Its validation
 
@@ -274,7 +227,7 @@ class _Parts:
             self._rows = batch_samples(self._first) or 0
         is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
         part = self._rows >> 3 - len(self._parts_given) if is_small else 0
-        smaller = cut(self._first, self._rows, part) if part else None
+        smaller = cut(self._first, self._rows, 0, part) if part else None
         batch, self._first = self._first, self._first if smaller is not None else None
         batch = give(batches) if batch is None else batch
         self._parts_given.append(part if smaller is not None else self._rows)
@@ -293,15 +246,14 @@ class _Parts:
         whole = self._parts_given[:used].count(self._rows)
         host = 0 if self._is_on_cpu else most_host_bytes() or 0
         if whole:
-            if self._is_on_cpu:
-                trim()
+            self._trim()
             self._held.append(self._meter.allocated_bytes())
             self._held_of_host.append(host)
         self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
 
-    @property
-    def _total_samples(self) -> int | None:
-        return None if self._total is None else self._total * self._rows
+    def _evaluation_with(self, whole: Whole | None, fits: bool, settings: dict[str, int]) -> Evaluation:
+        samples = None if self._total is None else self._total * self._rows
+        return Evaluation(self._rows, samples, len(self._parts_given), whole, fits, settings, of_loop=True)
 
     def _evaluation(self) -> Evaluation:
         self._note(len(self._parts_given))
@@ -316,29 +268,4 @@ class _Parts:
         )
         is_large = large.device_bytes > self._work.line_bytes
         settings = {"batch_size": self._fitting} if is_large and self._fitting else {}
-        return Evaluation(self._rows, self._total_samples, len(self._parts_given), whole, fits, settings, of_loop=True)
-
-
-def cut(value: Any, rows: int, samples: int) -> Any:
-    """Return the first samples of a batch of so many rows; ``None`` where it has no array of as many."""
-    found = False
-
-    def part(each: Any) -> Any:
-        nonlocal found
-        if has_shape(each):
-            if len(each.shape) and each.shape[0] == rows:
-                found = True
-                return each[:samples]
-            return each
-        if isinstance(each, Mapping) or hasattr(each, "items"):
-            return type(each)({name: part(inner) for name, inner in each.items()})
-        if is_row(each) and any(has_shape(inner) or isinstance(inner, Mapping) for inner in each):
-            return type(each)(part(inner) for inner in each) if type(each) in (list, tuple) else each
-        return each[:samples] if is_row(each) and len(each) == rows else each
-
-    try:
-        smaller = part(value)
-    except Exception:
-        # Whatever a class of theirs may raise.
-        return None
-    return smaller if found else None
+        return self._evaluation_with(whole, fits, settings)

@@ -76,7 +76,8 @@ class LoopSteps(StepMarks):
         self._backward_passes = 0
         self._wait_seconds = 0.0
         self._usual_samples = 0
-        self._is_short = False
+        self.is_incomplete = False
+        """Whether the step under way has a batch of fewer samples than others, as at the end of an epoch."""
         self._has_stepped = False
         self._whole_steps = 0
         self._dropped = self._early = self._micro_steps_without_backward = 0
@@ -141,11 +142,6 @@ class LoopSteps(StepMarks):
             yield
             self.micro_step_ends()
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether the step under way has a batch of fewer samples than others, as at the end of an epoch."""
-        return self._is_short
-
     def begin(self) -> None:
         """Say that the first batch is about to be given, unless that was said."""
         if not self._has_begun:
@@ -160,7 +156,7 @@ class LoopSteps(StepMarks):
         else:
             self._wait_seconds += wait_seconds
         if samples is not None:
-            self._is_short = self._is_short or samples < self._usual_samples
+            self.is_incomplete = self.is_incomplete or samples < self._usual_samples
             self._usual_samples = max(self._usual_samples, samples)
 
     def micro_step_ends(self) -> None:
@@ -174,22 +170,17 @@ class LoopSteps(StepMarks):
                     "go over autotune.steps(loader) in the training loop alone",
                 )
         self._backward_passes = 0
-        if self._step_is_over():
+        # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
+        waits = self._accumulation is None or (self._has_stepped and not self._may_skip)
+        if self._marks is not None or (not waits and self._micro_steps >= (self._accumulation or 0)):
             self._end_step()
         else:
             self._listener.micro_step_ends()
 
-    def _step_is_over(self) -> bool:
-        if self._marks is not None:
-            return True
-        # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
-        waits = self._has_stepped and not self._may_skip
-        return self._accumulation is not None and self._micro_steps >= self._accumulation and not waits
-
     def _end_step(self) -> None:
         is_early = self._accumulation is not None and self._micro_steps != self._accumulation
         was_skipped = self._marks is None and (self._has_stepped or self._may_skip)
-        if is_early or was_skipped or self._is_short:
+        if is_early or was_skipped or self.is_incomplete:
             self._drop(is_early=is_early)
             return
         self._whole_steps += 1
@@ -220,7 +211,7 @@ class LoopSteps(StepMarks):
             self._drop(is_early=False)
 
     def _reset(self) -> None:
-        self._micro_steps, self._wait_seconds, self._is_short, self._marks = 0, 0.0, False, None
+        self._micro_steps, self._wait_seconds, self.is_incomplete, self._marks = 0, 0.0, False, None
 
 
 def batch_samples(batch: Any) -> int | None:

@@ -133,17 +133,14 @@ def _mounts() -> list[_Mounted]:
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
-            if _mount_id(fd) != number:
+            with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as found:
+                seen = next(line.split()[1] for line in found if line.startswith("mnt_id:"))
+            if seen != number:
                 os.close(fd)
                 continue
             is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
             mounts.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
     return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
-
-
-def _mount_id(fd: int) -> str:
-    with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as lines:
-        return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
 
 
 def _by_fd(fd: int) -> str:
@@ -194,11 +191,20 @@ class Cover:
                 self._new_root = tree
             for mount in self._mounts:
                 self._cover_mount(mount)
-            self._cover_shared_memory()
+            # Folders that somebody made in shared memory. What processes share lies beside them.
+            with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        self._overlay(entry.path, self._new_root + entry.path)
             for path, fd in passed:
                 _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
-            self._connect(sockets)
+            # Sockets of other processes are reached through the layers, which would show others of the same name.
+            for path, fd in sockets:
+                if self.covers(path):
+                    with contextlib.suppress(OSError):
+                        _mount(_by_fd(fd), self._new_root + path, None, _BIND)
+                        _set_read_only(self._new_root + path)
             if not self._new_root:
                 for mount in self._mounts:
                     if not (self._stays(mount) or self.covers(mount.path)):
@@ -238,7 +244,8 @@ class Cover:
         """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         layer = f"{_by_fd(self._run_fd)}/{name}"
-        own = "" if _owns_machine() else ",userxattr"
+        # An overlay may use attributes of its own in the first user name space alone.
+        own = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
@@ -308,21 +315,6 @@ class Cover:
             elif len(names) <= _MOST_ENTRIES or any(is_within(work, path) for work in (*self.works_in, *self._points)):
                 self._overlay(path, path)
 
-    def _cover_shared_memory(self) -> None:
-        """Cover folders that somebody made in shared memory. What processes share lies beside them."""
-        with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    self._overlay(entry.path, self._new_root + entry.path)
-
-    def _connect(self, sockets: Sequence[tuple[str, int]]) -> None:
-        """Have sockets of other processes be reached through the layers, which would show others of the same name."""
-        for path, fd in sockets:
-            if self.covers(path):
-                with contextlib.suppress(OSError):
-                    _mount(_by_fd(fd), self._new_root + path, None, _BIND)
-                    _set_read_only(self._new_root + path)
-
 
 def _last_of_others(path: str) -> str:
     """Return the innermost folder on the way to a folder that is not this user's, or the first of all.
@@ -335,12 +327,6 @@ def _last_of_others(path: str) -> str:
         if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
             return parent
     return parents[-1]
-
-
-def _owns_machine() -> bool:
-    """Return whether this process is in the first user name space, where an overlay may use attributes of its own."""
-    with open("/proc/self/uid_map", encoding="utf-8") as lines:
-        return lines.read().split() == ["0", "0", "4294967295"]
 
 
 def _dress(upper: str, lower: str) -> None:

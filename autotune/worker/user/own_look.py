@@ -17,14 +17,9 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotune.core.candidate import Document
-from autotune.core.jobs import TrialWork
 from autotune.core.look import FirstStep, LookAnswer, LookWork
-from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
-from autotune.core.scratch import Scratch
-from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
 from autotune.worker.arrays import arrays_in
-from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.look import calm, in_full_float32, prepare_look, step_of
 from autotune.worker.trial.step_checks import StepChecks
 from autotune.worker.user.code import UserCodeError
@@ -34,20 +29,6 @@ from autotune.worker.user.trainer_trial import TrainerTrial
 from autotune.worker.wrapping import around
 
 Answer = Callable[[LookAnswer], NoReturn]
-
-
-def look_at_own(workload: Workload, work: LookWork, scratch: Scratch, answer: Answer, ranks: Ranks) -> NoReturn:
-    """Run the user's code up to its first update, as a trial would; the process ends with ``answer``."""
-    (candidate,) = work.candidates
-
-    def end(outcome: Outcome) -> NoReturn:
-        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"
-        answer(LookAnswer(problem=why))
-
-    effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
-    trial = TrialWork(candidate, work.devices, work.cap_bytes, effort, work.seed, work.unmodified)
-    kind = _TrainerLook if workload.source is not None and workload.source.framework == "trainer" else _LoopLook
-    kind(work, answer, workload, trial, scratch, lambda _: None, end, ranks).run_and_end()
 
 
 # A Trainer
@@ -62,7 +43,7 @@ _IN_FLOAT32: Document = {
 }
 
 
-class _TrainerLook(TrainerTrial):
+class TrainerLook(TrainerTrial):
     """A trial that ends with what its first step is given to do, and measures nothing."""
 
     def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
@@ -109,7 +90,7 @@ class _TrainerLook(TrainerTrial):
 # A loop
 
 
-class _LoopLook(OwnTrial):
+class LoopLook(OwnTrial):
     """A trial that ends at its first update."""
 
     def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
@@ -130,7 +111,7 @@ class _LoopLook(OwnTrial):
         if step.micro_steps != asked:
             problem = f"its first update comes after {step.micro_steps} backward passes, not {asked}"
             self._answer(LookAnswer(problem=problem))
-        dtypes = {dtype for _, dtype in self.watch.autocasts} | self.watch.inner_dtypes
+        dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
         computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
         self._answer(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
 

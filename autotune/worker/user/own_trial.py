@@ -29,7 +29,6 @@ from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
 from autotune.worker.user.frameworks import ADAPTERS
@@ -54,6 +53,9 @@ class OwnTrial(Trial):
     placeholders is started with other words, and nothing of it is changed.
     """
 
+    _epoch_batches: int | None = None
+    """After which the data of the training ends; ``None`` where it goes on."""
+
     def __init__(
         self,
         workload: Workload,
@@ -73,11 +75,6 @@ class OwnTrial(Trial):
         self._guard = Guard(self._source, self._refuse, is_known=lambda: self._is_told_by_words)
         self._timer: StepTimer | None = None
         self._steps: StepMarks | None = None
-
-    @property
-    def watch(self) -> TrainingWatch:
-        """Return what counts what the code trains."""
-        return self._checks.watch
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""
@@ -170,8 +167,11 @@ class OwnTrial(Trial):
             reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
             return Failed(reason, str(error), during=self._phases.current)
         outcome = self._failure(error)
-        if isinstance(outcome, OutOfMemory) and (line := _line_of(error, self._source.file)) is not None:
-            return dataclasses.replace(outcome, message=f"{outcome.message} ({line})")
+        if isinstance(outcome, OutOfMemory):
+            file, trace = self._source.file, traceback.extract_tb(error.__traceback__)
+            lines = [line.lineno for line in trace if line.filename == file]
+            at = f" ({os.path.basename(file)}:{lines[-1]})" if lines else ""
+            return dataclasses.replace(outcome, message=outcome.message + at)
         if isinstance(outcome, Failed):
             return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
         return outcome
@@ -221,14 +221,12 @@ class OwnTrial(Trial):
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in takes else None
         self._overlay_loader(batch, accumulation=run)
-        steps, changes = self._loop_steps(run), self._changes(source, candidate, takes, run, lambda _: None)
+        steps, changes = self._loop_steps(run), Changes.of(source, candidate, takes, run, lambda _: None)
+        changes = dataclasses.replace(changes, epoch_batches=self._epoch_batches)
         set_options(changes.options)
         on_cpu = self._device_kind == "cpu"
         ADAPTERS[source.framework].measure(changes, steps, output_dir, on_cpu=on_cpu)
         run_script(source, output_dir)
-
-    def _changes(self, *words: Any) -> Changes:
-        return Changes.of(*words)
 
     def _run_with_placeholders(self, output_dir: str) -> None:
         """Run the script with the candidate's values in place, or with its own."""
@@ -241,11 +239,11 @@ class OwnTrial(Trial):
             words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
             variables = dict(filled)
         set_variables(source.variables, variables)
-        self.watch.watch_checkpoints()
-        self.watch.watch_updates_by_hand()
+        self._checks.watch.watch_checkpoints()
+        self._checks.watch.watch_updates_by_hand()
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
-        steps = self._steps = self.watch.listener = PlaceholderSteps(
+        steps = self._steps = self._checks.watch.listener = PlaceholderSteps(
             source.name,
             self._candidate,
             interface.steps,
@@ -264,7 +262,7 @@ class OwnTrial(Trial):
         """End the trial where the script was seen to compute in another way than it was told."""
         if self._is_unmodified:
             return
-        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self.watch
+        searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, HALF.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
@@ -293,14 +291,6 @@ class OwnTrial(Trial):
             on_made=functools.partial(spread_loader, accumulation=accumulation, visits=self._visits),
         ).install()
 
-    def _set_tf32(self) -> None:
-        """Have products of float32 matrices computed as the candidate's precision says, whatever the code has set."""
-        precision = self._candidate.arm.precision
-        if self._is_unmodified or self._is_told_by_words or precision not in ("fp32", "tf32"):
-            return
-        if "precision" in self._source.interface.searched:
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         arm, interface = self._candidate.arm, self._source.interface
@@ -316,7 +306,7 @@ class OwnTrial(Trial):
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
 
-        made = self._steps = self.watch.listener = LoopSteps(
+        made = self._steps = self._checks.watch.listener = LoopSteps(
             self._source.name,
             accumulation,
             timer,
@@ -330,7 +320,11 @@ class OwnTrial(Trial):
     def _begins(self) -> None:
         """Let the code train, and measure it from now on."""
         self._guard.lift()
-        self._set_tf32()
+        takes, precision = self._source.interface.searched, self._candidate.arm.precision
+        is_set = not self._is_unmodified and not self._is_told_by_words and "precision" in takes
+        if is_set and precision in ("fp32", "tf32"):
+            # Whatever the code has set.
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         self._phases.enter("train")
         self._meter.reset_peaks()
 
@@ -367,12 +361,6 @@ def planned_run(
         shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies,
         long_samples,
     )  # fmt: skip
-
-
-def _line_of(error: BaseException, file: str) -> str | None:
-    """Return ``train.py:12``: the innermost line of a file that an error went through."""
-    lines = [trace.lineno for trace in traceback.extract_tb(error.__traceback__) if trace.filename == file]
-    return f"{os.path.basename(file)}:{lines[-1]}" if lines else None
 
 
 def note_cache_files(list_file: str) -> None:

@@ -275,7 +275,12 @@ class _ScriptInspector:
         assert one.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
         loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == (values.batch, others.batch)
-        always = own.checkpoints if own is not None else one.checkpoints
+        always, settings = one.checkpoints, None
+        if own is not None:
+            always, micro_steps = own.checkpoints, max(1, (own.passes - once) // passes)
+            rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
+            batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
+            settings = OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
         return dataclasses.replace(
             one.facts,
             gradient_checkpointing="checkpointing" in names or always,
@@ -295,7 +300,7 @@ class _ScriptInspector:
                 tunes_loader=False,
                 has_own_settings=own is not None,
             ),
-            own=self._own_settings(own, how) if own is not None else None,
+            own=settings,
         )
 
     def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
@@ -313,13 +318,6 @@ class _ScriptInspector:
                     f"{name} ignores {{checkpointing}}: told {told}, it recomputed {did}",
                     "name it as the script does, '{checkpointing:on=--grad-checkpointing}', or leave it out",
                 )
-
-    def _own_settings(self, own: ScriptRun, how: HowItSteps) -> OwnSettings:
-        micro_steps = max(1, (own.passes - how.passes_once) // how.passes)
-        site = how.site
-        rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
-        batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
-        return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
 def _trained(run: Run) -> ScriptRun:

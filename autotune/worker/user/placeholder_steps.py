@@ -6,6 +6,7 @@ In a trial a step goes from one step of the optimizer to the next, and counts wh
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from autotune.core.placeholders import placeholders_in
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES
 from autotune.space.precision_names import HALF
-from autotune.worker.private.torch import on_loaded_batch
+from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
 from autotune.worker.trial.training_watch import TrainingWatch
@@ -129,7 +130,14 @@ class PlaceholderSteps(StepMarks):
         self._passes = self._rows = 0
         wait_seconds = self._loading.take()
         if not is_whole:
-            self._refuse_if_lasting(passes, rows)
+            # A gradient scaler may leave steps out, whose backward passes then come with those of the next.
+            are_several = passes > self._wanted_passes and passes % self._wanted_passes == 0
+            if not (self._may_skip and are_several):
+                self.otherwise += 1
+                self.told_otherwise = self._describe_otherwise(passes, rows)
+                # It never does what it was told.
+                if self.otherwise > (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
+                    self._refuse(self.told_otherwise)
             self._timer.step_is_dropped()
         else:
             self._on_step()
@@ -137,18 +145,6 @@ class PlaceholderSteps(StepMarks):
             self.otherwise = 0
             self._timer.step_ends(marks, wait_seconds)
         self._timer.step_begins()
-
-    def _refuse_if_lasting(self, passes: int, rows: int) -> None:
-        """End the trial of a script that never does what it was told.
-
-        A gradient scaler may leave steps out, whose backward passes then come with those of the next.
-        """
-        if self._may_skip and passes > self._wanted_passes and passes % self._wanted_passes == 0:
-            return
-        self.otherwise += 1
-        self.told_otherwise = self._describe_otherwise(passes, rows)
-        if self.otherwise > (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
-            self._refuse(self.told_otherwise)
 
     def _describe_otherwise(self, passes: int, rows: int) -> str:
         asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
@@ -208,13 +204,16 @@ class Loading:
         self.prefetch: int | None = None
         self.batches: Any = None
         """What chose the samples of the last batch; a ``BatchSampler`` unless the script has one of its own."""
-        on_loaded_batch(self._loaded)
+        around_batches(self._give)
 
-    def _loaded(self, iterator: Any, seconds: float) -> None:
-        self.seconds += seconds
+    def _give(self, give: Callable[[Any], Any], iterator: Any, _: Any) -> Any:
+        began = time.perf_counter()
+        batch = give(iterator)
+        self.seconds += time.perf_counter() - began
         self.workers = getattr(iterator, "_num_workers", 0)
         self.batches = getattr(iterator, "_index_sampler", None)
         self.prefetch = getattr(iterator, "_prefetch_factor", None)
+        return batch
 
     def take(self) -> float:
         """Return the seconds since it was asked for last."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +28,7 @@ from autotune.worker.user.code import load_function, run_as_main
 from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
-from autotune.worker.wrapping import after, around, on_import
+from autotune.worker.wrapping import after, around, before, on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.run_watch import LoopWatch
@@ -121,17 +121,6 @@ class Run:
 # transformers.Trainer
 
 
-@dataclass
-class _RealFields(TrainerFields):
-    """Puts the winner's fields over ``TrainingArguments``, and tells of each ``Trainer`` that begins to train."""
-
-    run: TrainerRun = field(kw_only=True)
-
-    def begin(self, trainer: Any) -> None:
-        super().begin(trainer)
-        self.run.begin(trainer)
-
-
 class TrainerRun(Run):
     """A training with ``transformers.Trainer``."""
 
@@ -140,11 +129,17 @@ class TrainerRun(Run):
         training = self.training
         # A function is handed what it is to pass on.
         tuned = {} if training.source.kind == "build" else training.arguments
-        self._fields = _RealFields(tuned=tuned, say=_say, run=self)
+        self._fields = TrainerFields(tuned=tuned, say=_say)
         on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
-        on_import("transformers.trainer", lambda module: self._fields.watch_trainer(module.Trainer))
-        if training.recovery is not None:
-            on_import("transformers.trainer", lambda module: around(module.Trainer, "train", self._train_recovering))
+
+        def wrap(module: ModuleType) -> None:
+            before(module.Trainer, "train", lambda trainer, *_, **__: self.begin(trainer))
+            # Before that: it puts the winner's fields over those of the Trainer.
+            self._fields.watch_trainer(module.Trainer)
+            if training.recovery is not None:
+                around(module.Trainer, "train", self._train_recovering)
+
+        on_import("transformers.trainer", wrap)
 
     def _train_recovering(self, train: Any, trainer: Any, *words: Any, **options: Any) -> Any:
         """Train, from the last checkpoint of this run where there is one; end the process where memory runs out."""
@@ -250,6 +245,13 @@ class LoopRun(Run):
         batch = candidate.per_device_train_batch_size if "batch" in takes and source.kind != "loop" else None
         self._loader: Any = None
         self._overruled: int | None = None
+        self._schedules: list[Any] = []
+
+        def made(_: None, schedule: Any, *__: Any, **___: Any) -> None:
+            self._schedules.append(schedule)
+
+        def overrules(said: int) -> None:
+            self._overruled = said
 
         def change(_: ModuleType) -> None:
             from autotune.worker.user.loader_overlay import LoaderOverlay
@@ -261,23 +263,14 @@ class LoopRun(Run):
             self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes
             self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
-            self._watch_schedules()
+            after(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "__init__", made)
 
         # Not "torch.utils.data", which torch imports while half of it is not there yet.
         on_import("torch", change)
         if source.kind != "loop":
             changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
             set_options(changes.options)
-            ADAPTERS[source.framework].overlay(replace(changes, overrules=self._overrule))
-
-    def _watch_schedules(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler
-
-        self._schedules: list[Any] = []
-        after(LRScheduler, "__init__", lambda _, schedule, *__, **___: self._schedules.append(schedule))
-
-    def _overrule(self, said: int) -> None:
-        self._overruled = said
+            ADAPTERS[source.framework].overlay(replace(changes, overrules=overrules))
 
     def _look(self) -> None:
         """End the process where another loader is trained with, or a schedule is made for what is not trained with."""

@@ -20,8 +20,6 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from autotune.core.jobs import TrialWork
-from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
     HostUse,
@@ -33,13 +31,11 @@ from autotune.core.rehearsal import (
     Whole,
     extrapolated,
 )
-from autotune.core.scratch import Scratch
-from autotune.core.workload import Workload
 from autotune.worker.failures import first_line, is_out_of_memory
-from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
+from autotune.worker.user.samples import read_lengths
 from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 
@@ -53,29 +49,61 @@ _SAVED_PER_WEIGHT = 3
 """Times the weights: with the two states of AdamW."""
 
 
+Answer = Callable[[Rehearsal], NoReturn]
+
+
+class Parts:
+    """What a rehearsal has found so far, and how it ends."""
+
+    def __init__(self, work: RehearsalWork, meter: Meter, answer: Answer) -> None:
+        self._work, self._meter, self._answer = work, meter, answer
+        self._is_on_cpu = work.devices.kind == "cpu"
+        self._began = time.monotonic()
+        self._unknown: list[str] = []
+        self._found = Rehearsal(line_bytes=work.line_bytes)
+
+    def finish(self, **found: Any) -> NoReturn:
+        """End with what was found."""
+        seconds = round(time.monotonic() - self._began, 3)
+        self._answer(replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found))
+
+    def longest_of(self, data: Any, rows: int) -> tuple[list[int], LongestBatch | None]:
+        """Return which samples make the longest batch, as far as can be read in the time, and what is known of it.
+
+        ``None`` where no batch is longer than others, or it is unknown which.
+        """
+        of = length(data)
+        read = read_lengths(data, all_over(of), self._work.seconds / 3) if of is not None else {}
+        if not read or of is None:
+            self._unknown.append("the longest batch: the lengths of its samples are not known")
+            return [], None
+        if len(set(read.values())) == 1 and len(read) == of:
+            return [], None
+        chosen = sorted(read, key=lambda index: -read[index])[:rows]
+        return chosen, LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
+
+    def _trim(self) -> None:
+        """Give back what was freed of the host's memory: else it is used again before resident memory grows."""
+        if self._is_on_cpu:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def _reset(self) -> None:
+        """Give back what is not needed any more, and measure peaks from now on."""
+        gc.collect()
+        self._trim()
+        self._meter.reset_peaks()
+
+
 class TrainerRehearsal(TrainerTrial):
     """A trial that ends with what a long run needs beyond its first steps."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        work: RehearsalWork,
-        scratch: Scratch,
-        finish: Callable[[Rehearsal], NoReturn],
-        ranks: Ranks | None = None,
-    ) -> None:
-        trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified)
-        self._work, self._answer = work, finish
-        self._parts: _Parts | None = None
+    parts: _TrainerParts | None = None
+    """What is run at the end; ``None`` before the training begins."""
 
-        def end(outcome: Outcome) -> NoReturn:
-            why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
-            if self._parts is not None:
-                # Out of memory while a checkpoint is written, which the Trainer does.
-                finish(self._parts.ended_by(why, is_out_of_memory=isinstance(outcome, OutOfMemory)))
-            finish(Rehearsal(problem=why))
-
-        super().__init__(workload, trial, scratch, lambda _: None, end, ranks)
+    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
+        super().__init__(*words)
+        self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
@@ -88,46 +116,33 @@ class TrainerRehearsal(TrainerTrial):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
         self._checks.watch.remove()
-        self._parts = _Parts(trainer, self._work, self._meter, self._tree, self._answer)
-        trainer.add_callback(self._parts)
+        self.parts = _TrainerParts(trainer, self._tree, self._work, self._meter, self._answer)
+        trainer.add_callback(self.parts)
         trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
         if trainer.args.save_strategy != "no":
             trainer.args.save_total_limit = None
 
 
-class _Parts(TrainerCallback):  # type: ignore[misc]
+class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     """Runs the parts at the end of the last of some steps."""
 
-    def __init__(
-        self, trainer: Any, work: RehearsalWork, meter: Meter, tree: _Tree, finish: Callable[[Rehearsal], NoReturn]
-    ) -> None:
-        self._trainer, self._work, self._meter, self._finish = trainer, work, meter, finish
-        self._is_on_cpu = work.devices.kind == "cpu"
-        self._began = time.monotonic()
-        self._deadline = self._began + work.seconds
-        self._unknown: list[str] = []
+    def __init__(self, trainer: Any, tree: _Tree, *words: Any) -> None:
+        super().__init__(*words)
+        self._trainer, self._tree = trainer, tree
         self._held: list[int | None] = []
-        self._tree = tree
         self._left_bytes: int | None = None
         """Of the first part of an evaluation."""
-        self._found = Rehearsal(line_bytes=work.line_bytes)
         self._saving_began: float | None = None
         self._loader: Any = None
-        self._evaluates_until = 0.0
 
-    def ended_by(self, why: str, *, is_out_of_memory: bool) -> Rehearsal:
-        """Return what was found before an error, which the part that ran last has caused."""
-        if self._saving_began is not None:
-            seconds = time.monotonic() - self._saving_began
-            if is_out_of_memory:
-                return self._with(saving=Saving(None, None, seconds, fits=False))
-            self._unknown.append(f"a checkpoint: {why}")
-            return self._with()
-        return self._with(problem=why)
-
-    def _with(self, **found: Any) -> Rehearsal:
-        seconds = round(time.monotonic() - self._began, 3)
-        return replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found)
+    def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
+        """End after an error, which the part that ran last has caused: a checkpoint is written by the Trainer."""
+        if self._saving_began is None:
+            self.finish(problem=why)
+        if is_out_of_memory:
+            self.finish(saving=Saving(None, None, time.monotonic() - self._saving_began, fits=False))
+        self._unknown.append(f"a checkpoint: {why}")
+        self.finish()
 
     # The steps
 
@@ -148,27 +163,23 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
             state.global_step < _MOST_STEPS and spent * (1 + 1 / state.global_step) < self._work.seconds
         ):
             return
-        control.should_save = self._run_parts()
-        if not control.should_save:
-            self._finish(self._with())
+        self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=self._meter.peaks().reserved)
+        longest = self._guarded("the batch of the longest samples", self._longest)
+        evaluation = self._guarded("the evaluation", self._evaluation)
+        self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
+        if args.save_strategy == "no":
+            self.finish()
+        size = _SAVED_PER_WEIGHT * sum(each.nbytes for each in self._trainer.model.parameters())
+        if size > min(_MOST_SAVED_BYTES, shutil.disk_usage(args.output_dir).free // 4):
+            self._unknown.append("a checkpoint: it is too large to be written here")
+            self.finish()
+        self._saving_began = time.monotonic()
+        self._reset()
+        control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have nothing happen between epochs."""
         control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
-
-    def _run_parts(self) -> bool:
-        """Run the batch of the longest samples and the evaluation; return whether a checkpoint is to be written."""
-        growth = growth_of(self._held)
-        peak = self._meter.peaks().reserved
-        self._found = replace(self._found, growth_bytes=growth, peak_bytes=peak)
-        longest = self._guarded("the batch of the longest samples", self._longest)
-        evaluation = self._guarded("the evaluation", self._evaluation)
-        self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
-        if not self._can_save():
-            return False
-        self._saving_began = time.monotonic()
-        self._reset()
-        return True
 
     def _guarded(self, name: str, part: Callable[[], Any]) -> Any:
         """Return what a part has found; ``None`` where the user's code raised, which is told."""
@@ -182,15 +193,8 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
                 self._trainer.model.train()
         return None
 
-    def _trim(self) -> None:
-        if self._is_on_cpu:
-            trim()
-
-    def _reset(self) -> None:
-        give_back(self._meter, is_on_cpu=self._is_on_cpu)
-
     def _host(self) -> HostUse | None:
-        if not self._tree.has_children:
+        if self._tree.processes == 1:
             return None
         trainer, batches = self._trainer, length(self._loader)
         limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
@@ -205,20 +209,12 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
     def _longest(self) -> LongestBatch | None:
         loader, trainer = self._loader, self._trainer
         dataset: Any = getattr(loader, "dataset", None)
-        batch = trainer.args.train_batch_size
-        of = length(dataset)
-        if of is None or getattr(loader, "collate_fn", None) is None:
+        if length(dataset) is None or getattr(loader, "collate_fn", None) is None:
             self._unknown.append("the longest batch: the data is streamed, or its loader makes batches of its own")
             return None
-        read = read_lengths(dataset, of, self._work.seconds / 3)
-        if not read:
-            self._unknown.append(
-                "the longest batch: its samples have no input_ids, so that their lengths are not known"
-            )
+        by_length, longest = self.longest_of(dataset, trainer.args.train_batch_size)
+        if longest is None:
             return None
-        if len(set(read.values())) == 1 and len(read) == of:
-            return None
-        by_length = sorted(read, key=lambda index: -read[index])[:batch]
         self._reset()
         peak: int | None = None
         try:
@@ -232,8 +228,7 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
-        fits = peak is not None and peak <= self._work.line_bytes
-        return LongestBatch(len(by_length), max(read.values()), peak, fits, len(read), of)
+        return replace(longest, peak_bytes=peak, fits=peak is not None and peak <= self._work.line_bytes)
 
     # The evaluation
 
@@ -285,12 +280,17 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
         """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
         batches = -(-samples // batch) if samples is not None else LARGE_PART
-        first = longest_first(data, samples, batch, self._work.seconds / 3)
+        first: list[int] = []
+        if samples is not None and hasattr(data, "__getitem__"):
+            read = read_lengths(data, all_over(samples), self._work.seconds / 3)
+            first = sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
         try:
-            before = self._held_now()
+            self._reset()
+            before = self._meter.allocated_bytes()
             warm = self._part(data, first, 1, batch)
             if self._left_bytes is None and before is not None:
-                self._left_bytes = max(0, (self._held_now() or before) - before)
+                self._reset()
+                self._left_bytes = max(0, (self._meter.allocated_bytes() or before) - before)
             each = max(warm.seconds, 1e-4)
             most = int(self._work.seconds / 2 / each)
             if batches <= min(most, LARGE_PART):
@@ -317,11 +317,6 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
             whole = min(whole, again, key=lambda each: each.device_bytes)
         return whole, many
 
-    def _held_now(self) -> int | None:
-        gc.collect()
-        self._trim()
-        return self._meter.allocated_bytes()
-
     def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
         """Evaluate some batches, the one of the longest samples first."""
         self._reset()
@@ -337,22 +332,12 @@ class _Parts(TrainerCallback):  # type: ignore[misc]
 
     # A checkpoint
 
-    def _can_save(self) -> bool:
-        trainer = self._trainer
-        if trainer.args.save_strategy == "no":
-            return False
-        size = _SAVED_PER_WEIGHT * sum(each.nbytes for each in trainer.model.parameters())
-        if size > min(_MOST_SAVED_BYTES, shutil.disk_usage(trainer.args.output_dir).free // 4):
-            self._unknown.append("a checkpoint: it is too large to be written here")
-            return False
-        return True
-
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End with the peak of the checkpoint that was written."""
         assert self._saving_began is not None
         peak, host = self._meter.peaks().reserved, None if self._is_on_cpu else most_host_bytes()
         seconds = time.monotonic() - self._saving_began
-        self._finish(self._with(saving=Saving(peak, host, seconds, fits=peak <= self._work.line_bytes)))
+        self.finish(saving=Saving(peak, host, seconds, fits=peak <= self._work.line_bytes))
 
 
 class _Tree:
@@ -364,7 +349,6 @@ class _Tree:
         self._each: list[int | None] = []
         self._last = 0.0
         self.processes = 1
-        self.has_children = False
         self._start = 0
         self.most_bytes = 0
         self.first_bytes = 0
@@ -379,7 +363,7 @@ class _Tree:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
         total = sum(map(_own_bytes, processes)) - self._start
-        self.processes, self.has_children = max(self.processes, len(processes)), self.has_children or len(processes) > 1
+        self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)
         if always:
             self._each.append(total)
@@ -401,51 +385,14 @@ def _own_bytes(pid: int | None) -> int:
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
 
 
-def trim() -> None:
-    """Give back what was freed of the host's memory: else it is used again before resident memory grows."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def give_back(meter: Meter, *, is_on_cpu: bool) -> None:
-    """Give back what is not needed any more, and measure peaks from now on."""
-    gc.collect()
-    if is_on_cpu:
-        trim()
-    meter.reset_peaks()
-
-
 # Samples and their lengths
 
 
-def read_lengths(dataset: Any, samples: int, most_seconds: float) -> dict[int, int]:
-    """Return the tokens of a dataset's samples by their indices, of as many as can be read in the time.
-
-    Some from all over the data come first; then the others, from the last one on. Empty where samples have no tokens.
-    """
-    ids = "input_ids"
-    if hasattr(dataset, "select_columns") and ids in (getattr(dataset, "column_names", None) or ()):
-        # Other columns may be images.
-        dataset = dataset.select_columns([ids])
-    end, found = time.monotonic() + most_seconds, dict[int, int]()
+def all_over(samples: int) -> Iterator[int]:
+    """Yield the indices of some samples from all over the data, then those of the others from the last one on."""
     stride = max(1, samples // 64)
-    for index in itertools.chain(range(0, samples, stride), range(samples - 1, -1, -1)):
-        if index not in found:
-            try:
-                found[index] = len(dataset[index][ids])
-            except (KeyError, TypeError, IndexError):
-                return {}
-        if time.monotonic() > end:
-            break
-    return found
-
-
-def longest_first(data: Any, samples: int | None, batch: int, most_seconds: float) -> list[int]:
-    """Return the indices of the longest samples for a batch; none where lengths cannot be read."""
-    if samples is None or not hasattr(data, "__getitem__"):
-        return []
-    read = read_lengths(data, samples, most_seconds)
-    return sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
+    yield from range(0, samples, stride)
+    yield from (index for index in range(samples - 1, -1, -1) if index % stride)
 
 
 def part_of(data: Any, first: Sequence[int], count: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -32,7 +32,10 @@ def sample_lengths(dataset: Any, batches: Sequence[Any], batch: int, order: Orde
     if not texts or len(texts) < len(batches):
         return None
     samples = len(dataset) if hasattr(dataset, "__len__") else None
-    drawn = dict(_of_samples(dataset, samples)) if samples is not None else {}
+    drawn = dict[int, int]()
+    if samples is not None:
+        some = random.Random(0).sample(range(samples), min(samples, _MOST_SAMPLES))
+        drawn = read_lengths(dataset, some, _MOST_SECONDS)
     by_length = sorted(drawn, key=lambda index: -drawn[index])
     each = list(drawn.values()) or [tokens for made in texts for tokens in _real_lengths(made)]
     is_row = batch > 1 and all(len(made[_IDS]) == 1 for made in texts)
@@ -75,21 +78,29 @@ def lengths_of_loader(loader: Any) -> SampleLengths | None:
     return sample_lengths(dataset, batches, batch, "random")
 
 
-def _of_samples(dataset: Any, samples: int) -> Iterator[tuple[int, int]]:
-    """Yield indices of samples drawn at random, with their tokens; none where a sample holds no tokens."""
-    end = time.monotonic() + _MOST_SECONDS
-    for index in random.Random(0).sample(range(samples), min(samples, _MOST_SAMPLES)):
+def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> dict[int, int]:
+    """Return the tokens of samples by their indices, of as many as can be read in the time; none where they have none.
+
+    Padding is left out where a mask tells it.
+    """
+    names = getattr(dataset, "column_names", None) or ()
+    if hasattr(dataset, "select_columns") and _IDS in names:
+        # Other columns may be images.
+        dataset = dataset.select_columns([name for name in (_IDS, _MASK) if name in names])
+    end, found = time.monotonic() + most_seconds, dict[int, int]()
+    for index in indices:
         try:
             sample = dataset[index]
             if _IDS not in sample or getattr(sample[_IDS], "ndim", 1) != 1:
-                return
+                return found
             mask = sample.get(_MASK)
-            yield index, len(sample[_IDS]) if mask is None else int(sum(mask))
+            found[index] = len(sample[_IDS]) if mask is None else int(sum(mask))
         except Exception:
             # Whatever their data may raise: the loader has had other samples.
-            return
+            return found
         if time.monotonic() > end:
-            return
+            break
+    return found
 
 
 def _real_lengths(batch: Mapping[str, Any]) -> list[int]:

@@ -44,14 +44,12 @@ class SeenOptions:
         """Where each puts its value."""
         self.values: dict[str, Any] = {}
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
-        after(kind, "add_argument", self._on_added)
-        after(argparse.ArgumentParser, "parse_known_args", self._on_parsed)
 
-    def _on_added(self, made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
-        self.names |= {name: made.dest for name in names if isinstance(name, str) and name.startswith("--")}
+        def added(made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
+            self.names |= {name: made.dest for name in names if isinstance(name, str) and name.startswith("--")}
 
-    def _on_parsed(self, parsed: tuple[Any, Any], *_: Any, **__: Any) -> None:
-        self.values |= vars(parsed[0])
+        after(kind, "add_argument", added)
+        after(argparse.ArgumentParser, "parse_known_args", lambda parsed, *_, **__: self.values.update(vars(parsed[0])))
 
     def flags(self, options: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
         """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.stack import lines_above, module_of, users_line
+from autotune.worker.trial.run import known_fields
 from autotune.worker.user.code import UserCodeError, load_function, run_script
 from autotune.worker.user.trainer_fields import BATCH, TrainerFields, generates
 from autotune.worker.wrapping import around, before
@@ -246,8 +246,3 @@ def own_batch(arguments: Any) -> tuple[int, int]:
 
 def _batch_and_accumulation(arguments: Any) -> tuple[int, int]:
     return int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps)
-
-
-def known_fields() -> set[str]:
-    """Return the names of the fields of the installed ``TrainingArguments``."""
-    return {f.name for f in dataclasses.fields(TrainingArguments)}

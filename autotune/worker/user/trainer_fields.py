@@ -84,8 +84,9 @@ class TrainerFields:
             self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
 
     def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
+        kind: Any = sys.modules["transformers.training_args"].TrainingArguments
         for given in (*words, *options.values()):
-            if is_arguments(given):
+            if isinstance(given, kind):
                 self.put_again(given)
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
@@ -98,12 +99,6 @@ class TrainerFields:
             if not has(found, asked) and name != "use_cpu":
                 return f"{name} is {plain(found)!r}, asked was {asked!r}"
         return None
-
-
-def is_arguments(value: Any) -> bool:
-    """Return whether a value is a ``TrainingArguments``."""
-    module = sys.modules.get("transformers.training_args")
-    return module is not None and isinstance(value, module.TrainingArguments)
 
 
 def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:

@@ -211,14 +211,18 @@ class _Inspection:
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
-                overlay = self._overlay
+                overlay, args = self._overlay, trainer.args
                 overlay.begin(trainer)
+                # TRL's GRPO generates with vLLM in this process, and as many completions of a prompt at a time.
+                is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
+                step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+                is_of_step = getattr(args, "generation_batch_size", None) == step
                 interface = CodeInterface(
                     "trainer",
                     made_from="code" if overlay.set_since.intersection(BATCH) else overlay.made_from,
                     place=overlay.place,
-                    engine_share=_engine_share(trainer.args),
-                    samples_a_prompt=_samples_a_prompt(trainer.args),
+                    engine_share=float(args.vllm_gpu_memory_utilization) if is_here else None,
+                    samples_a_prompt=int(getattr(args, "num_generations", None) or 1) if is_of_step else 1,
                     batch_matters=overlay.why_batch_matters,
                     packs=bool(getattr(trainer.args, "packing", False)),
                 )
@@ -345,19 +349,6 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
     return dataclasses.replace(
         interface, shapes_vary=vary, lengths=lengths, goes_on=goes_on, obstacles=obstacles(trainer, batches)
     )
-
-
-def _engine_share(args: Any) -> float | None:
-    """Return the part of the GPU's memory that vLLM is given in this process, as TRL's GRPO has it."""
-    is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
-    return float(args.vllm_gpu_memory_utilization) if is_here else None
-
-
-def _samples_a_prompt(args: Any) -> int:
-    """Return the completions of a prompt, where those of one optimizer step are generated at a time; else 1."""
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    is_of_step = getattr(args, "generation_batch_size", None) == step
-    return int(args.num_generations) if is_of_step and getattr(args, "num_generations", None) else 1
 
 
 def _precision(args: Any) -> Precision:

@@ -98,7 +98,14 @@ class TrainerStep(Training):
         change = enable_checkpointing if self.arm.gradient_checkpointing else disable_checkpointing
         change(self.model)
         self.model.forward = with_autocast(self.model.forward, self.arm.precision)
-        return self._optimizer()
+        # The one that the Trainer makes, or was given.
+        trainer, arguments = self._trainer, self._trainer.args
+        compute_arguments_on_cpu(arguments)
+        if trainer.optimizer is not None:
+            return self._over_fake_parameters(trainer.optimizer)
+        kind = type(arguments.optim)
+        arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
+        return trainer.create_optimizer()  # type: ignore[no-any-return]
 
     def batch(self, size: int) -> Any:
         """Return one batch of so many samples."""
@@ -107,16 +114,6 @@ class TrainerStep(Training):
     def loss(self, batch: Any) -> Any:
         """Return the loss as the Trainer computes it."""
         return self._trainer.compute_loss(self.model, dict(batch))
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """Return the one that the Trainer makes, or was given."""
-        trainer, arguments = self._trainer, self._trainer.args
-        compute_arguments_on_cpu(arguments)
-        if trainer.optimizer is not None:
-            return self._over_fake_parameters(trainer.optimizer)
-        kind = type(arguments.optim)
-        arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
-        return trainer.create_optimizer()  # type: ignore[no-any-return]
 
     def _over_fake_parameters(self, optimizer: Any) -> torch.optim.Optimizer:
         """Exchange the parameters of an optimizer for the fake ones; it has no state then.
@@ -128,17 +125,16 @@ class TrainerStep(Training):
         exchanged = {id(real): fakes[name] for name, real in self._real.items()}
         for group in optimizer.param_groups:
             group["params"] = [
-                exchanged[id(each)] if id(each) in exchanged else _fake(each) for each in group["params"]
+                exchanged[id(each)]
+                if id(each) in exchanged
+                # One that belongs to no module of the model.
+                else torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad)
+                for each in group["params"]
             ]
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
         optimizer.state.clear()
         return optimizer  # type: ignore[no-any-return]
-
-
-def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Return a fake of a parameter that belongs to no module of the model."""
-    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,22 +178,13 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
         return Memory(unknown=why_not(error))
     traces = [functools.partial(_trace, step, arm, wanted.chip) for arm in to_trace]
     at_once = max(1, min(usable_cores(), _MOST_AT_ONCE))
-    answers = in_forks(_Traced, traces, at_once=at_once, limit_seconds=_MOST_SECONDS)
-    ended = _Traced(why="its process ended")
-    found = [(arm, answer or ended) for arm, answer in zip(to_trace, answers, strict=True)]
-    steps = tuple(TracedStep(arm, answer.step) for arm, answer in found if answer.step is not None)
-    return Memory(steps, next((answer.why for _, answer in found if answer.why is not None), None))
+    answers = in_forks(Memory, traces, at_once=at_once, limit_seconds=_MOST_SECONDS)
+    found = [answer or Memory(unknown="its process ended") for answer in answers]
+    steps = tuple(step for answer in found for step in answer.steps)
+    return Memory(steps, next((answer.unknown for answer in found if answer.unknown is not None), None))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Traced:
-    """What a fork answers: the packed step, or why there is none."""
-
-    step: str | None = None
-    why: str | None = None
-
-
-def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[_Traced], NoReturn]) -> NoReturn:
+def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoReturn]) -> NoReturn:
     """Trace the step in this process, a fork, and end it."""
     try:
         torch.set_num_threads(1)
@@ -208,9 +195,9 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[_Traced], No
         step.arm = arm
         around(torch.Tensor, "__iter__", _refuse_samples)
         trace, operations = trace_training(step, TRACED_BATCH, chip, padded=step.shapes.is_padded)
-        answer = _Traced(packed(trace, TRACED_BATCH, operations))
+        answer = Memory((TracedStep(arm, packed(trace, TRACED_BATCH, operations)),))
     except BaseException as error:
-        answer = _Traced(why=why_not(error))
+        answer = Memory(unknown=why_not(error))
     send(answer)
 
 

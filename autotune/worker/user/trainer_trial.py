@@ -20,6 +20,7 @@ from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
+from autotune.worker.trial.run import known_fields
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
@@ -30,7 +31,6 @@ from autotune.worker.user.trainer_code import (
     Overlay,
     ignored_message,
     intercept,
-    known_fields,
     own_batch,
     run_source,
 )
@@ -187,7 +187,14 @@ class TrainerTrial(OwnTrial):
     def _prepare(self, trainer: Any) -> None:
         """Measure it for as many steps as needed."""
         self._apply(trainer)
-        run = self._planned_run(trainer)
+        # What it would run by itself, with the candidate's batch.
+        args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
+        by_steps = args.max_steps > 0
+        steps = args.max_steps if by_steps else None
+        if steps is None and samples is not None:
+            steps = max(1, round(samples * args.num_train_epochs / self._candidate.samples_per_step))
+        epochs = None if by_steps else float(args.num_train_epochs)
+        run = planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
         self._spread_steps(trainer, run)
         watch = LossWatch(trainer)
         if self._overlay.shortened is None:
@@ -203,18 +210,6 @@ class TrainerTrial(OwnTrial):
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
-
-    def _planned_run(self, trainer: Any) -> PlannedRun:
-        """Return what the training would run by itself, with the candidate's batch."""
-        args, own = trainer.args, self._source.interface.lengths
-        step_samples = self._candidate.samples_per_step
-        samples = length(getattr(trainer, "train_dataset", None))
-        by_steps = args.max_steps > 0
-        steps = args.max_steps if by_steps else None
-        if steps is None and samples is not None:
-            steps = max(1, round(samples * args.num_train_epochs / step_samples))
-        epochs = None if by_steps else float(args.num_train_epochs)
-        return planned_run(own, self._candidate, steps, epochs)
 
     def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
         """Have the steps drawn evenly from an epoch of the training's own order, where that may be changed."""

@@ -8,26 +8,23 @@ memory cap unless the work sets one.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.training import apply
 from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
-from autotune.worker.failures import classify
 from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.build import built_or_on_meta, in_deepspeeds_dtype, shard_from_meta
 from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
-from autotune.worker.trial.meter import Meter, open_meter
+from autotune.worker.trial.meter import Meter, failure_of, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 # Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.
@@ -154,7 +151,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:
-        outcome = classify_failure(error, watch.during, meter, work)
+        outcome = failure_of(error, meter, watch.during, work.cap_bytes, on_cpu=work.devices.kind == "cpu")
         return StockResult(outcome.state, outcome.message, outcome.during)
 
 
@@ -166,24 +163,11 @@ def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
     return itertools.cycle([batch] * (count // batch) + [last] * bool(last))
 
 
-def classify_failure(error: Exception, during: str, meter: Meter, work: StockWork) -> OutOfMemory | Failed:
-    """Return the outcome of a training that ended with an exception, and print it for the log."""
-    meter.lift_limit()
-    allocated, reserved = meter.peaks()
-    memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": work.cap_bytes}
-    outcome = classify(error, during=during, on_cpu=work.devices.kind == "cpu", memory=memory)
-    print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
-    return outcome
-
-
-def build_trainer(
-    work: StockWork, output_dir: str, meter: Meter, callbacks: list[Any], arguments: Mapping[str, Any] | None = None
-) -> Any:
-    """Build a ``Trainer`` of the workload with the exported arguments unchanged, and ``arguments`` added."""
+def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
     set_seed(work.seed)
     workload = work.workload
     fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}
-    fixed |= {"output_dir": output_dir, "save_strategy": "no", **(arguments or {})}
+    fixed |= {"output_dir": output_dir, "save_strategy": "no"}
     dataset = None
     if workload.data is not None:
         assert work.data_folder is not None
@@ -215,14 +199,10 @@ def build_trainer(
             "data_collator": train_dataset.collator,
             "eval_dataset": synthetic_dataset(workload, model, evaluated, work.seed),
         }
-    trainer = Trainer(model=model, args=made, callbacks=callbacks, **ingredients)
+    trainer = Trainer(model=model, args=made, callbacks=[watch], **ingredients)
     if is_on_meta:
         shard_from_meta(trainer, built)
-    return apply(trainer, **work.applied)
-
-
-def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
-    trainer = build_trainer(work, output_dir, meter, [watch])
+    trainer = apply(trainer, **work.applied)
     on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()

@@ -7,6 +7,7 @@ argument: there each rank reads the work and writes its answer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.core.schema import decode, encode
-from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
+from autotune.core.verification import PeakBytes, StockResult, StockWork
 from autotune.worker import process
 
 _RANK_MODULE = "autotune.worker.verify.torchrun"
@@ -36,20 +37,12 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
     # Else the ranks look up this host's own name, which nobody resolves on some machines without a network.
     launcher += ["--local-addr", "127.0.0.1"]
     ended = subprocess.run([*launcher, "-m", _RANK_MODULE, str(folder)], check=False)
-    return merge([read_answer(folder, rank) for rank in range(ranks)], ended.returncode, work.context_parallel)
-
-
-def answer_path(folder: Path, rank: int) -> Path:
-    """Return where a rank writes its answer."""
-    return folder / f"rank-{rank}.json"
-
-
-def read_answer(folder: Path, rank: int) -> StockResult | None:
-    """Return what a rank answered; ``None`` where it did not."""
-    try:
-        return decode(json.loads(answer_path(folder, rank).read_text()), StockResult)
-    except (OSError, ValueError):
-        return None
+    answers: list[StockResult | None] = [None] * ranks
+    for rank in range(ranks):
+        # One that was killed left none.
+        with contextlib.suppress(OSError, ValueError):
+            answers[rank] = decode(json.loads((folder / f"rank-{rank}.json").read_text()), StockResult)
+    return merge(answers, ended.returncode, work.context_parallel)
 
 
 def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
@@ -74,7 +67,13 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
     return dataclasses.replace(
         said[0],
         stretches=tuple(
-            _joint(stretches, shared_by) for stretches in zip(*(answer.stretches for answer in said), strict=True)
+            dataclasses.replace(
+                each[0],
+                seconds=max(stretch.seconds for stretch in each),
+                samples=sum(stretch.samples for stretch in each) // shared_by,
+                new_shapes=max(stretch.new_shapes for stretch in each),
+            )
+            for each in zip(*(answer.stretches for answer in said), strict=True)
         ),
         peak_bytes={
             what: PeakBytes(
@@ -90,16 +89,6 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
     )
 
 
-def _joint(stretches: Sequence[Stretch], shared_by: int) -> Stretch:
-    """Return the same stretch of several ranks as one."""
-    return dataclasses.replace(
-        stretches[0],
-        seconds=max(stretch.seconds for stretch in stretches),
-        samples=sum(stretch.samples for stretch in stretches) // shared_by,
-        new_shapes=max(stretch.new_shapes for stretch in stretches),
-    )
-
-
 def run_rank(folder: Path) -> None:
     """Train one of the ranks, in a process that ``torchrun`` started."""
     # torchrun gives each rank a session of its own, which nobody kills with it.
@@ -109,7 +98,7 @@ def run_rank(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     work = decode(json.loads((folder / WORK).read_text()), StockWork)
     answer = run_stock(work, str(folder / TRAINING), rank)
-    path = answer_path(folder, rank)
+    path = folder / f"rank-{rank}.json"
     path.with_suffix(".part").write_text(json.dumps(encode(answer)))
     path.with_suffix(".part").rename(path)
     # Has torchrun end the other ranks, which would wait for this one.

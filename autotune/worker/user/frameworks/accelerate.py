@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import ModelFacts
+from autotune.core.candidate import Precision
 from autotune.space import precision_names
 from autotune.worker.user.adapter import (
     Changes,
@@ -53,7 +52,17 @@ def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool
     """Do that in a trial, and tell of the batches."""
     AccelerateOverlay(changes, is_quiet=True).install()
     set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
-    _keep_quiet()
+    from accelerate import Accelerator
+    from huggingface_hub import HfApi
+    from transformers import PreTrainedModel
+    from transformers.utils import PushToHubMixin
+
+    # Nothing is tracked, saved or pushed.
+    silence(Accelerator, "init_trackers", "log", "save_state", "save_model", "save")
+    silence(PreTrainedModel, "save_pretrained")
+    silence(PushToHubMixin, "push_to_hub")
+    silence(HfApi, "upload_folder", "upload_file")
+    around(HfApi, "create_repo", lambda _, __, repo_id, *___, **____: SimpleNamespace(repo_id=repo_id))
     give_batches(_loaders(), measured_batches(changes, steps))
 
 
@@ -84,12 +93,12 @@ class AccelerateOverlay:
         on_import("accelerate.accelerator", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
+        from autotune.worker.user.loader_overlay import keep_key, line_of_maker
+
         kind: Any = module.Accelerator
         signature = python_inspect.signature(kind.__init__)
 
         def made(make: Callable[..., None], accelerator: Any, *words: Any, **options: Any) -> None:
-            from autotune.worker.user.loader_overlay import line_of_maker
-
             given = signature.bind(accelerator, *words, **options)
             self.made_at = line_of_maker()
             self.passed = {name for name in _SETTINGS if given.arguments.get(name) is not None}
@@ -100,7 +109,9 @@ class AccelerateOverlay:
         around(kind, "__init__", made)
         before(kind, "prepare", self._on_prepare)
         before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
-        after(kind, "prepare_data_loader", self._on_prepared_loader)
+        after(
+            kind, "prepare_data_loader", lambda prepared, _, /, data_loader, *__, **___: keep_key(prepared, data_loader)
+        )
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
         changes, wanted = self._changes, dict[str, Any]()
@@ -125,29 +136,6 @@ class AccelerateOverlay:
                 self.models.append(thing)
                 self._changes.apply_to(thing)
 
-    def _on_prepared_loader(self, prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
-        from autotune.worker.user.loader_overlay import keep_key
-
-        keep_key(prepared, data_loader)
-
-
-def _keep_quiet() -> None:
-    """Have nothing tracked, saved or pushed in this process."""
-    from accelerate import Accelerator
-    from huggingface_hub import HfApi
-    from transformers import PreTrainedModel
-    from transformers.utils import PushToHubMixin
-
-    silence(Accelerator, "init_trackers", "log", "save_state", "save_model", "save")
-    silence(PreTrainedModel, "save_pretrained")
-    silence(PushToHubMixin, "push_to_hub")
-    silence(HfApi, "upload_folder", "upload_file")
-
-    def create_repo(_: Any, repo_id: str, *__: Any, **___: Any) -> SimpleNamespace:
-        return SimpleNamespace(repo_id=repo_id)
-
-    HfApi.create_repo = create_repo  # type: ignore[assignment, method-assign]
-
 
 def _loaders() -> tuple[type, ...]:
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -158,45 +146,30 @@ def _loaders() -> tuple[type, ...]:
 class AccelerateInspection(LoopInspection):
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
+    framework, known_options = "accelerate", _OPTIONS
+
     def __init__(self, inspecting: ScriptInspection) -> None:
         super().__init__(inspecting)
-        self.overlay: AccelerateOverlay = AccelerateOverlay(Changes(), is_quiet=True)
+        self.overlay = AccelerateOverlay(Changes(), is_quiet=True)
         give_batches(_loaders(), self.batches)
 
-    def accumulates_itself(self) -> bool:
-        """Return whether the script divides its steps by ``Accelerator.accumulate``."""
-        return self.overlay.accumulates
-
-    def facts(self) -> ModelFacts:
-        """Return what the script trains with."""
-        import torch
-
-        from autotune.worker.user.inspection import facts_of_script
-        from autotune.worker.user.loader_overlay import batch_of
-
-        source = self.inspecting.source
-        accelerator, models = self.overlay.accelerator, self.overlay.models
-        if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+    def precision(self) -> Precision:
+        """Return that of the ``Accelerator``; raises ``UserCodeError`` for one that no trial has."""
+        precision: Any = self.overlay.accelerator.mixed_precision
+        if precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(
-                f"{source.name} trains in {accelerator.mixed_precision}", "use bf16, fp16 or no mixed precision"
+                f"{self.inspecting.source.name} trains in {precision}", "use bf16, fp16 or no mixed precision"
             )
-        by = self.accumulates_by()
-        accumulation = accelerator.gradient_accumulation_steps if by == "accelerator" else self.passes
-        is_tf32 = torch.backends.cuda.matmul.allow_tf32
-        precision = accelerator.mixed_precision
-        return facts_of_script(
-            source,
-            CodeInterface(
-                "accelerate",
-                accumulates_by=by,
-                flags=self.options.flags(_OPTIONS, {"batch": batch_of(self.loader), "accumulation": accumulation}),
-                accelerator=os.path.basename(self.overlay.made_at),
-                passed=tuple(sorted(self.overlay.passed)),
-            ),
-            models[0] if models else None,
-            self.loader,
-            accumulation=accumulation,
-            precision=precision if precision != "no" else "tf32" if is_tf32 else "fp32",
-            takes_accumulation=by != "script",
-            takes_precision=True,
-        )
+        return "fp32" if precision == "no" else precision
+
+    def told_accumulation(self) -> int | None:
+        """Return that of the ``Accelerator``, where the script divides its steps by ``Accelerator.accumulate``."""
+        overlay = self.overlay
+        return overlay.accelerator.gradient_accumulation_steps if overlay.accumulates else None
+
+    def interface(self) -> dict[str, Any]:
+        """Return where the ``Accelerator`` is made, and with which settings of the script's own."""
+        return {
+            "accelerator": os.path.basename(self.overlay.made_at),
+            "passed": tuple(sorted(self.overlay.passed)),
+        }

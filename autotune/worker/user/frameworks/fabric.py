@@ -6,13 +6,11 @@ searched where an option ``--gradient_accumulation_steps`` decides it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import ModelFacts
+from autotune.core.candidate import Precision
 from autotune.space import precision_names
 from autotune.worker.user.adapter import (
     Changes,
@@ -98,30 +96,13 @@ class FabricOverlay:
 class FabricInspection(LoopInspection):
     """What a script is seen to train with, up to its second step."""
 
+    framework, known_options = "fabric", _OPTIONS
+
     def __init__(self, inspecting: ScriptInspection) -> None:
         super().__init__(inspecting)
         is_on_cpu = inspecting.work.devices.kind == "cpu"
         self.overlay = FabricOverlay(Changes(), _quiet(on_cpu=is_on_cpu), self.batches)
 
-    def facts(self) -> ModelFacts:
-        """Return what the script trains with."""
-        from autotune.worker.user.inspection import facts_of_script
-        from autotune.worker.user.loader_overlay import batch_of
-
-        by, precision = self.accumulates_by(), precision_names.OF_LIGHTNING.get(self.overlay.precision)
-        is_tf32 = sys.modules["torch"].backends.cuda.matmul.allow_tf32
-        return facts_of_script(
-            self.inspecting.source,
-            CodeInterface(
-                "fabric",
-                accumulates_by=by,
-                flags=self.options.flags(_OPTIONS, {"batch": batch_of(self.loader), "accumulation": self.passes}),
-            ),
-            self.overlay.models[0] if self.overlay.models else None,
-            self.loader,
-            accumulation=self.passes,
-            # Weights of 16 bits are computed in without an autocast.
-            precision="tf32" if is_tf32 and precision == "fp32" else precision or "fp32",
-            takes_accumulation=by == "option",
-            takes_precision=precision is not None,
-        )
+    def precision(self) -> Precision | None:
+        """Return that of the ``Fabric`` that was made last."""
+        return precision_names.OF_LIGHTNING.get(self.overlay.precision)

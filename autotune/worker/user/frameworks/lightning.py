@@ -138,7 +138,16 @@ class LightningOverlay:
 
         def made(make: Callable[..., None], trainer: Any, *words: Any, **options: Any) -> None:
             options = changes.over(options, wanted)
-            make(trainer, *words, **(options if self._quiet is None else self._quieted(package, options)))
+            if self._quiet is not None:
+                given = options.get("callbacks") or []
+                callbacks = kept(package, [*given] if isinstance(given, list | tuple) else [given])
+                quiet, batches = dict(self._quiet), changes.epoch_batches
+                if batches is not None:
+                    del quiet["limit_val_batches"]
+                    quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+                logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
+                options |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package)]}
+            make(trainer, *words, **options)
 
         def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
             # Lightning calls it once setup and configure_model have made the parts of the model.
@@ -159,17 +168,6 @@ class LightningOverlay:
         around(kind, "fit", fitted)
         if self._quiet is not None:
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
-
-    def _quieted(self, package: str, options: dict[str, Any]) -> dict[str, Any]:
-        given = options.get("callbacks") or []
-        callbacks = [*given] if isinstance(given, list | tuple) else [given]
-        logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
-        callbacks = [*kept(package, callbacks), self._callback(package)]
-        quiet, batches = dict(self._quiet or {}), self._changes.epoch_batches
-        if batches is not None:
-            del quiet["limit_val_batches"]
-            quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-        return {**options, **quiet, "logger": logger, "callbacks": callbacks}
 
     def _callback(self, package: str) -> Any:
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
