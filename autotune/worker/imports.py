@@ -116,7 +116,10 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
     if source is not None:
         # The user's own code may use any package.
         workload = None
+    from autotune.worker.private.transformers_imports import import_models
+
     with _cuda_not_started(), _without(*_hidden_from(workload, is_plain=is_plain)):
+        import_models()
         import autotune.worker.facts
         import autotune.worker.trial.run
 

@@ -10,10 +10,12 @@ from datasets import Dataset
 from tiny import tiny_workload
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.utils import import_utils
 
 from autotune.worker.private import accelerate as accelerate_names
 from autotune.worker.private import datasets as datasets_names
 from autotune.worker.private import transformers as names
+from autotune.worker.private import transformers_imports
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
 
@@ -138,3 +140,13 @@ def test_datasets_lie_in_order_and_in_memory() -> None:
     stored = datasets_names.in_stored_order(shuffled)
     assert stored["x"][:] == [3, 1]
     assert datasets_names.in_stored_order(stored) is stored
+
+
+def test_the_list_of_models_is_what_transformers_would_make_again() -> None:
+    folder = Path(transformers.__file__).parent / "models"
+    import_utils.define_import_structure.cache_clear()
+    with pytest.raises(LookupError):
+        transformers_imports.listed_models(import_utils, folder)
+    import_utils.define_import_structure(folder, prefix="models")
+    listed = transformers_imports.listed_models(import_utils, folder)
+    assert listed == import_utils.define_import_structure(str(folder / "__init__.py"))
