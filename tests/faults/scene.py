@@ -287,6 +287,3 @@ class Scene:
         assert not [row for row in self.trials() if row.state == "running"]
         numbers = [row.number for row in self.trials()]
         assert len(numbers) == len(set(numbers))
-        told = self._query("SELECT number, state FROM trials")
-        assert {number for number, _ in told} >= set(numbers)
-        assert not [state for _, state in told if state in ("RUNNING", "WAITING")]
