@@ -115,9 +115,7 @@ def _verified(target: Target, asked: int | None, storage: str) -> Verification:
     steps = steps_of(target, asked)
     name, seconds = target.report.study.name, format_seconds(steps * target.promised.step_seconds)
     log_path = log_folder(storage, name) / "verify.log"
-    with waiting(
-        f"training {steps} steps, which take {seconds} at the promised speed, and writing a checkpoint"
-    ) as view:
+    with waiting(f"training {steps} steps, which take {seconds} at the promised speed") as view:
         view.print_line(
             f"training {target.report.workload['model']} of the study {name} for {steps} steps: "
             f"{target.best.candidate.describe()} on {target.placement.label} in a process of its own, "

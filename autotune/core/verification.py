@@ -76,6 +76,8 @@ class StockResult:
     """The peak ``before`` the evaluation, by the end of ``evaluate`` and ``save``, and at the ``end``."""
     pause_seconds: dict[str, float] = field(default_factory=dict)
     """How long ``evaluate`` and ``save`` took."""
+    unsaved_bytes: int | None = None
+    """Size of the checkpoint, where it was too large to be written."""
     joules_per_sample: float | None = None
     skipped_steps: int | None = None
     loss_problem: str | None = None

@@ -147,7 +147,8 @@ class Verification:
         if not peaks:
             return None
         last = peaks["end"]
-        before, save, end = (getattr(peak, kind) for peak in (peaks.get("before", last), peaks.get("save", last), last))
+        paused = peaks.get("save", peaks.get("evaluate", last))
+        before, save, end = (getattr(peak, kind) for peak in (peaks.get("before", last), paused, last))
         return int(end if end > save else before)
 
     @property
@@ -302,6 +303,8 @@ def notes(verification: Verification) -> list[str]:
     ]
     if changed:
         notes.append(f"the study was measured with {'; '.join(changed)}")
+    if (unsaved := verification.obtained.unsaved_bytes) is not None:
+        notes.append(f"no checkpoint was written, which takes about {format_bytes(unsaved)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_shape_seconds:
         notes.append(

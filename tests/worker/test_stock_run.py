@@ -25,7 +25,10 @@ class _Meter:
         return None
 
 
-def test_a_rank_does_not_time_the_checkpoint_that_another_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unsaved_bytes", [None, 10**11])
+def test_a_rank_does_not_time_the_checkpoint_that_another_writes(
+    monkeypatch: pytest.MonkeyPatch, unsaved_bytes: int | None
+) -> None:
     """Each step takes a second; the first rank then writes for 100 s, for which this one waits."""
     now = 0.0
     monkeypatch.setattr(stock, "time", SimpleNamespace(perf_counter=lambda: now))
@@ -35,15 +38,25 @@ def test_a_rank_does_not_time_the_checkpoint_that_another_writes(monkeypatch: py
         now += 100.0
 
     watch: Any = stock._Watch(_Meter(), 20, True, wait_for_ranks)  # type: ignore[arg-type]
+    watch.unsaved_bytes = unsaved_bytes
     state, control = SimpleNamespace(global_step=0), SimpleNamespace(should_evaluate=False)
     for step in range(1, 21):
         state.global_step, now = step, now + 1.0
         control.should_evaluate = False
         watch.on_step_end(None, state, control)
         if control.should_evaluate:
+            assert control.should_save is (unsaved_bytes is None)
             watch.on_evaluate(None, state, control)
-            watch.on_save(None, state, control)
+            if control.should_save:
+                watch.on_save(None, state, control)
     assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
+
+
+def test_a_checkpoint_has_weights_and_two_moments() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 10, bias=False))
+    assert stock.checkpoint_bytes(model, only_trained=False) == 200 * 12
+    model[0].requires_grad_(False)
+    assert [stock.checkpoint_bytes(model, only_trained=only) for only in (False, True)] == [1600, 1200]
 
 
 def test_rows_are_counted_where_an_epoch_ends_with_fewer() -> None:

@@ -8,6 +8,7 @@ memory cap unless the work sets one.
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from autotune.core.units import GIB
 from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.training import apply
 from autotune.worker import process
@@ -31,6 +33,8 @@ from autotune.worker.trial.synthetic import synthetic_dataset
 _EVALUATION_BATCHES = 4
 # The run is timed in this many stretches, whose speeds give the spread. Only their ends synchronize with the device.
 _STRETCHES = 10
+# A larger checkpoint is not written: one of Llama-3.1-8B, 96 GB, takes longer than the steps (four H100). A choice.
+_MOST_SAVED_BYTES = 20 * GIB
 # Most warm-up steps at the beginning, in which kernels are loaded and the allocator reserves its segments.
 _MOST_WARMUP_STEPS = 5
 
@@ -60,6 +64,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._samples = 0
         self._new_shapes = 0
         self.during = "train"
+        self.unsaved_bytes: int | None = None
+        """Size of a checkpoint that is too large to be written."""
         self.stretches: list[Stretch] = []
         self.joules: float | None = 0.0
         self.peaks: dict[str, PeakBytes] = {}
@@ -94,7 +100,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._begin(step)
         if is_pause:
             self.peaks["before"] = self._peaks()
-            control.should_evaluate = control.should_save = True
+            control.should_evaluate, control.should_save = True, self.unsaved_bytes is None
             self.during = "evaluate"
         elif step == self._steps:
             self.peaks["end"] = self._peaks()
@@ -103,13 +109,16 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """Record the end of the evaluation, which the checkpoint follows."""
         self._after("evaluate")
         self.during = "save"
+        if self.unsaved_bytes is not None:
+            self._go_on(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the checkpoint, and go on with training.
-
-        The first rank alone writes the model. The others would wait for it in their next step, which is timed.
-        """
+        """Record the end of the checkpoint, and go on with training."""
         self._after("save")
+        self._go_on(state)
+
+    def _go_on(self, state: Any) -> None:
+        # The first rank alone writes the model. The others would wait for it in their next step, which is timed.
         self.during = "train"
         self._wait_for_ranks()
         self._begin(state.global_step)
@@ -163,6 +172,15 @@ def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
     return itertools.cycle([batch] * (count // batch) + [last] * bool(last))
 
 
+def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
+    """Return what a checkpoint takes: weights, or adapters alone, and two moments in float32 of what is trained."""
+    # A rank of ZeRO-3 has parts of the tensors.
+    sized = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
+    weights: int = sum(count * p.element_size() for p, count in sized if p.requires_grad or not only_trained)
+    moments: int = sum(8 * count for p, count in sized if p.requires_grad)
+    return weights + moments
+
+
 def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
     set_seed(work.seed)
     workload = work.workload
@@ -186,6 +204,9 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
     )
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
+    saved_bytes = checkpoint_bytes(model, only_trained=bool(workload.peft))
+    if saved_bytes > min(_MOST_SAVED_BYTES, shutil.disk_usage(output_dir).free // 2):
+        watch.unsaved_bytes = saved_bytes
     if made.world_size != work.devices.ranks:
         raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {work.devices.ranks} were expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
@@ -213,6 +234,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         cpu_core=core,
         stretches=tuple(watch.stretches),
         peak_bytes=watch.peaks,
+        unsaved_bytes=watch.unsaved_bytes,
         pause_seconds=watch.pause_seconds,
         joules_per_sample=watch.joules / samples if watch.joules else None,
         skipped_steps=skipped_steps(trainer.accelerator.scaler, trainer.state.global_step),
