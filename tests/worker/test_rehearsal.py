@@ -27,7 +27,13 @@ def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | No
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
     work = RehearsalWork(
-        Candidate(Arm(), batch, 8 // batch), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0
+        Candidate(Arm(), batch, 8 // batch),
+        devices,
+        cap_bytes,
+        int(cap_bytes * 0.97),
+        42,
+        # Growth is told from many steps, which a busy machine takes longer for.
+        seconds=20.0 if name.endswith("workers") else 6.0,
     )
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
