@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import torch
+from rows_of_tokens import pad, samples
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -28,19 +29,6 @@ def model(vocabulary=1000, width=16):
         AutoConfig.for_model("bert", hidden_size=width, num_hidden_layers=1, num_attention_heads=2,
                              intermediate_size=32, vocab_size=vocabulary, max_position_embeddings=4096)
     )  # fmt: skip
-
-
-def samples(count, tokens=16, longest=None):
-    lengths = [tokens] * (count - 1) + [longest or tokens]
-    return [{"input_ids": [n % 7 + 300] * many, "labels": [n % 7 + 300] * many} for n, many in enumerate(lengths)]
-
-
-def pad(rows):
-    most = max(len(row["input_ids"]) for row in rows)
-    return {
-        key: torch.tensor([[*row[key], *[fill] * (most - len(row[key]))] for row in rows])
-        for key, fill in (("input_ids", 0), ("labels", -100))
-    }
 
 
 train, evaluated, net = samples(400), None, model()

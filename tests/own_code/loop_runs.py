@@ -3,24 +3,12 @@
 import sys
 
 import torch
+from rows_of_tokens import pad, samples
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 WORDS = sys.argv[1:] or ["accelerate", "healthy-batch"]
 framework, (name, dies) = WORDS[0], (WORDS[1].removeprefix("healthy-"), not WORDS[1].startswith("healthy-"))
-
-
-def samples(count, tokens=16, longest=None):
-    lengths = [tokens] * (count - 1) + [longest or tokens]
-    return [{"input_ids": [n % 7 + 300] * many, "labels": [n % 7 + 300] * many} for n, many in enumerate(lengths)]
-
-
-def pad(rows):
-    most = max(len(row["input_ids"]) for row in rows)
-    return {
-        key: torch.tensor([[*row[key], *[fill] * (most - len(row[key]))] for row in rows])
-        for key, fill in (("input_ids", 0), ("labels", -100))
-    }
 
 
 def made():
