@@ -330,9 +330,7 @@ class Search:
 
     def _change(self, tried: Tried, outcome: Outcome) -> None:
         """Put an outcome in the place of that of a trial, here and in the database."""
-        current = next(each for each in self._history.tried if each.trial_id == tried.trial_id)
-        self._history.replace(current, outcome)
-        self._plan.records[tried.trial_id] = replace(self._plan.records[tried.trial_id], outcome=outcome)
+        self._plan.change_outcome(tried.trial_id, outcome)
         self._store.change_outcome(tried.trial_id, outcome)
 
     def _fill_slots(self) -> Stop | None:

@@ -136,10 +136,14 @@ class Plan:
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
             if any(getattr(arm, name) == getattr(of.arm, name) for name in levers) and tried.trial_id in self.records:
-                self.history.replace(tried, outcome)
-                self.records[tried.trial_id] = replace(self.records[tried.trial_id], outcome=outcome)
+                self.change_outcome(tried.trial_id, outcome)
                 refused.append(tried.trial_id)
         return refused
+
+    def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
+        """Put an outcome in the place of that of a trial of this search."""
+        self.history.replace(next(tried for tried in self.history.tried if tried.trial_id == trial_id), outcome)
+        self.records[trial_id] = replace(self.records[trial_id], outcome=outcome)
 
     def drop_reused(self) -> None:
         """Forget the speeds that were taken from earlier searches."""
