@@ -29,7 +29,9 @@ DeepSpeed's ZeRO, in which each keeps a part of the optimizer state, of the grad
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "hybrid", "fsdp", "zero1", "zero2", "zero3", "zero2-offload")
 """In the order in which they are tried: the one with the least communication first, and DeepSpeed's after torch's."""
 
-FSDP: frozenset[Strategy] = frozenset(("fsdp", "fsdp-keep", "hybrid"))
+FULLY_SHARDED: tuple[Strategy, ...] = ("fsdp-keep", "fsdp")
+"""FSDP2 that divides the model between all ranks."""
+FSDP: frozenset[Strategy] = frozenset((*FULLY_SHARDED, "hybrid"))
 ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
 """The stage of DeepSpeed's ZeRO, of the strategies that are DeepSpeed's."""
 

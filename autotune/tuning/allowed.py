@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.core.candidate import FSDP, OWN_OPTIM, ZERO_STAGES, Strategy, group_size
+from autotune.core.candidate import FSDP, FULLY_SHARDED, OWN_OPTIM, ZERO_STAGES, Strategy, group_size
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.options import BY_NAME
@@ -178,11 +178,11 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
             f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
             f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
         )
-    zero = [strategy for strategy in request.strategies or () if strategy in ZERO_STAGES or strategy == "hybrid"]
-    if zero:
+    other = [strategy for strategy in request.strategies or () if strategy not in ("ddp", *FULLY_SHARDED)]
+    if other:
         use = "use --strategy ddp,fsdp" if request.ranks > 1 else "leave --strategy out"
         raise InvalidRequestError(
-            f"--strategy {zero[0]}: code of your own is searched with DDP and FSDP only",
+            f"--strategy {other[0]}: code of your own is searched with DDP and FSDP only",
             f"{use}, or name the model with --model",
         )
 
@@ -201,7 +201,7 @@ def _check_context_parallel(request: SearchRequest) -> None:
         raise DeviceError(f"{said}: {request.device.kind} has no attention over several ranks", without)
     if workload.task != "causal-lm":
         raise InvalidRequestError(f"{said}: ranks share samples of causal-lm, and this is {workload.task}", without)
-    other = [strategy for strategy in request.strategies or () if strategy not in FSDP or strategy == "hybrid"]
+    other = [strategy for strategy in request.strategies or () if strategy not in FULLY_SHARDED]
     if other:
         raise InvalidRequestError(
             f"{said}: ranks that share samples shard the weights with FSDP, not {other[0]}",

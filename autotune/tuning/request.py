@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.candidate import Document, Precision, Strategy
+from autotune.core.candidate import FULLY_SHARDED, Document, Precision, Strategy
 from autotune.core.ceiling import Headroom
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
@@ -168,7 +168,7 @@ class SearchRequest:
     def asked_strategies(self) -> tuple[Strategy, ...] | None:
         """The strategies that the options ask for: those named, and FSDP's where ranks share samples."""
         if self.strategies is None and self.context_parallel > 1:
-            return ("fsdp-keep", "fsdp")
+            return FULLY_SHARDED
         return self.strategies
 
     @property
