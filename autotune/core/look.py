@@ -88,6 +88,8 @@ class LookWork:
     unmodified: bool = False
     """Keep the settings of the user's own code, but for batch, accumulation and precision."""
     data_folder: str | None = None
+    layers: int | None = None
+    """How many layers a model by name has in the look, where all of them do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class LookAnswer:
 
     steps: tuple[FirstStep, ...] = ()
     problem: str | None = None
+    fewer_layers: int | None = None
+    """With how many layers the same may fit, where it ran out of memory."""
 
 
 Kind = Literal["untrained", "scale", "loss", "gradient"]

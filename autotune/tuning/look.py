@@ -69,6 +69,10 @@ def as_looked_at(arm: Arm, *, as_measured: bool = False) -> Arm:
     if as_measured:
         return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
+    if arm.padding_free:
+        # Attention within samples in float32 asks the GPU where they begin, which no capture survives. A graph was
+        # compared with an eager micro-step in its trial.
+        plain = changed(plain, cuda_graphs=False)
     return changed(plain, attn_implementation="sdpa") if arm.attn_implementation == FLASH_ATTENTION else plain
 
 
@@ -103,10 +107,14 @@ class Looker:
     def differences(self, winner: Candidate) -> Verdict:
         """Return how a winner's training differs from the one asked for; never raises for what a look meets."""
         began = time.monotonic()
-        try:
-            verdict = self._verdict(winner)
-        except _UnknownError as error:
-            verdict = Verdict(Look(unknown=str(error)))
+        verdict = None
+        while verdict is None:
+            try:
+                verdict = self._verdict(winner)
+            except _TooLargeError as error:
+                self._work = dataclasses.replace(self._work, layers=error.layers)
+            except _UnknownError as error:
+                verdict = Verdict(Look(unknown=str(error)))
         look = dataclasses.replace(verdict.look, seconds=round(time.monotonic() - began, 3))
         return dataclasses.replace(verdict, look=look)
 
@@ -191,6 +199,8 @@ class Looker:
             unmodified = self._is_unmodified and job == [own]
             work = dataclasses.replace(self._work, candidates=tuple(job), noise=noise, unmodified=unmodified)
             answer = self._ask(work)
+            if answer.fewer_layers is not None:
+                raise _TooLargeError(answer.fewer_layers)
             if answer.problem is not None or len(answer.steps) != len(job):
                 raise _UnknownError(answer.problem or "its process ended without an answer")
             steps += answer.steps
@@ -251,6 +261,15 @@ def _undivided(of_split: Difference, asked: Candidate, other: Candidate, *, divi
 
 class _UnknownError(Exception):
     """A look cannot be had; the message says why."""
+
+
+class _TooLargeError(Exception):
+    """A model does not fit in a look."""
+
+    def __init__(self, layers: int) -> None:
+        """``layers``: with how many it may."""
+        super().__init__(layers)
+        self.layers = layers
 
 
 Rehearse = Callable[[Candidate, float], Rehearsal | None]

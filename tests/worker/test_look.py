@@ -12,6 +12,7 @@ from autotune.core.look import LookAnswer, LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.schema import decode
 from autotune.core.training_source import find_script
+from autotune.core.units import MIB
 from autotune.core.workload import Workload
 from autotune.tuning.look import Looker, small_splits
 
@@ -110,6 +111,15 @@ def test_a_model_by_name_trains_the_same_with_another_split_and_checkpointing(tr
     verdict = look.differences(Candidate(Arm("bf16", gradient_checkpointing=True, fused_loss=True), 4, 4))
     assert verdict.levers == ()
     assert (verdict.look.differs, verdict.look.unknown) == ((), None)
+
+
+def test_a_model_that_does_not_fit_is_looked_at_with_a_quarter_of_its_layers(trial_server: ServerClient) -> None:
+    """As one that only its shards fit on several GPUs."""
+    workload = tiny_workload("gpt2-tiny", seq_len=8, config={"n_layer": 16, "n_embd": 512})
+    look = looker(trial_server, workload, Candidate(Arm(), 16, 1), cap_bytes=320 * MIB)
+    verdict = look.differences(Candidate(Arm(checkpointed_layers=12, gradient_checkpointing=True), 4, 4))
+    assert (verdict.look.differs, verdict.look.unknown) == ((), None)
+    assert look._work.layers == 4
 
 
 @pytest.mark.parametrize(("case", "words"), [("token mean", "other gradients"), ("none", None), ("division", None)])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 
 from autotune.core.look import PROJECTIONS, FirstStep, Gradient, LookAnswer, LookWork
-from autotune.core.outcome import Effort
+from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.workload import Workload
 from autotune.space.levers import applied_settings
 from autotune.training import apply
@@ -28,7 +28,7 @@ from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.private.transformers import is_reporting
-from autotune.worker.trial.build import build_model
+from autotune.worker.trial.build import build_config, build_model
 from autotune.worker.trial.losses import on_each_micro_step
 from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
@@ -256,10 +256,33 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     return True
 
 
+# A model that does not fit is looked at with this share of its layers. A choice.
+_FEWER = 4
+
+
+def _with_layers(workload: Workload, layers: int | None) -> Workload:
+    """Return the workload with the first so many layers of its model; ``None`` are all."""
+    if layers is None:
+        return workload
+    config = build_config(workload)
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    facts = {**workload.config, name: layers}
+    if "layer_types" in facts:
+        facts["layer_types"] = facts["layer_types"][:layers]
+    return dataclasses.replace(workload, config=facts)
+
+
+def _fewer_layers(workload: Workload) -> int | None:
+    """Return with how many layers to look at a model that does not fit; ``None`` where it cannot have fewer."""
+    layers = getattr(build_config(workload), "num_hidden_layers", None)
+    return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
+
+
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     """Look at the first step of each setting of a model by name, which is built anew for each."""
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
+    workload = _with_layers(workload, work.layers)
     if not work.as_measured:
         in_full_float32()
     try:
@@ -277,7 +300,9 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
             else:
                 dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
                 trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
-            settings, most_bytes = applied_settings(candidate.arm), 0 if work.as_measured else work.cap_bytes // 2
+            settings, most_bytes = dict(applied_settings(candidate.arm)), 0 if work.as_measured else work.cap_bytes // 2
+            if work.layers is not None and "checkpointed_layers" in settings:
+                settings["checkpointed_layers"] = min(settings["checkpointed_layers"], work.layers)
             samples = candidate.samples_per_step
             steps.append(
                 first_step(trainer, samples, settings, seed=work.seed, noise=work.noise, most_bytes=most_bytes)
@@ -290,7 +315,8 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
         return LookAnswer(problem=str(error))
     except Exception as error:
         outcome = failure_of(error, meter, "look", None, on_cpu=work.devices.kind == "cpu")
-        return LookAnswer(problem=outcome.message)
+        fewer = _fewer_layers(workload) if isinstance(outcome, OutOfMemory) else None
+        return LookAnswer(problem=outcome.message, fewer_layers=fewer)
 
 
 def in_full_float32() -> None:
