@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.core.errors import InvalidRequestError, TooNoisyError
+from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -140,19 +140,14 @@ def print_searched(
 
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
-    if study.state == "interrupted":
-        from autotune.cli.main import INTERRUPTED
-
-        print_result(report, as_json=as_json, storage=shown_storage)
-        ctx.exit(INTERRUPTED)
-    try:
-        report.check_is_told()
-    except TooNoisyError:
-        print_result(report, as_json=as_json, storage=shown_storage)
-        raise
-    if verifies:
+    if verifies and study.state != "interrupted" and report.too_noisy is None:
         from autotune.cli.verify import print_verified
 
         print_verified(report, storage, as_json=as_json, shown_storage=shown_storage)
-    else:
-        print_result(report, as_json=as_json, storage=shown_storage)
+        return
+    print_result(report, as_json=as_json, storage=shown_storage)
+    if study.state == "interrupted":
+        from autotune.cli.main import INTERRUPTED
+
+        ctx.exit(INTERRUPTED)
+    report.check_is_told()
