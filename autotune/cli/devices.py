@@ -1,11 +1,11 @@
-"""Run ``autotune devices``: list the GPUs, the CPU and the optional packages."""
+"""Run ``autotune devices`` and ``autotune models``: list what there is to train on, and the built-in catalog."""
 
 from __future__ import annotations
 
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import print_json
+from autotune.cli.output import print_json, print_table
 
 
 @click.command(short_help="List the devices and the optional packages.")
@@ -51,3 +51,31 @@ def devices(as_json: bool) -> None:
         click.echo(f"NVML: {problem}", err=True)
     elif len(listed) == 1:
         click.echo("no GPU is visible to this process", err=True)
+
+
+@click.command()
+@table_options("models")
+def models(as_json: bool) -> None:
+    """List the built-in models, which need no download."""
+    from autotune.core.units import format_count
+    from autotune.models.catalog import entries
+    from autotune.models.tasks import infer_task
+
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": entry.name,
+                    "aliases": list(entry.aliases),
+                    "parameters": entry.parameters,
+                    "task": infer_task(entry.config),
+                    "about": entry.about,
+                }
+                for entry in entries()
+            ]
+        )
+        return
+    rows = [(entry.name, format_count(entry.parameters), infer_task(entry.config), entry.about) for entry in entries()]
+    print_table(("model", "parameters", "task", "about"), rows, right=("parameters",))
+    click.echo("The part before a slash may be left out.", err=True)
+    click.echo("A folder with a config.json or any model on the hub works as well.", err=True)

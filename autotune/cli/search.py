@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, options_given, table_options
-from autotune.core.errors import InvalidRequestError, TooNoisyError
+from autotune.cli.output import print_json, print_lines, terminal_columns
+from autotune.core.errors import InvalidRequestError
+from autotune.core.stop import StopReason
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -81,7 +85,6 @@ def search(
 
 def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> None:
     """Print what a search would do."""
-    from autotune.cli.output import print_json, print_lines, terminal_columns
     from autotune.cli.view import waiting
     from autotune.results.predicted import gpu_view
     from autotune.results.prediction_text import prediction_lines
@@ -136,23 +139,73 @@ def print_searched(
     ctx: click.Context, study: StudyRecord, report: Report, storage: str, *, as_json: bool, verifies: bool = False
 ) -> None:
     """Print the result of a search that has ended; exit with the code of an interruption if there was one."""
-    from autotune.cli.session import print_result
-
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
+    if verifies and study.state != "interrupted" and report.too_noisy is None:
+        _print_verified(report, storage, as_json=as_json, shown_storage=shown_storage)
+        return
+    print_result(report, as_json=as_json, storage=shown_storage)
     if study.state == "interrupted":
         from autotune.cli.main import INTERRUPTED
 
-        print_result(report, as_json=as_json, storage=shown_storage)
         ctx.exit(INTERRUPTED)
-    try:
-        report.check_is_told()
-    except TooNoisyError:
-        print_result(report, as_json=as_json, storage=shown_storage)
-        raise
-    if verifies:
-        from autotune.cli.verify import print_verified
+    report.check_is_told()
 
-        print_verified(report, storage, as_json=as_json, shown_storage=shown_storage)
+
+def _print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
+    """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
+    from autotune.cli.verify import run_stock_trainer
+    from autotune.core.schema import encode
+    from autotune.results.json_document import report_document
+    from autotune.verify.target import placement_of, target_of
+    from autotune.verify.throughput import verification_document, verification_lines
+
+    if not as_json:
+        print_result(report, as_json=False, storage=shown_storage)
+        click.echo()
+    verification = run_stock_trainer(target_of(report, placement_of(report)), None, storage)
+    if as_json:
+        print_json({**report_document(report), "verification": encode(verification_document(verification))})
     else:
-        print_result(report, as_json=as_json, storage=shown_storage)
+        print_lines(verification_lines(verification))
+    verification.check()
+
+
+def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
+    """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
+    from autotune.results.export import make_export
+    from autotune.results.json_document import report_document
+    from autotune.results.text import summary_lines
+    from autotune.results.wording import state_of
+    from autotune.store.location import shown_location
+
+    if as_json:
+        print_json(report_document(report))
+        return
+    print_lines(summary_lines(report))
+    where = f" --storage {shlex.quote(shown_location(storage))}" if storage is not None else ""
+    name = shlex.quote(report.study.name)
+    click.echo("\nNext:")
+    if report.best is not None and report.too_noisy is None:
+        form = make_export(report).usual_form
+        file = "settings.json" if report.is_loop else "training_arguments.json"
+        click.echo(f"  autotune export {name}{where} {f'> {file}' if form == 'json' else f'--format {form}'}")
+        if report.workload["task"] == "own":
+            click.echo(f"  autotune run {name}{where}")
+    if state_of(report.study) != "finished":
+        click.echo(f"  autotune resume {name}{where}{_larger_budget(report)}")
+    click.echo(f"  autotune show {name}{where}")
+    click.echo(f"  autotune report {name}{where} --html report.html")
+    click.echo(f"  autotune dashboard{where}")
+
+
+def _larger_budget(report: Report) -> str:
+    """Return the option of a budget twice as large, where a search spent its own; a budget counts what was spent."""
+    match report.study.stop_reason:
+        case StopReason.TRIALS:
+            return f" --trials {2 * len(report.trials)}"
+        case StopReason.TIME:
+            spent = sum(trial.seconds or 0.0 for trial in report.trials)
+            return f" --time-budget {math.ceil(2 * spent)}s"
+        case _:
+            return ""

@@ -6,7 +6,7 @@ import logging
 import shlex
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,19 +40,7 @@ if TYPE_CHECKING:
     help="Forget searches so many days after their end, with events and logs; studies stay [default: never].",
 )  # fmt: skip
 @click.option("--behind-proxy", is_flag=True, help="A proxy in front ends TLS: allow a public --host without it.")
-def serve(
-    host: str,
-    port: int,
-    storage: str,
-    executor: str | None,
-    data_folders: tuple[Path, ...],
-    allow: Path | None,
-    names: tuple[str, ...],
-    certificate: Path | None,
-    key: Path | None,
-    keep_days: int | None,
-    behind_proxy: bool,
-) -> None:
+def serve(data_folders: tuple[Path, ...], allow: Path | None, keep_days: int | None, **options: Any) -> None:
     """Serve searches to others: an HTTP API with a queue, run on this machine's devices or a Ray cluster.
 
     The first start prints a URL with a token; the database keeps the token's digest alone.
@@ -80,16 +68,13 @@ def serve(
             advice = "the token was shown at the first start; autotune token add NAME makes another"
         logging.getLogger("autotune.service").info(advice)
 
-    run(
-        Settings(
-            storage, host, port, tuple(folder.absolute() for folder in data_folders), names,
-            allow=allow.absolute() if allow is not None else None,
-            executor=executor, certificate=certificate, key=key, behind_proxy=behind_proxy,
-            keep=timedelta(days=keep_days) if keep_days is not None else None,
-        ),
-        ready,
-        PredictionProcess(storage),
-    )  # fmt: skip
+    settings = Settings(
+        **options,
+        data_folders=tuple(folder.absolute() for folder in data_folders),
+        allow=allow.absolute() if allow is not None else None,
+        keep=timedelta(days=keep_days) if keep_days is not None else None,
+    )
+    run(settings, ready, PredictionProcess(settings.storage))
 
 
 @click.command(short_help="List the searches and the devices of a service.")

@@ -15,7 +15,6 @@ from autotune.core.schema import encode
 from autotune.core.units import format_seconds
 
 if TYPE_CHECKING:
-    from autotune.results.report import Report
     from autotune.store.repository import Store
     from autotune.verify.target import Target
     from autotune.verify.throughput import Verification
@@ -64,7 +63,7 @@ def verify(
     if same_loss:
         compare_and_print(target, storage, as_json=as_json)
         return
-    verification = _verified(target, steps, storage)
+    verification = run_stock_trainer(target, steps, storage)
     if as_json:
         print_json(encode(verification_document(verification)))
     else:
@@ -89,25 +88,8 @@ def _target(store: Store, study_or_file: str, study: str | None) -> Target:
     return target_of(report, placement_of(report), arguments)
 
 
-def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
-    """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
-    from autotune.cli.session import print_result
-    from autotune.results.json_document import report_document
-    from autotune.verify.target import placement_of, target_of
-    from autotune.verify.throughput import verification_document, verification_lines
-
-    if not as_json:
-        print_result(report, as_json=False, storage=shown_storage)
-        click.echo()
-    verification = _verified(target_of(report, placement_of(report)), None, storage)
-    if as_json:
-        print_json({**report_document(report), "verification": encode(verification_document(verification))})
-    else:
-        print_lines(verification_lines(verification))
-    verification.check()
-
-
-def _verified(target: Target, asked: int | None, storage: str) -> Verification:
+def run_stock_trainer(target: Target, asked: int | None, storage: str) -> Verification:
+    """Train with a stock ``Trainer``, and show meanwhile how long that takes."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import steps_of, verify

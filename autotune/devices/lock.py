@@ -66,7 +66,7 @@ class Lock:
     def __init__(self, name: str, folder: Path | None = None) -> None:
         plain = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:80]
         digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
-        self._path = (folder or Path(os.environ.get(FOLDER_VARIABLE) or _FOLDER)) / f"{plain}-{digest}.lock"
+        self.path = (folder or Path(os.environ.get(FOLDER_VARIABLE) or _FOLDER)) / f"{plain}-{digest}.lock"
         self._fd: int | None = None
 
     def __enter__(self) -> Self:
@@ -81,9 +81,9 @@ class Lock:
         Raises ``LockError`` where no lock file can be kept.
         """
         try:
-            fd = _open(self._path)
+            fd = _open(self.path)
         except OSError as error:
-            raise LockError(self._path.parent, error) from error
+            raise LockError(self.path.parent, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,7 +93,7 @@ class Lock:
         except OSError as error:
             # Some network file systems do not support locks.
             os.close(fd)
-            raise LockError(self._path.parent, error) from error
+            raise LockError(self.path.parent, error) from error
         self._fd = fd
         document = {"pid": os.getpid(), "user": user_name(), "study": study, "since": datetime.now(UTC).isoformat()}
         with contextlib.suppress(OSError):
@@ -170,11 +170,6 @@ def _holder(fd: int) -> Holder:
         return Holder()
 
 
-def open_lock_file(name: str, folder: Path | None = None) -> int:
-    """Open the file of a lock by name without taking the lock; raises ``OSError`` where none can be kept."""
-    return _open(Lock(name, folder)._path)
-
-
 # struct flock of fcntl(2): type, whence, start, length, process id, with the padding that C gives it.
 _FLOCK = "hhqqi0q"
 
@@ -201,14 +196,13 @@ class Presence:
     lock when a process ends, however that happens. Where no lock file can be kept, other searches go unnoticed.
     """
 
-    def __init__(self, name: str, folder: Path | None = None) -> None:
-        self._name = f"searches on {name}"
-        self._folder = folder
+    def __init__(self, name: str) -> None:
+        self._path = Lock(f"searches on {name}").path
         self._fd: int | None = None
 
     def __enter__(self) -> Self:
         with contextlib.suppress(OSError):
-            self._fd = open_lock_file(self._name, self._folder)
+            self._fd = _open(self._path)
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_RDLCK))
             # In append mode, two searches that come at once do not overwrite each other's byte.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)

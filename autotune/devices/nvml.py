@@ -39,14 +39,6 @@ class GpuMemory(NamedTuple):
     free: int
 
 
-class GpuLocation(NamedTuple):
-    """Where a GPU is; ``None`` is what NVML does not tell."""
-
-    gpu_index: int | None = None
-    """Its number in nvidia-smi."""
-    pci_bus_id: str | None = None
-
-
 class NvmlSession:
     """NVML, opened once in a process. A forked process opens its own session (see ``current_session``)."""
 
@@ -150,16 +142,16 @@ class NvmlSession:
         millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
         return None if millijoules is None else float(millijoules) / 1000
 
-    def location(self, uuid: str) -> GpuLocation:
-        """Return where a GPU is: its number in nvidia-smi and its PCI bus id."""
+    def location(self, uuid: str) -> tuple[int | None, str | None]:
+        """Return where a GPU is: its number in nvidia-smi and its PCI bus id; ``None`` is what NVML does not tell."""
         handle = self._known_handle(uuid)
         if handle is None:
-            return GpuLocation()
+            return None, None
         # A MIG instance is located where its GPU is.
         handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
         index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
         bus_id = getattr(pci, "busId", None)
-        return GpuLocation(None if index is None else int(index), None if bus_id is None else _text(bus_id))
+        return None if index is None else int(index), None if bus_id is None else _text(bus_id)
 
     def condition(self, uuid: str) -> Condition | None:
         """Return the state of a GPU now; ``None`` without NVML or such a GPU."""
@@ -378,7 +370,7 @@ def device_used_bytes(uuid: str) -> int | None:
 
 def gpu_number(uuid: str) -> int | None:
     """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance, which has none, and without NVML."""
-    return None if uuid.startswith("MIG-") else current_session().location(uuid).gpu_index
+    return None if uuid.startswith("MIG-") else current_session().location(uuid)[0]
 
 
 def device_condition(uuid: str) -> Condition | None:

@@ -8,23 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.errors import InvalidRequestError, did_you_mean
-from autotune.devices.gpus import read_table
+from autotune.devices.gpus import ROWS, read_table
 
 EXAMPLES_FROM = "RunPod on demand, as listed by deploybase.ai on 10 March 2026"
-EXAMPLES: Mapping[str, float] = {
-    "rtx-3090": 0.39,
-    "rtx-4090": 0.60,
-    "rtx-5090": 1.22,
-    "rtx-pro-6000": 1.57,
-    "l4": 0.78,
-    "l40": 1.22,
-    "l40s": 1.40,
-    "a100-80gb": 2.45,
-    "h100-pcie": 3.51,
-    "h100-80gb": 4.76,
-    "h200": 6.35,
-    "b200": 10.57,
-}
+EXAMPLES: Mapping[str, float] = {name: float(usd) for name, row in ROWS.items() if (usd := row["dollars_per_hour"])}
 """US dollars an hour and GPU."""
 _HINT = "write it as h100=2.95, the price of one GPU for an hour, or as EUR: h100=2.70EUR"
 _FILE_HINT = 'write e.g. {"h100": 2.95, "l4": 0.7}'

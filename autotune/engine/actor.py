@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import sys
 import threading
 import time
@@ -40,7 +39,6 @@ class NodeFacts:
     host: str
     version: str
     """Of autotune."""
-    python: str
     code: str
     """A digest of autotune's modules: two sides understand each other where it is equal."""
     devices: tuple[Device, ...]
@@ -49,7 +47,7 @@ class NodeFacts:
 
 def facts_here() -> NodeFacts:
     """Return the facts about this machine, as its process sees it."""
-    return NodeFacts(this_host(), __version__, platform.python_version(), code_digest(), list_devices())
+    return NodeFacts(this_host(), __version__, code_digest(), list_devices())
 
 
 class SearchActor:

@@ -32,8 +32,7 @@ from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
 from autotune.devices.listing import find_device, list_devices
-from autotune.engine.allowed_paths import check_paths
-from autotune.engine.work import Work, search_request
+from autotune.engine.work import Work, check_paths, search_request
 from autotune.estimate.history import History
 from autotune.execution import WarmServer
 from autotune.store.opening import open_store

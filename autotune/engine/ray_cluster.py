@@ -51,14 +51,6 @@ class ClusterNode:
     host: str
     gpus: int
     cpus: int
-    gpu_name: str | None
-    """The kind of its GPUs, where Ray knows it."""
-
-    def describe(self) -> str:
-        """Return ``node-a (2 H200)`` or ``node-b (no GPU, 16 cores)``."""
-        if not self.gpus:
-            return f"{self.host} (no GPU, {self.cpus} cores)"
-        return f"{self.host} ({self.gpus} {self.gpu_name or ('GPU' if self.gpus == 1 else 'GPUs')})"
 
 
 @dataclass(frozen=True)
@@ -255,23 +247,18 @@ class RayCluster:
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         """Return the nodes that are alive, those with the most GPUs first."""
-        found = []
         with self._errors():
             nodes = self.ray.nodes()
-        for node in nodes:
-            if not node["Alive"]:
-                continue
-            offered = node["Resources"]
-            kinds = [name.partition(":")[2] for name in offered if name.startswith("accelerator_type:")]
-            found.append(
-                ClusterNode(
-                    str(node["NodeID"]),
-                    str(node["NodeManagerHostname"]),
-                    int(offered.get("GPU", 0)),
-                    int(offered.get("CPU", 0)),
-                    kinds[0] if kinds else None,
-                )
+        found = [
+            ClusterNode(
+                str(node["NodeID"]),
+                str(node["NodeManagerHostname"]),
+                int(node["Resources"].get("GPU", 0)),
+                int(node["Resources"].get("CPU", 0)),
             )
+            for node in nodes
+            if node["Alive"]
+        ]
         return tuple(sorted(found, key=lambda node: -node.gpus))
 
     def start(

@@ -139,13 +139,9 @@ class ServerProcess:
         was_killed = False
         while self._server is not None and not self._server.is_ready:
             messages = self.read(deadline)
-            if messages is None and self._was_idle:
-                # What ended it may have been about the searches before; a new one has no past.
-                self.close()
-                self.start()
-                continue
-            if messages is None and not was_killed and self._was_killed():
-                was_killed = True
+            if messages is None and (self._was_idle or (not was_killed and self._was_killed())):
+                # What ended an idle one may have been about the searches before; a new one has no past.
+                was_killed |= not self._was_idle
                 self.close()
                 self.start()
                 continue

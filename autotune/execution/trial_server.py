@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
-from autotune.core.jobs import DataWork, InspectionWork, Job
+from autotune.core.jobs import DataWork, InspectionWork, Job, Work
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Answer,
@@ -45,6 +45,8 @@ _GRACE_SECONDS = 20.0
 _INSPECT_SECONDS = 180.0
 # A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
 _READ_DATA_SECONDS = 3600.0
+
+T = TypeVar("T", DataAnswer, LookAnswer, Rehearsal)
 
 
 @dataclass
@@ -328,20 +330,21 @@ class TrialServer:
         assert self.workload.data is not None
         # Its folder is named after what the data held when it was looked at.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
-        log_path = self._log_folder / "read_data.log"
-        work = DataWork(str(folder))
-        answer = self._run_to_end(Job("read_data", self.workload, work, _READ_DATA_SECONDS, str(log_path)))
-        if answer.result is None:
-            raise TrialServerError(
-                f"the data could not be read: {how_it_ended(answer, str(log_path))}",
-                f"see {log_path} and {self.server_log}",
-            )
+        answer = self._ask("read_data", DataWork(str(folder)), DataAnswer, _READ_DATA_SECONDS)
+        if isinstance(answer, str):
+            where = f"see {self._log_folder / 'read_data.log'} and {self.server_log}"
+            raise TrialServerError(f"the data could not be read: {answer}", where)
+        if answer.problem is not None:
+            raise InvalidRequestError(answer.problem.message, answer.problem.hint)
+
+    def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
+        """Run a job and return its answer of a type, or why there is none, in words."""
+        log_path = str(self._log_folder / f"{name}.log")
+        answer = self._run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
         try:
-            problem = decode(answer.result, DataAnswer).problem
+            return how_it_ended(answer, log_path) if answer.result is None else decode(answer.result, kind)
         except ValueError as error:
-            raise TrialServerError(f"the data could not be read: {error}", f"see {log_path}") from error
-        if problem is not None:
-            raise InvalidRequestError(problem.message, problem.hint)
+            return str(error)
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Inspection:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
@@ -387,27 +390,13 @@ class TrialServer:
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
         """Return the first steps of some settings, or why there are none."""
         self._looks += 1
-        log_path = self._log_folder / f"look-{self._looks}.log"
-        answer = self._run_to_end(Job(f"look-{self._looks}", self.workload, work, timeout_seconds, str(log_path)))
-        try:
-            return (
-                LookAnswer(problem=how_it_ended(answer, str(log_path)))
-                if answer.result is None
-                else decode(answer.result, LookAnswer)
-            )
-        except ValueError as error:
-            return LookAnswer(problem=str(error))
+        answer = self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)
+        return LookAnswer(problem=answer) if isinstance(answer, str) else answer
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
         """Return what a long run needs beyond its first steps, or why that is not known."""
-        log_path = self._log_folder / "rehearsal.log"
-        answer = self._run_to_end(Job("rehearsal", self.workload, work, timeout_seconds, str(log_path)))
-        if answer.result is None:
-            return Rehearsal(problem=how_it_ended(answer, str(log_path)))
-        try:
-            return decode(answer.result, Rehearsal)
-        except ValueError as error:
-            return Rehearsal(problem=str(error))
+        answer = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
+        return Rehearsal(problem=answer) if isinstance(answer, str) else answer
 
     def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from optuna.study._frozen import FrozenStudy
 
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
-_OWN_ADDRESSES = ("127.0.0.1", "localhost")
+_ADDRESS = "127.0.0.1"
 # A browser opens connections in advance; one without a request for so long is closed.
 _IDLE_SECONDS = 30
 
@@ -246,23 +246,18 @@ class _Handler(WSGIRequestHandler):
 
 
 @contextmanager
-def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8080) -> Iterator[WSGIServer]:
-    """Yield a server that listens already; port 0 takes a free one (``server.server_port``).
+def dashboard_server(store_location: str, port: int = 8080) -> Iterator[WSGIServer]:
+    """Yield a server that listens already, for this machine alone; port 0 takes a free one (``server.server_port``).
 
-    Raises ``InvalidRequestError`` for an address that other machines can reach or a port that is not free, and
-    ``StorageError`` where the database cannot be opened.
+    Raises ``InvalidRequestError`` for a port that is not free, and ``StorageError`` where the database cannot be
+    opened.
     """
-    if host not in _OWN_ADDRESSES:
-        raise InvalidRequestError(
-            f"the dashboard has no password, so it does not listen on {host!r}",
-            "listen on 127.0.0.1; from another machine, go through `ssh -L 8080:127.0.0.1:8080 THIS-MACHINE`",
-        )
     if not 0 <= port <= 65535:
         raise InvalidRequestError(f"port {port} is not between 0 and 65535", "choose another with --port")
     with open_store(store_location, create=False) as store:
         app = app_over(DashboardStorage(store))
         try:
-            server = make_server(host, port, app, server_class=_Server, handler_class=_Handler)
+            server = make_server(_ADDRESS, port, app, server_class=_Server, handler_class=_Handler)
         except OSError as error:
             raise InvalidRequestError(
                 f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
@@ -272,18 +267,11 @@ def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8
             yield server
 
 
-def serve(
-    store_location: str,
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    *,
-    ready: Callable[[str], None] | None = None,
-) -> None:
+def serve(store_location: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve the dashboard until Ctrl-C; ``ready`` is called with its address once it listens.
 
     Raises what ``dashboard_server`` does.
     """
-    with dashboard_server(store_location, host, port) as server, suppress(KeyboardInterrupt):
-        if ready is not None:
-            ready(f"http://{host}:{server.server_port}/")
+    with dashboard_server(store_location, port) as server, suppress(KeyboardInterrupt):
+        ready(f"http://{_ADDRESS}:{server.server_port}/")
         server.serve_forever()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -431,9 +431,7 @@ def render(export: Export, form: Format) -> str:
         case "json":
             return json.dumps(export.arguments, indent=2) + "\n"
         case "yaml":
-            comments = "".join(f"# {line}\n" for line in beside_lines(export, form))
-            # JSON values are valid YAML, so nothing needs quoting.
-            return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in export.arguments.items())
+            return yaml_text(beside_lines(export, form), export.arguments)
         case "cli":
             # A flag cannot be None; these fields have it as their default.
             return " ".join(_flags(export)) + "\n"
@@ -441,6 +439,12 @@ def render(export: Export, form: Format) -> str:
             return _python(export)
         case "env":
             return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.variables.items())
+
+
+def yaml_text(comments: Iterable[str], settings: Mapping[str, Any]) -> str:
+    """Return settings as YAML below some comments; JSON values are valid YAML, so nothing needs quoting."""
+    lines = [*(f"# {line}" for line in comments), *(f"{name}: {json.dumps(value)}" for name, value in settings.items())]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def render_launch(export: Export, form: LaunchFormat) -> str:
@@ -496,8 +500,7 @@ def _accelerate_config(export: Export) -> str:
         # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.
         config["deepspeed_config"] = {"zero3_init_flag": arm.zero_stage == 3}
         del config["mixed_precision"]
-    comments = "".join(f"# {line}\n" for line in beside_lines(export, "accelerate"))
-    return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
+    return yaml_text(beside_lines(export, "accelerate"), config)
 
 
 def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:

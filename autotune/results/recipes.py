@@ -21,6 +21,7 @@ from autotune.results.export import (
     make_export,
     render,
     render_launch,
+    yaml_text,
 )
 from autotune.results.report import Report, measurement
 from autotune.space.levers import applied_settings
@@ -68,9 +69,7 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     lines = [f"for {_NAMES[form]}; add your data and what else it needs", *beside_lines(export, None)]
     if left_out:
         lines.append(f"slower than measured without: {', '.join(left_out)}, which {_NAMES[form]} has no name for")
-    comments = "".join(f"# {in_one_line(line)}\n" for line in lines)
-    # JSON values are valid YAML, so nothing needs quoting.
-    return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+    return yaml_text(map(in_one_line, lines), settings)
 
 
 def _check_can_say(export: Export, form: Recipe) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger("autotune.service")
 COOKIE = "autotune_token"
 # After so many wrong tokens from one address in a minute, none that is not known already is looked up for it.
 _MOST_GUESSES = 20
-_GUESS_SECONDS = 60.0
+_MINUTE_SECONDS = 60.0
 _MOST_ADDRESSES = 10_000
 # Tokens that were read are believed for so long, so that not every request asks the database; a token that the operator
 # removes is refused after that at the latest.
@@ -56,12 +56,15 @@ class Access:
         key = digest_of(token)
         if (believed := self._believed(key)) is not None:
             return believed
-        is_locked = self._count_guesses(address) >= _MOST_GUESSES
+        if len(self._guesses) > _MOST_ADDRESSES:
+            self._guesses.clear()
+        guesses = _within_a_minute(self._guesses, address)
+        is_locked = len(guesses) >= _MOST_GUESSES
         if not is_locked or not self._is_believed:
             self._read()
         if (found := self._tokens.get(key)) is not None:
             return found
-        self._guesses.setdefault(address, deque(maxlen=_MOST_GUESSES)).append(time.monotonic())
+        guesses.append(time.monotonic())
         if is_locked:
             raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
         return None
@@ -92,27 +95,24 @@ class Access:
             token, what = (known[key], "removed") if key in known else (self._tokens[key], "added")
             log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
 
-    def _count_guesses(self, address: str) -> int:
-        """Return how many wrong tokens came from an address within the last minute."""
-        if len(self._guesses) > _MOST_ADDRESSES:
-            self._guesses.clear()
-        recent = self._guesses.get(address, deque())
-        while recent and time.monotonic() - recent[0] >= _GUESS_SECONDS:
-            recent.popleft()
-        return len(recent)
-
     def count_submission(self, token: TokenRecord) -> None:
         """Count what a token submits; ``ServiceError`` where that is too much in a minute."""
-        moment, recent = time.monotonic(), self._submissions.setdefault(token.id, deque())
-        while recent and moment - recent[0] >= 60.0:
-            recent.popleft()
+        recent = _within_a_minute(self._submissions, token.id)
         if len(recent) >= MOST_SUBMISSIONS:
             raise ServiceError(
                 f"the token {token.name!r} has submitted {MOST_SUBMISSIONS} requests within a minute",
                 "wait a minute",
                 status=429,
             )
-        recent.append(moment)
+        recent.append(time.monotonic())
+
+
+def _within_a_minute(moments: dict[str, deque[float]], key: str) -> deque[float]:
+    """Return the latest moments of a key within the last minute, to which one may be added."""
+    recent = moments.setdefault(key, deque(maxlen=MOST_SUBMISSIONS))
+    while recent and time.monotonic() - recent[0] >= _MINUTE_SECONDS:
+        recent.popleft()
+    return recent
 
 
 def token_of(request: Request) -> str:

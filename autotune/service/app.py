@@ -21,7 +21,7 @@ from autotune.service.guard import Guard
 from autotune.service.openapi import describe_api
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
-from autotune.service.routes import devices, health, predictions, verifications
+from autotune.service.routes import health, predictions, verifications
 from autotune.service.routes import searches as searches_routes
 from autotune.service.searches import Searches
 
@@ -94,7 +94,7 @@ def make_app(
     app.state.feeds = Feeds(searches, app.state.access)
     for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    for router in (health.router, searches_routes.router, predictions.router, verifications.router, devices.router):
+    for router in (health.router, searches_routes.router, predictions.router, verifications.router):
         app.include_router(router)
     if extend is not None:
         extend(app)

@@ -69,15 +69,20 @@ def _finite(value: Any) -> Any:
 class _Shared:
     """A task that runs as long as somebody listens to what it finds."""
 
-    def __init__(self, searches: Searches, access: Access) -> None:
+    def __init__(self, searches: Searches, access: Access, key: str) -> None:
         self.searches = searches
         self.access = access
+        self.key = key
         self.is_over = False
         self.listeners = 0
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def _follow(self) -> None:
+        raise NotImplementedError
+
+    def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield what is sent to one who listens: what came after a number, and what is new."""
         raise NotImplementedError
 
     async def _run(self) -> None:
@@ -114,13 +119,13 @@ class _Changes(_Shared):
 
     async def _follow(self) -> None:
         while not self.searches.is_closing:
-            changed = self.searches.changes.next_event(ANY_CHANGE)
+            changed = self.searches.changes.next_event(self.key)
             await self.access.look_again()
             self._tell()
             await asyncio.sleep(_PAUSE_SECONDS)
             await wait_for(changed, _CHANGES_POLL_SECONDS)
 
-    async def messages(self, token: TokenRecord) -> AsyncIterator[bytes]:
+    async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield what is sent to one who listens, as long as the token is known."""
         while not self.is_over and self.access.knows(token):
             news = self._news
@@ -131,16 +136,15 @@ class _Changes(_Shared):
 class _Search(_Shared):
     """Tells what happens to one search."""
 
-    def __init__(self, searches: Searches, access: Access, job_id: str) -> None:
-        super().__init__(searches, access)
-        self.job_id = job_id
+    def __init__(self, searches: Searches, access: Access, key: str) -> None:
+        super().__init__(searches, access, key)
         # The event of number 1 first.
         self._events: list[bytes] = []
         self._status: Document | None = None
 
     async def _follow(self) -> None:
         while not self.searches.is_closing:
-            changed = self.searches.changes.next_event(self.job_id)
+            changed = self.searches.changes.next_event(self.key)
             job, found = await run_in_threadpool(self._look)
             for event in found:
                 data = {**event.document, "at": event.created_at.isoformat()}
@@ -154,8 +158,8 @@ class _Search(_Shared):
                 await wait_for(changed, _POLL_SECONDS)
 
     def _look(self) -> tuple[JobRecord, list[JobEvent]]:
-        job = self.searches.job(self.job_id)
-        return job, self.searches.store.queue.events(self.job_id, len(self._events), _MOST_AT_ONCE)
+        job = self.searches.job(self.key)
+        return job, self.searches.store.queue.events(self.key, len(self._events), _MOST_AT_ONCE)
 
     async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield what is sent to one who listens: the events after this number, and what runs now.
@@ -188,40 +192,34 @@ class Feeds:
     def __init__(self, searches: Searches, access: Access) -> None:
         self._searches = searches
         self._access = access
-        self._changes: _Changes | None = None
-        self._of_searches: dict[str, _Search] = {}
+        self._followed: dict[str, _Shared] = {}
+        """By the key of its changes: a job's id, or that of any change."""
 
     def check_room(self) -> None:
         """Raise ``ServiceError`` where as many listen as may."""
-        feeds = [*self._of_searches.values(), *([self._changes] if self._changes else [])]
-        if sum(feed.listeners for feed in feeds) >= MOST_LISTENERS:
+        if sum(feed.listeners for feed in self._followed.values()) >= MOST_LISTENERS:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
-    async def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
+    def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield a message at once, and whenever the queue or the devices changed."""
-        if self._changes is None or self._changes.is_over:
-            self._changes = _Changes(self._searches, self._access)
-        feed = self._changes
-        feed.begin()
-        try:
-            async for message in feed.messages(token):
-                yield message
-        finally:
-            if feed.end() and self._changes is feed:
-                self._changes = None
+        return self._messages(ANY_CHANGE, 0, token)
 
-    async def search(self, job_id: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
+    def search(self, job_id: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield messages of what happens to a search, from the event after this number on, to its end."""
-        feed = self._of_searches.get(job_id)
+        return self._messages(job_id, after, token)
+
+    async def _messages(self, key: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
+        feed = self._followed.get(key)
         if feed is None or feed.is_over:
-            feed = self._of_searches[job_id] = _Search(self._searches, self._access, job_id)
+            kind = _Changes if key == ANY_CHANGE else _Search
+            feed = self._followed[key] = kind(self._searches, self._access, key)
         feed.begin()
         try:
             async for message in feed.messages(after, token):
                 yield message
         finally:
-            if feed.end() and self._of_searches.get(job_id) is feed:
-                del self._of_searches[job_id]
+            if feed.end() and self._followed.get(key) is feed:
+                del self._followed[key]
 
 
 def feeds_of(request: Request) -> Feeds:

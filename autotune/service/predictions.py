@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
-from autotune.engine.allowed_paths import check_paths
+from autotune.engine.work import check_paths
 from autotune.execution.oneshot import NoAnswerError, OneShot, TooLateError
 from autotune.service.problems import error_of
 from autotune.service.requests import canonical, check_names, check_sizes

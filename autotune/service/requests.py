@@ -18,8 +18,7 @@ from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
 from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
 from autotune.devices.listing import find_device
-from autotune.engine.allowed_paths import check_paths
-from autotune.engine.work import search_request
+from autotune.engine.work import check_paths, search_request
 from autotune.service.listed_code import Listed, listed
 from autotune.store.queue import Needs
 from autotune.tuning.allowed import check_request

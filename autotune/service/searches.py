@@ -15,6 +15,7 @@ from typing import Any, cast
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, StorageError, UnknownStudyError
+from autotune.core.schema import encode
 from autotune.core.units import format_rate
 from autotune.engine.work import Engine, Host
 from autotune.results.json_document import trial_document
@@ -22,7 +23,7 @@ from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
 from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
-from autotune.service.documents import FailureDocument, PlaceDocument, SearchDocument, StatusDocument
+from autotune.service.documents import SearchDocument
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     VERIFIES,
@@ -48,6 +49,20 @@ MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
 _MOST_COMPARED = 20
 _SECONDS_BETWEEN_FORGETTING = 3600.0
+# Of a job, what the API shows as it is.
+_SHOWN = [
+    "id",
+    "number",
+    "study",
+    "state",
+    "request",
+    "priority",
+    "device",
+    "attempts",
+    "status",
+    "problem",
+    "submitted_by",
+]
 
 
 @dataclass
@@ -240,38 +255,19 @@ class Searches:
 
     def _describe(self, job: JobRecord, told: str | None) -> SearchDocument:
         path = f"/v1/searches/{job.id}"
-        return {
-            "id": job.id,
-            "number": job.number,
-            "study": job.study,
-            "state": job.state,
-            "request": job.request,
-            "needs": {
-                "device_kind": job.needs.device_kind,
-                "gpu": job.needs.gpu,
-                "memory_bytes": job.needs.memory_bytes,
-                "count": job.needs.count,
+        times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
+        links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
+        return cast(
+            SearchDocument,
+            {name: getattr(job, name) for name in _SHOWN}
+            | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
+            | {
+                "needs": encode(job.needs),
+                "waits_for": told,
+                "cancel_asked": job.is_cancel_asked,
+                "links": {"self": path, **links, "page": f"/searches/{job.id}"},
             },
-            "priority": job.priority,
-            "waits_for": told,
-            "cancel_asked": job.is_cancel_asked,
-            "device": cast(PlaceDocument | None, job.device),
-            "attempts": job.attempts,
-            "status": cast(StatusDocument | None, job.status),
-            "problem": cast(FailureDocument | None, job.problem),
-            "submitted_by": job.submitted_by,
-            "submitted_at": job.submitted_at.isoformat(),
-            "started_at": job.started_at.isoformat() if job.started_at else None,
-            "ended_at": job.ended_at.isoformat() if job.ended_at else None,
-            "links": {
-                "self": path,
-                "events": f"{path}/events",
-                "trials": f"{path}/trials",
-                "report": f"{path}/report",
-                "export": f"{path}/export",
-                "page": f"/searches/{job.id}",
-            },
-        }
+        )
 
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where a machine has what it needs."""

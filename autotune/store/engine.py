@@ -91,8 +91,6 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
                 "json_serializer": write_strict_json,
                 "json_deserializer": read_strict_json,
                 **postgres.pool(location, POOL_SIZE),
-                # ``prepare_connections`` looks without asking the server.
-                "pool_pre_ping": False,
             }
         try:
             engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})

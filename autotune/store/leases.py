@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, select, update
 
@@ -143,25 +142,14 @@ def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lea
 
     With ``keeps``, nobody takes it over before this transaction, which writes, has ended.
     """
-    columns: tuple[Any, ...] = (
-        LeaseRow.token,
-        LeaseRow.owner,
-        LeaseRow.host,
-        LeaseRow.machine,
-        LeaseRow.pid,
-        LeaseRow.process_started,
-        LeaseRow.acquired_at,
-        LeaseRow.heartbeat_at,
-        LeaseRow.expires_at,
-    )
-    query = select(*columns).where(LeaseRow.name == name)
+    query = select(*LeaseRow.__table__.columns).where(LeaseRow.name == name)
     if keeps:
         # Ignored by SQLite, where one writer at a time is in.
         query = query.with_for_update(read=True)
     row = connection.execute(query).first()
     if row is None:
         return None
-    token, user, host, machine, pid, started, *times = row
+    _, token, user, host, machine, pid, started, *times = row
     return Lease(name, token, Owner(user, host, machine, pid, started), *times)
 
 

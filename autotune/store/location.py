@@ -59,11 +59,6 @@ class Location:
         """The last resort of a hint."""
         return f"choose another {'file' if self.path is not None else 'database'} with --storage"
 
-    @property
-    def url_text(self) -> str:
-        """The URL with its password, for connecting."""
-        return self.url.render_as_string(hide_password=False)
-
     def beside(self, name: str) -> Location:
         """Return another SQLite file in the same folder, with the same label."""
         assert self.path is not None
@@ -128,7 +123,7 @@ def _file_location(url: URL, name: str, label: str) -> Location:
         raise StorageError(f"{label!r} is not valid Unicode", "choose another name with --storage")
     location = Location(url.set(database=str(path)), path, label)
     # Others are told the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
-    if make_url(location.url_text).database != str(path):
+    if make_url(location.url.render_as_string(hide_password=False)).database != str(path):
         raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
     return location
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import sys
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine, event, text
-from sqlalchemy.exc import InvalidatePoolError
 
 from autotune.store.location import Location
 
@@ -19,11 +17,6 @@ CONNECT_SECONDS = 10
 RESTART_SECONDS = 15.0
 """How long a server that was there is waited for when it is gone. Recovery after kill -9 took a second in the tests."""
 _POLL_SECONDS = 0.25
-_IDLE_SECONDS = 0.05
-"""A connection that was used since then is not tried before its next use, which costs a round trip. A choice: a busy
-service uses each again within milliseconds; a search pauses for longer, and is safe from a server that is just ending.
-"""
-_USED_AT = "autotune_used_at"
 # A server that vanished without a word, as behind a cut network, is given up after a minute; by default Linux waits for
 # two hours. Choices: shorter than two leases of a study.
 _LOST_PEER = {
@@ -115,7 +108,7 @@ def pool(location: Location, size: int) -> dict[str, Any]:
 
 
 def prepare_connections(engine: Engine, lock_timeout_seconds: float) -> None:
-    """Limit how long a connection waits for locks, replace those that were closed, wait for a server that restarts."""
+    """Limit how long a connection waits for locks, and wait for a server that restarts."""
 
     @event.listens_for(engine, "connect")
     def limit(dbapi_connection: Any, _record: Any) -> None:
@@ -123,35 +116,7 @@ def prepare_connections(engine: Engine, lock_timeout_seconds: float) -> None:
             cursor.execute(f"SET lock_timeout = {int(1000 * lock_timeout_seconds)}")
         dbapi_connection.commit()
 
-    replace_closed_connections(engine)
     wait_for_restarts(engine)
-
-
-def replace_closed_connections(engine: Engine) -> None:
-    """Have the pool open new connections where a server that was restarted has closed them.
-
-    One that was just used is only looked at: a server that has ended has closed its end, so that there is something
-    to read. Another is tried with a statement.
-    """
-
-    @event.listens_for(engine, "checkin")
-    def note(_dbapi_connection: Any, record: Any) -> None:
-        record.info[_USED_AT] = time.monotonic()
-
-    @event.listens_for(engine, "checkout")
-    def look(dbapi_connection: Any, record: Any, _proxy: Any) -> None:
-        is_closed = dbapi_connection.closed
-        if not is_closed:
-            poll = select.poll()
-            poll.register(dbapi_connection.fileno(), select.POLLIN)
-            is_closed = bool(poll.poll(0))
-        if not is_closed and time.monotonic() - record.info.get(_USED_AT, time.monotonic()) >= _IDLE_SECONDS:
-            try:
-                engine.dialect.do_ping(dbapi_connection)
-            except driver_errors():
-                is_closed = True
-        if is_closed:
-            raise InvalidatePoolError("the server has closed the connection")
 
 
 def wait_for_restarts(engine: Engine) -> None:

@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,11 +39,11 @@ from sqlalchemy import (
     select,
     update,
 )  # fmt: skip
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.elements import ColumnElement
 
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError, StorageError
+from autotune.core.errors import InvalidRequestError
 from autotune.store.engine import storage_errors, transaction, write_strict_json
 from autotune.store.records import new_id, now
 from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, JobEventRow, JobRow, TokenRow
@@ -186,46 +186,30 @@ class PrioritySemaphore:
     """
 
     def __init__(self, places: int) -> None:
-        self._guard = threading.Lock()
+        self._changed = threading.Condition()
         self._free = places
-        self._urgent: deque[threading.Lock] = deque()
-        self._others: deque[threading.Lock] = deque()
+        self._waiting: list[tuple[bool, int]] = []
+        """Whether it is not urgent, and a number that counts up; in their order."""
+        self._tickets = itertools.count()
 
     @contextlib.contextmanager
     def take(self, *, is_urgent: bool = False) -> Iterator[None]:
         """Wait for a place, and hold it for as long as the block lasts."""
-        gate = threading.Lock()
-        gate.acquire()
-        with self._guard:
-            waits = self._free == 0
-            if waits:
-                (self._urgent if is_urgent else self._others).append(gate)
-            else:
+        with self._changed:
+            ticket = not is_urgent, next(self._tickets)
+            bisect.insort(self._waiting, ticket)
+            try:
+                self._changed.wait_for(lambda: self._free and self._waiting[0] == ticket)
                 self._free -= 1
-        try:
-            if waits:
-                gate.acquire()
-        except BaseException:
-            # Interrupted while it waited, or just as it was given the place.
-            with self._guard:
-                for waiting in (self._urgent, self._others):
-                    if gate in waiting:
-                        waiting.remove(gate)
-                        raise
-            self._pass_on()
-            raise
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
         try:
             yield
         finally:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        with self._guard:
-            waiting = self._urgent or self._others
-            if waiting:
-                waiting.popleft().release()
-            else:
+            with self._changed:
                 self._free += 1
+                self._changed.notify_all()
 
 
 class Queue:
@@ -264,43 +248,24 @@ class Queue:
             "needs_count": needs.count,
             "priority": priority,
             "state": "queued",
-            "is_cancel_asked": False,
-            "attempts": 0,
-            "losses": 0,
-            "heard": 0,
             "events": 1,
             "submitted_by": submitted_by,
             "submitted_at": self.clock(),
             "idempotency_key": idempotency_key,
         }
-        try:
-            with self._transaction(writes=True) as connection:
-                known = self._with_key(connection, idempotency_key)
-                if known is not None:
-                    return known, False
-                job = _job(connection.execute(_ADD_JOB, values).one())
-                self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
-                return job, True
-        except StorageError as error:
-            if not isinstance(error.__cause__, IntegrityError):
-                raise
-            # Where writers do not wait for each other, another may have come between.
-            with self._transaction() as connection:
-                known = self._with_key(connection, idempotency_key)
-            if known is None:
-                raise
-            return known, False
+        add = postgresql.insert(_JOB) if self._engine.dialect.name == "postgresql" else sqlite.insert(_JOB)
+        with self._transaction(writes=True) as connection:
+            same_key = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
+            row = connection.execute(same_key.returning(*_JOB.c), values).first()
+            if row is None:
+                return _job(connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()), False
+            self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
+            return _job(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that was submitted under this key."""
         with self._transaction(is_single=True) as connection:
-            return self._with_key(connection, idempotency_key)
-
-    @staticmethod
-    def _with_key(connection: Connection, idempotency_key: str | None) -> JobRecord | None:
-        if idempotency_key is None:
-            return None
-        row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
+            row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
         return None if row is None else _job(row)
 
     def job(self, job_id: str) -> JobRecord | None:
@@ -609,7 +574,6 @@ _EVENTS = (
     .limit(bindparam("most", type_=Integer))
 )
 _ADD_EVENTS = insert(_EVENT)
-_ADD_JOB = insert(_JOB).returning(*_JOB.c)
 _TOKENS = select(_TOKEN.c.id, _TOKEN.c.name, _TOKEN.c.role, _TOKEN.c.created_at)
 _TOKENS_BY_DIGEST = select(_TOKEN.c.digest, *_TOKENS.selected_columns)
 

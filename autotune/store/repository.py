@@ -53,11 +53,6 @@ class Store:
         return self._engine
 
     @property
-    def url(self) -> str:
-        """SQLAlchemy's URL of the database, with its password."""
-        return self._location.url_text
-
-    @property
     def path(self) -> Path | None:
         """The SQLite file; ``None`` where the database is on a server."""
         return self._location.path

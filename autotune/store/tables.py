@@ -193,10 +193,10 @@ class JobRow(Base):
     needs_count: Mapped[int]
     priority: Mapped[int]
     state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
-    is_cancel_asked: Mapped[bool]
-    attempts: Mapped[int]
-    losses: Mapped[int]
-    heard: Mapped[int]
+    is_cancel_asked: Mapped[bool] = mapped_column(default=False)
+    attempts: Mapped[int] = mapped_column(default=0)
+    losses: Mapped[int] = mapped_column(default=0)
+    heard: Mapped[int] = mapped_column(default=0)
     device: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     problem: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     status: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)

@@ -6,19 +6,18 @@ are matched by fingerprint.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, DateTime, Enum, Table, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Table, insert, select, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import outcome_from_document
-from autotune.store.engine import storage_errors, transaction
+from autotune.core.schema import encode
+from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.repository import Store
 from autotune.store.tables import (
     EnvironmentRow,
@@ -74,10 +73,10 @@ def _read(connection: Connection, name: str, trial_ids: Collection[str] | None =
     trials = sorted(trials, key=lambda row: row["number"])
     if trial_ids is not None:
         trials = [row for row in trials if row["id"] in trial_ids]
-    document: Document = {"study": _as_json(studies[0]), "trials": [_as_json(row) for row in trials]}
+    document: Document = {"study": encode(studies[0]), "trials": encode(trials)}
     for key, table, column in _INTERNED:
         rows = _rows(connection, table, "id", (row[column] for row in (*studies, *trials)))
-        document[key] = [_as_json(row) for row in rows]
+        document[key] = encode(rows)
     return document
 
 
@@ -124,7 +123,8 @@ def take_in_study(store: Store, document: Document, name: str | None = None) -> 
 
 def _intern(connection: Connection, table: Table, rows: _Rows) -> dict[str, str]:
     """Insert rows whose fingerprint is not there; return the ids there by those in the document."""
-    _insert_missing(connection, table, rows)
+    for row in rows:
+        insert_if_absent(connection, table, row)
     there = _rows(connection, table, "fingerprint", (row["fingerprint"] for row in rows))
     ids = {row["fingerprint"]: row["id"] for row in there}
     return {row["id"]: ids[row["fingerprint"]] for row in rows}
@@ -136,32 +136,12 @@ def _put(connection: Connection, table: Table, row: Document) -> None:
         connection.execute(insert(table).values(**row))
 
 
-def _as_json(row: Document) -> Document:
-    def value(found: Any) -> Any:
-        return (
-            found.isoformat() if isinstance(found, datetime) else found.name if isinstance(found, enum.Enum) else found
-        )
-
-    return {name: value(found) for name, found in row.items()}
-
-
 def _as_row(table: Table, document: Document) -> Document:
     """Return the columns of a row from JSON; unknown names are a ``ValueError``."""
     if unknown := document.keys() - set(table.c.keys()):
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
-
-    def value(name: str, given: Any) -> Any:
-        kind = table.c[name].type
-        if given is None:
-            return None
-        if isinstance(kind, UtcDateTime | DateTime):
-            return datetime.fromisoformat(given)
-        return kind.enum_class[given] if isinstance(kind, Enum) and kind.enum_class is not None else given
-
-    return {name: value(name, given) for name, given in document.items()}
-
-
-# Rows
+    times = {name for name, given in document.items() if given and isinstance(table.c[name].type, UtcDateTime)}
+    return {name: datetime.fromisoformat(given) if name in times else given for name, given in document.items()}
 
 
 def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
@@ -172,10 +152,3 @@ def _rows(connection: Connection, table: Table, column: str, values: Iterable[An
         query = select(table).where(table.c[column].in_(every[start : start + _CHUNK]))
         rows += [dict(row) for row in connection.execute(query.order_by(*table.primary_key)).mappings()]
     return rows
-
-
-def _insert_missing(connection: Connection, table: Table, rows: _Rows) -> None:
-    """Insert the rows that clash with none that is there."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    if rows:
-        connection.execute(dialect.insert(table).on_conflict_do_nothing(), rows)

@@ -51,11 +51,6 @@ class Interval:
         """Return this interval for a speed that is ``factor`` times as high."""
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
-    @property
-    def is_lopsided(self) -> bool:
-        """Whether one side is so much wider than the other that ± would say something else than both ends."""
-        return is_lopsided(self.mean, self.low, self.high)
-
 
 def describe_speed(speed: Interval) -> str:
     """Return ``320.0 ± 1.2%``, or ``305.4 (190.7 to 764.2)`` where that is lopsided.
@@ -64,7 +59,7 @@ def describe_speed(speed: Interval) -> str:
     """
     if math.isinf(speed.high):
         return f"{format_rate(speed.mean)} ({format_rate(speed.low)} or more)"
-    if speed.is_lopsided:
+    if is_lopsided(speed.mean, speed.low, speed.high):
         return f"{format_rate(speed.mean)} ({describe_ends(speed)})"
     return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
 

@@ -58,7 +58,7 @@ def test_commands_that_only_look_import_no_torch_and_no_database(tmp_path: Path)
 
 def test_the_controlling_process_never_imports_torch(tmp_path: Path) -> None:
     """Everything that a search, a report or an export needs on this side, imported."""
-    code = "import autotune.cli.session, autotune.cli.studies, autotune.cli.view, autotune.tuning.run\n"
+    code = "import autotune.cli.search, autotune.cli.studies, autotune.cli.view, autotune.tuning.run\n"
     code += "import autotune.results.export, autotune.results.dashboard"
     assert not modules_after(code, tmp_path) & {"torch", "transformers", "datasets", "accelerate"}
 

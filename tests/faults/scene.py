@@ -23,8 +23,7 @@ from processes import is_alive, processes_with, wait_until
 
 # Imported here once, so that a controller is forked in milliseconds.
 import autotune.cli.resume
-import autotune.cli.search
-import autotune.cli.session  # noqa: F401
+import autotune.cli.search  # noqa: F401
 from autotune.cli.main import main
 
 ORDERLY = {0, 5, 7, 8, 130}

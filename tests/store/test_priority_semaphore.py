@@ -10,7 +10,7 @@ from autotune.store.queue import PrioritySemaphore
 
 
 def waiting(semaphore: PrioritySemaphore) -> int:
-    return len(semaphore._urgent) + len(semaphore._others)
+    return len(semaphore._waiting)
 
 
 def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:

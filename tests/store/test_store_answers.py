@@ -30,7 +30,7 @@ def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
 
 def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
     store.answers.keep("0123", PREDICTED)
-    answers = open_answers(store.url, 1.0)
+    answers = open_answers(store.engine.url.render_as_string(hide_password=False), 1.0)
     with closing(answers):
         assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.find("4567", PredictionAnswer) is None

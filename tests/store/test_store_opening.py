@@ -53,7 +53,6 @@ def test_a_missing_file_is_made_with_its_folders_and_tables(tmp_path: Path) -> N
     path = tmp_path / "a" / "b" / "autotune.db"
     with open_store(str(path)) as store:
         assert store.path == path
-        assert store.url == f"sqlite:///{path}"
         assert store.label == str(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "others of this machine cannot read it"
     assert {"autotune_studies", "autotune_trials"} <= tables(path)

@@ -21,7 +21,7 @@ from reported import report_of
 from searching import BERT_LARGE, FACTS, H200, MODEL, RecordingObserver, facts, new_store, search
 from tiny import tiny_workload
 
-from autotune.cli.session import print_result
+from autotune.cli.search import print_result
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Device

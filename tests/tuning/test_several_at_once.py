@@ -68,7 +68,7 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
         forks.Process(target=_search, args=(path, name, repeats, start, answers), daemon=True) for name in names
     ]
     reader = forks.Process(target=_read, args=(path, end, answers), daemon=True)
-    shown = forks.Process(target=serve, args=(path, "127.0.0.1", port), daemon=True)
+    shown = forks.Process(target=serve, args=(path, port, print), daemon=True)
     for process in (shown, *searches, reader):
         process.start()
     pages = 0

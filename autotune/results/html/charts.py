@@ -6,16 +6,18 @@ screen. Colours are CSS classes of the page (``s0`` to ``s7``), so that one draw
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
 from autotune.core.units import GIB, MIB, format_bytes, format_next_run, format_rate
 from autotune.results.chart_data import SpeedChart, SpeedPoint, StepChart, StepRow
-from autotune.results.html.markup import Child, element
+from autotune.results.html.markup import environment
 
 COLORS = 8
 # Corners of the marks and the turn of the first one, in turns; the mark without corners is a circle.
@@ -69,75 +71,36 @@ def series_class(number: int) -> str:
     return f"s{number % COLORS}"
 
 
-def marker(number: int, size: float = 5.0, *, filled: bool = True, told: str | None = None) -> Markup:
-    """Draw the mark of an arm at the origin; its shape tells arms apart where colours cannot."""
-    title = element("title", told) if told else None
-    kind = f"{series_class(number)} {'full' if filled else 'hollow'}"
+def _corners(number: int, size: float) -> str | None:
+    """Return the corners of the mark of an arm around the origin; ``None`` for a circle."""
     corners, first = _SHAPES[number % len(_SHAPES)]
-    if not corners:
-        return element("circle", title, class_=kind, r=size)
     turns = [2 * math.pi * (first + corner / corners) for corner in range(corners)]
-    places = " ".join(f"{1.25 * size * math.sin(turn):.2f},{-1.25 * size * math.cos(turn):.2f}" for turn in turns)
-    return element("polygon", title, class_=kind, points=places)
-
-
-def cross(number: int, told: str | None = None) -> Markup:
-    """Draw the mark of a candidate that ran out of memory, at the origin."""
-    title = element("title", told) if told else None
-    return element("path", title, class_=f"{series_class(number)} cross", d="M-4.5-4.5l9 9m0-9l-9 9")
-
-
-def ring(mark: str) -> Markup:
-    """Draw the ring around the winner, the baseline or the expert's choice, at the origin."""
-    return element("circle", class_=f"ring {mark}", r=10)
-
-
-def swatch(kind: str) -> Markup:
-    """Draw a square of a colour, at the origin."""
-    return element("rect", class_=kind, x=-6, y=-6, width=12, height=12)
-
-
-def icon(drawing: Markup) -> Markup:
-    """Return a mark as a small drawing of its own, for a legend."""
-    return element("svg", drawing, width=16, height=16, viewBox="-8 -8 16 16", aria_hidden="true")
+    return " ".join(f"{1.25 * size * math.sin(t):.2f},{-1.25 * size * math.cos(t):.2f}" for t in turns) or None
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def _at(share: float, y: float, *children: Child) -> Markup:
-    """Move what is drawn at the origin to a place of a drawing."""
-    return element("svg", children, x=_percent(share), y=y)
+def _pixels(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _svg(key: str, title: str, told: str, kind: str, height: float, *children: Child) -> Markup:
-    """Build a drawing with a title and a description for screen readers."""
-    names = f"{key}-t", f"{key}-d"
-    described = element("title", title, id=names[0]), element("desc", told, id=names[1])
-    return element("svg", described, children, class_=kind, role="img", aria_labelledby=" ".join(names), height=height)
+@functools.cache
+def drawings() -> Any:
+    """Return the macros of ``charts.html``, which draw what they are given."""
+    known = {"series": series_class, "corners": _corners, "percent": _percent, "px": _pixels}
+    return environment().get_template("charts.html", globals=known).module
 
 
-def _text(share: float, y: float, text: str, anchor: str, class_: str) -> Markup:
-    return element("text", text, x=_percent(share), y=y, text_anchor=anchor, class_=class_)
+def _ticks(across: Scale) -> list[tuple[float, str]]:
+    """Return the ticks of an axis across, with their words."""
+    return [(across(tick), f"{tick:,g}") for tick in across.ticks(_TICKS_ACROSS)]
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    return element("line", x1=_percent(x1), y1=y1, x2=_percent(x2), y2=y2, class_=class_)
-
-
-def _axis_across(across: Scale, height: float, label: str) -> Child:
-    """Draw the labels of an axis below a drawing, and its grid in it."""
-    ticks = [(across(tick), f"{tick:,g}") for tick in across.ticks(_TICKS_ACROSS)]
+def _axis_label(across: Scale, label: str) -> str:
     log = ", logarithmic" if across.is_log else ""
-    return [
-        [_line(x, 0, x, height, "grid") for x, _ in ticks],
-        [_text(x, height + 18, words, "middle", "tick") for x, words in ticks],
-        _line(0, height, 1, height, "axis"),
-        _text(
-            0.5, height + 40, f"{label.removesuffix(')')}{log}{')' if label.endswith(')') else ''}", "middle", "label"
-        ),
-    ]
+    return f"{label.removesuffix(')')}{log}{')' if label.endswith(')') else ''}"
 
 
 def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
@@ -159,30 +122,21 @@ def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
         f"{format_bytes(chart.cap_bytes)}; {len(chart.over)} candidates ran out of memory. The table of trials has "
         "all values."
     )
-    ceiling = [] if chart.leaves_ceiling_out else [
-        element("rect", class_="headroom", x=_percent(line), y=0, width=_percent(max(0.0, cap - line)), height=height),
-        _line(line, 0, line, height, "feasible-line"),
-        _line(cap, 0, cap, height, "ceiling-line"),
-    ]  # fmt: skip
-    return _svg(
+    drawn: Markup = drawings().speeds(
         key,
-        "Speed against memory",
         words,
-        "plot",
         height,
-        _axis_across(across, height, f"peak memory ({name})"),
-        [_line(0, y, 1, y, "grid") for y, _ in ticks],
-        [_at(0, y + 4, element("text", words, x=-8, text_anchor="end", class_="tick")) for y, words in ticks],
-        _at(0, -30, element("text", chart.rate_unit, x=-58, text_anchor="start", class_="label")),
-        ceiling,
-        _text(1, -10, chart.ceiling_words, "end", "ceiling-text"),
-        [_connection(arm, placed) for arm in range(len(chart.arms))],
-        [_at(cap, height - 9 - spacing * place, cross(each.arm, each.told)) for place, each in enumerate(over)],
-        [
-            _at(x, y, marker(p.arm, filled=p.feasible, told=p.told), ring(p.mark) if p.mark is not None else None)
-            for p, x, y in placed
-        ],
+        _ticks(across),
+        _axis_label(across, f"peak memory ({name})"),
+        ticks,
+        chart,
+        line,
+        cap,
+        [join for arm in range(len(chart.arms)) for join in _joins(arm, placed)],
+        [(each, height - 9 - spacing * place) for place, each in enumerate(over)],
+        placed,
     )
+    return drawn
 
 
 def _memory_scale(chart: SpeedChart, unit: int) -> Scale:
@@ -199,11 +153,10 @@ def _memory_scale(chart: SpeedChart, unit: int) -> Scale:
     )
 
 
-def _connection(arm: int, placed: Sequence[tuple[SpeedPoint, float, float]]) -> Child:
-    """Draw a thin line through the trials of an arm, from the smallest batch to the largest."""
+def _joins(arm: int, placed: Sequence[tuple[SpeedPoint, float, float]]) -> list[tuple[int, float, float, float, float]]:
+    """Return lines through the trials of an arm, from the smallest batch to the largest."""
     own = sorted((p.candidate.per_device_train_batch_size, x, y) for p, x, y in placed if p.arm == arm)
-    pairs = itertools.pairwise(own)
-    return [_line(x1, y1, x2, y2, f"{series_class(arm)} connection") for (_, x1, y1), (_, x2, y2) in pairs]
+    return [(arm, x1, y1, x2, y2) for (_, x1, y1), (_, x2, y2) in itertools.pairwise(own)]
 
 
 @dataclass(frozen=True)
@@ -251,31 +204,9 @@ def draw_intervals(axis: str, rows: Sequence[IntervalRow]) -> Markup:
     is_log = high > 2 * low
     margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
     across = Scale(low / margin, high * margin, is_log)
-    grid = [across(tick) for tick in across.ticks(_TICKS_ACROSS)]
-    lines = [_line(x, -_ROW_HEIGHT, x, 2 * _ROW_HEIGHT, "grid") for x in grid]
-    drawn = [
-        element(
-            "tr",
-            element("th", row.label, scope="row"),
-            element("td", element("svg", lines, _interval(row, across), height=_ROW_HEIGHT, aria_hidden="true")),
-            element("td", row.value, class_="number"),
-            class_=f"row {row.kind}".rstrip(),
-            title=row.told,
-        )
-        for row in rows
-    ]
-    axis_below = element("svg", _axis_across(across, 1.0, axis), height=46, aria_hidden="true")
-    foot = element("tr", element("td"), element("td", axis_below), element("td"))
-    return element("table", element("tbody", drawn), element("tfoot", foot), class_="intervals")
-
-
-def _interval(row: IntervalRow, across: Scale) -> Child:
-    kind, center, low, high = f"{series_class(row.series)} whisker", _ROW_HEIGHT / 2, across(row.low), across(row.high)
-    return [
-        _line(low, center, high, center, kind),
-        [_line(x, center - 4, x, center + 4, kind) for x in (low, high)],
-        _at(across(row.at), center, marker(row.series, 4.0)),
-    ]
+    placed = [(row, across(row.low), across(row.high), across(row.at)) for row in rows]
+    drawn: Markup = drawings().intervals(placed, _ticks(across), _axis_label(across, axis), _ROW_HEIGHT)
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -301,16 +232,10 @@ class BarMark:
 
 def draw_stack(title: str, parts: Sequence[Part], whole: float, marks: Sequence[BarMark], key: str) -> Markup:
     """Draw one stacked bar; ``whole`` is the value at its right end. A legend has the names of parts and marks."""
-    drawn, before = [], 0.0
-    for part in parts:
-        words = element("title", f"{part.name}: {part.told}")
-        place = {"x": _percent(before / whole), "width": _percent(part.size / whole)}
-        drawn.append(element("rect", words, class_=f"part {part.kind}", y=6, height=_BAR_HEIGHT - 12, **place))
-        before += part.size
-    drawn += [
-        element("line", element("title", mark.name), class_=mark.kind, y1=0, y2=_BAR_HEIGHT, x1=x, x2=x)
-        for mark in marks
-        for x in [_percent(mark.at / whole)]
-    ]
+    begins = itertools.accumulate((part.size for part in parts), initial=0.0)
+    placed = [(part, begin / whole, part.size / whole) for part, begin in zip(parts, begins, strict=False)]
     summary = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])
-    return _svg(key, title, summary, "bar", _BAR_HEIGHT, drawn)
+    drawn: Markup = drawings().stack(
+        key, title, summary, _BAR_HEIGHT, placed, [(mark, mark.at / whole) for mark in marks]
+    )
+    return drawn

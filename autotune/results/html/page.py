@@ -16,17 +16,13 @@ from autotune.results.export import beside_lines, make_export, render
 from autotune.results.html.charts import (
     BarMark,
     Part,
-    cross,
     draw_speed_chart,
     draw_stack,
     draw_step_chart,
-    icon,
-    marker,
-    ring,
+    drawings,
     series_class,
-    swatch,
 )
-from autotune.results.html.markup import element, environment
+from autotune.results.html.markup import environment
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView
 
@@ -98,21 +94,18 @@ def _speeds(report: Report) -> Chart | None:
     if not everything.points and not everything.over:
         return None
     chart = everything.limited(_MOST_MARKS)
-    legend = [(icon(marker(number)), arm.describe()) for number, arm in enumerate(chart.arms)]
+    draw = drawings()
+    legend = [(draw.icon(draw.marker(number)), arm.describe()) for number, arm in enumerate(chart.arms)]
     for point in chart.points:
         if point.mark is not None:
             batch = f"{point.candidate.per_device_train_batch_size} × {point.candidate.gradient_accumulation_steps}"
-            legend.append((icon(element("g", ring(point.mark), transform="scale(.7)")), f"{point.mark} {batch}"))
+            legend.append((draw.icon(draw.small_ring(point.mark)), f"{point.mark} {batch}"))
     if any(not point.feasible for point in chart.points):
-        legend.append((icon(_gray(marker(0, filled=False))), "too little headroom (hollow)"))
+        legend.append((draw.icon(draw.marker(0, filled=False, color=7)), "too little headroom (hollow)"))
     if chart.over:
-        legend.append((icon(_gray(cross(0))), "out of memory, at the ceiling"))
+        legend.append((draw.icon(draw.cross(7)), "out of memory, at the ceiling"))
     left_out = len(everything.points) + len(everything.over) - len(chart.points) - len(chart.over)
     return Chart(draw_speed_chart(chart, "speed"), tuple(legend), left_out)
-
-
-def _gray(drawing: Markup) -> Markup:
-    return Markup(drawing.replace(series_class(0), "s7", 1))
 
 
 def _steps(report: Report) -> Chart | None:
@@ -130,12 +123,12 @@ def _stack(
     """Return a stacked bar with its table: name, size, share and ``more`` cells of each part; marks are its legend."""
     total = sum(part.size for part in parts)
     whole = max([total, *(mark.at for mark in marks)]) * 1.005
-    cells = list(more) or [()] * len(parts)
+    draw, cells = drawings(), list(more) or [()] * len(parts)
     return Chart(
         draw_stack(title, parts, whole, marks, key),
-        tuple((icon(element("line", class_=mark.kind, y1=-8, y2=8)), mark.name) for mark in marks),
+        tuple((draw.icon(draw.rule(mark.kind)), mark.name) for mark in marks),
         rows=tuple(
-            (icon(swatch(f"part {part.kind}")), part.name, part.told, f"{part.size / total:.1%}", *added)
+            (draw.icon(draw.swatch(f"part {part.kind}")), part.name, part.told, f"{part.size / total:.1%}", *added)
             for part, added in zip(parts, cells, strict=True)
         ),
     )
@@ -206,5 +199,6 @@ def _limit(best: BestView) -> Chart:
     shares.append(("waits for data", limit.data_share if limit.host_share is not None else None, "s3"))
     parts = [Part(name, share, kind, f"{share:.1%}") for name, share, kind in shares if share]
     whole = max(1.0, sum(part.size for part in parts))
-    legend = tuple((icon(swatch(f"part {part.kind}")), f"{part.name}: {part.told}") for part in parts)
+    draw = drawings()
+    legend = tuple((draw.icon(draw.swatch(f"part {part.kind}")), f"{part.name}: {part.told}") for part in parts)
     return Chart(draw_stack("Shares of a step", parts, whole, (), "limit"), legend)

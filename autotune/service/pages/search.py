@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
@@ -32,14 +31,6 @@ from autotune.store.queue import ENDED, JobRecord, TokenRecord
 from autotune.store.repeats import Repeats
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
-
-_VERDICTS = {
-    "kept": "Kept: a stock Trainer does what was promised.",
-    "missed": "Missed: a stock Trainer does not do what was promised.",
-    "faster": "Faster than promised: the search measured too low.",
-    "cannot_tell": "Cannot tell: the run was too short or too uneven.",
-}
-_SPEED = "samples_per_second"
 
 router = APIRouter(include_in_schema=False)
 
@@ -133,7 +124,8 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         exports=_exports(report) if report is not None and has_result else None,
         run=run,
         run_ended=run is None or run.state in ENDED,
-        proof=shown_by(searches, run) if run is not None else None,
+        proof=searches.verification(run) if run is not None else None,
+        rate_unit=rate_unit(_workload(searches, run)) if run is not None else None,
     )
 
 
@@ -191,19 +183,6 @@ def _exports(report: Report) -> _Exports:
     return _Exports(texts, tuple(beside_lines(made)))
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What the run of a stock ``Trainer`` has shown."""
-
-    verdict: str
-    missed: AutotuneError | None
-    why: tuple[str, ...]
-    compared: tuple[tuple[str, Document], ...]
-    """What was promised and what came, with their names."""
-    rate_unit: str
-    """Of both speeds."""
-
-
 def latest_run(searches: Searches, study: str) -> JobRecord | None:
     """Return the latest run of a stock ``Trainer`` as a study exports it."""
     # A search may bear the same name.
@@ -211,20 +190,7 @@ def latest_run(searches: Searches, study: str) -> JobRecord | None:
     return next((job for job in named if VERIFIES in job.request), None)
 
 
-def shown_by(searches: Searches, job: JobRecord) -> Shown | None:
-    """Return what a verification has shown; ``None`` where it has shown nothing yet."""
-    told = searches.verification(job)
-    if told is None:
-        return None
-    study = searches.store.study(job.request[VERIFIES])
-    unit = rate_unit(searches.store.workload_of(study) if study is not None else {})
-    document: dict[str, Any] = told.get("verification") or {}
-    verdict, missed = str(document.get("verdict") or ""), told.get("problem")
-    both = [(name, document.get(key)) for name, key in (("promised", "promised"), ("stock Trainer", "obtained"))]
-    return Shown(
-        _VERDICTS.get(verdict, verdict),
-        None if missed is None else AutotuneError(str(missed.get("message")), str(missed.get("hint") or "")),
-        tuple(map(str, document.get("why") or ())),
-        tuple((name, one) for name, one in both if one) if all(one and _SPEED in one for _, one in both) else (),
-        unit,
-    )
+def _workload(searches: Searches, run: JobRecord) -> Document:
+    """Return the workload that a run of a stock ``Trainer`` verifies; an empty one where its study is gone."""
+    study = searches.store.study(run.request[VERIFIES])
+    return searches.store.workload_of(study) if study is not None else {}

@@ -1,4 +1,4 @@
-"""Say that the service is alive, what it offers, and its figures for Prometheus."""
+"""Say that the service is alive, what it offers, on which devices, and its figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -90,3 +90,19 @@ def metrics(token: Reader, searches: Known) -> str:
 @router.get("/openapi.json", include_in_schema=False)
 def openapi(request: Request, token: Reader) -> JSONResponse:
     return JSONResponse(request.app.openapi())
+
+
+@router.get("/v1/devices", tags=["devices"])
+def list_devices(token: Reader, searches: Known) -> Document:
+    """List the devices on which searches run, with what runs on them."""
+    return {"devices": describe_devices(searches)}
+
+
+@router.api_route("/v1/agents{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+def refuse_agent(rest: str) -> None:
+    """Tell an agent of an earlier version that there are none any more."""
+    raise ServiceError(
+        "this service runs its searches itself; there are no agents any more",
+        "end the agent; for more machines start the service with --executor ray://HOST:10001",
+        status=410,
+    )
