@@ -40,7 +40,7 @@ _LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 @table_options("doctor")
 @click.pass_context
 def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
-    """Look at what searches need here: each line is ok, or says what is wrong and its cure.
+    """Check what searches need on this machine: each line is ok, or says what is wrong and how to mend it.
 
     "note" costs speed or a choice; "wrong" keeps searches from starting or spoils what they measure.
     """

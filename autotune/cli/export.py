@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     show_default=True,
 )
 @click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
-@click.option("--anyway", is_flag=True, help="Also what led where it is too noisy to tell the fastest.")
+@click.option("--anyway", is_flag=True, help="Use the leader even if noise hides the fastest candidate.")
 @table_options("export")
 @click.pass_context
 def export(

@@ -17,7 +17,7 @@ from autotune.core.real_training import VARIABLE, RealTraining
 
 @click.command(short_help="Train with the winner of a study.")
 @study_argument
-@click.option("--anyway", is_flag=True, help="Also with what led where it is too noisy to tell the fastest.")
+@click.option("--anyway", is_flag=True, help="Use the leader even if noise hides the fastest candidate.")
 @click.option(
     "--recover",
     is_flag=True,
@@ -25,10 +25,10 @@ from autotune.core.real_training import VARIABLE, RealTraining
 )
 @table_options("run")
 def run(study: str, script: tuple[str, ...], anyway: bool, recover: bool, storage: str) -> None:
-    """Train for real with the winner of a study, in your own code, of which nothing is edited.
+    """Start your own training script, unedited, with the winner of a study.
 
-    What is set is printed. Without a command, the one that was searched is started in the folder of then. This process
-    becomes the training: signals and the exit code are its own.
+    Prints each setting that it applies. Without SCRIPT, the script of the search is started in the folder where the
+    search ran. Signals reach the training, and its exit code is returned.
 
     \b
       autotune run STUDY -- python train.py --epochs 3 --output_dir out

@@ -46,7 +46,7 @@ def verify(
       autotune verify STUDY --same-loss
 
     A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
-    between them (in a temporary folder); their memory is told apart and their time is left out.
+    between them (in a temporary folder); their memory is reported apart, their time is left out.
     """
     if server is not None:
         from autotune.cli.remote import verify_remotely

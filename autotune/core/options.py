@@ -469,15 +469,15 @@ class _How(TypedDict, total=False):
         "what may make it faster, on a GPU.", default_text="default",
     )]
     trials: Annotated[int | None, Option("Run at most N trials.", BUDGET,
-        help_in={"resume": "Run at most N trials, including those already recorded [default: as before]."},
+        help_in={"resume": "Run at most N trials, including those already recorded [default: the search's]."},
     )]
     time_budget: Annotated[float | str | None, Option(
         "Start no trial that would end later than this, e.g. 5m.", BUDGET, kind=SECONDS,
-        help_in={"resume": "Start no trial after this long, including the time already spent [default: as before]."},
+        help_in={"resume": "Start no trial after this long, including the time already spent [default: the search's]."},
     )]
     trial_timeout: Annotated[float | str | None, Option(
         "Time limit of one trial [default: 3m, and more for large models].", BUDGET, kind=SECONDS,
-        help_in={"resume": "Time limit of one trial [default: as before]."},
+        help_in={"resume": "Time limit of one trial [default: the search's]."},
     )]
     baseline: Annotated[bool, Option("Do not measure the TrainingArguments defaults for comparison.",
         flag="--no-baseline",

@@ -179,7 +179,7 @@ def without_placeholders(words: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _takes_next(word: str) -> bool:
-    """Return whether the next word may be the value of this one."""
+    """Return whether this word is an option without ``=``, so that the next word may be its value."""
     return word.startswith("-") and "=" not in word
 
 

@@ -197,7 +197,7 @@ class Forecast:
         self.complete()
 
     def is_settled(self, arm: Arm) -> bool:
-        """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
+        """Collect finished predictions; return whether none is running and none of this arm is waiting."""
         self._take(0.0)
         self._keep()
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)

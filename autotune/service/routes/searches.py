@@ -119,7 +119,7 @@ def report(
 def export(
     search: str, token: Reader, searches: Known,
     form: Annotated[AnyForm, Query(alias="format")] = "json",
-    anyway: Annotated[bool, Query(description="Also what led where it is too noisy to tell the fastest.")] = False,
+    anyway: Annotated[bool, Query(description="Use the leader even if noise hides the fastest candidate.")] = False,
 ) -> Response:  # fmt: skip
     """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
     report = searches.report(searches.job(search))

@@ -24,8 +24,8 @@ _PARTS_OF_PEFT = (".lora_", ".modules_to_save.")
 
 
 def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
-    """Replace the linear layers of a model on the ``meta`` device that bitsandbytes would quantize, adapters around or
-    not."""
+    """Replace the linear layers that bitsandbytes would quantize by fakes, on the ``meta`` device, also within
+    adapters."""
     base = model.get_base_model() if workload.peft else model  # type: ignore[operator]
     skipped = workload.bits_arguments().get("llm_int8_skip_modules")
     spared = HfQuantizer.get_modules_to_not_convert(base, skipped, base._keep_in_fp32_modules)

@@ -120,7 +120,7 @@ class LoopParts(Parts):
         self._total: int | None = None
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End after an error of what was done last."""
+        """End the rehearsal after an error, and report the part in which the error arose."""
         if self._evaluated is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
