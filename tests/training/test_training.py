@@ -122,6 +122,12 @@ def stock_and_another(
     return stock, trainer_of(make(), data, folder, eval_dataset, **settings)
 
 
+def check_same(found: Any, stock: Any, rel: float = 0.0, atol: float = 0.0) -> None:
+    """Compare losses and weights."""
+    assert found[0] == pytest.approx(stock[0], rel=rel, abs=0.0)
+    assert torch.allclose(found[1], stock[1], rtol=1e-5 if atol else 0.0, atol=atol)
+
+
 def graphed(trainer: Trainer) -> GraphedSteps:
     """Have a trainer use graphs; its steps."""
     trainer.training_step = steps = GraphedSteps(trainer)
@@ -143,9 +149,7 @@ class TestGraphs:
         ran: list[str] = []
         trainer.model.register_forward_pre_hook(lambda *_: ran.append("Python"))
         steps.on_replay = lambda: ran.append("graph")
-        losses, weights = train(trainer)
-        assert losses == stock[0]
-        assert torch.equal(weights, stock[1])
+        check_same(train(trainer), stock)
         # Each graph's micro-step ran twice, for comparison.
         assert len(ran) == 8 * accumulation + (1 if accumulation == 1 else 2)
         assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
@@ -192,10 +196,8 @@ class TestGraphs:
         settings = {"gradient_accumulation_steps": 2, "max_steps": 12, "train_sampling_strategy": "sequential"}
         stock, trainer = stock_and_another(classifier, data, tmp_path, **settings)
         steps = graphed(trainer)
-        losses, weights = train(trainer)
         # The second length adds to zeroed gradients, where stock training begins with its own.
-        assert losses == pytest.approx(stock[0], rel=1e-5)
-        assert torch.allclose(weights, stock[1], atol=1e-6)
+        check_same(train(trainer), stock, 1e-5, 1e-6)
         assert steps.replays > 8
 
     @pytest.mark.parametrize("accumulation", [1, 3])
@@ -209,9 +211,7 @@ class TestGraphs:
         }  # fmt: skip
         stock, trainer = stock_and_another(classifier, data, tmp_path, **settings)
         steps = graphed(trainer)
-        losses, weights = train(trainer)
-        assert losses == pytest.approx(stock[0], rel=1e-5)
-        assert torch.allclose(weights, stock[1], atol=2e-5)
+        check_same(train(trainer), stock, 1e-5, 2e-5)
         largest, *others = sorted(steps._shapes.values(), key=lambda shape: -shape.size)
         assert largest.writing is not None
         assert all(shape.adding is not None and shape.writing is None for shape in others)
@@ -237,9 +237,7 @@ class TestGraphs:
         trainer.model.register_forward_pre_hook(keep, with_kwargs=True)
         steps.on_replay = lambda: ran.append("graph")
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: kept[0])
-        losses, weights = train(trainer)
-        assert losses == pytest.approx(stock[0], rel=1e-5)
-        assert torch.allclose(weights, stock[1], atol=2e-5)
+        check_same(train(trainer), stock, 1e-5, 2e-5)
         # None of the rest of its optimizer step; with a single micro-step, the next captures.
         first = ran.index(8)
         assert ran[first - 1] == "graph"
@@ -323,9 +321,7 @@ class TestGraphs:
             return predict(*args, **kwargs)
 
         trainer.prediction_step = predict_in_little_memory
-        losses, weights = train(trainer)
-        assert losses == stock[0]
-        assert torch.equal(weights, stock[1])
+        check_same(train(trainer), stock)
         # Captured again after the first evaluation, and released for the second.
         assert len(ran_out) >= 2
         assert ran_out[-1] > ran_out[0]
@@ -672,9 +668,7 @@ class TestSparsePrediction:
         trainer = apply(trainer_of(masked_model(kind), data, tmp_path, **settings), sparse_prediction=True)
         layer, rows = trainer.model.get_output_embeddings(), list[int]()
         layer.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[-2]))
-        losses, weights = train(trainer)
-        assert losses == pytest.approx(stock[0], rel=1e-6)
-        assert torch.allclose(weights, stock[1], atol=1e-6)
+        check_same(train(trainer), stock, 1e-6, 1e-6)
         # 64 tokens, of which 10 are predicted in the mean; other shapes than multiples of 4 would be many.
         assert len(rows) == 10
         assert all(4 <= count <= 20 and count % 4 == 0 for count in rows)
@@ -765,9 +759,7 @@ class TestUnpadded:
         trainer = apply(trainer_of(language_model(), samples(), tmp_path), unpadded=True)
         seen: list[set[str]] = []
         trainer.model.register_forward_pre_hook(lambda m, a, k: seen.append(set(k)), with_kwargs=True)
-        losses, weights = train(trainer)
-        assert losses == stock[0]
-        assert torch.equal(weights, stock[1])
+        check_same(train(trainer), stock)
         assert all("attention_mask" not in names for names in seen)
 
     def test_a_batch_with_padding_keeps_its_mask(self, tmp_path: Path) -> None:
@@ -777,9 +769,7 @@ class TestUnpadded:
         trainer = apply(trainer_of(language_model(), data, tmp_path, **settings), unpadded=True)
         seen: list[bool] = []
         trainer.model.register_forward_pre_hook(lambda m, a, k: seen.append("attention_mask" in k), with_kwargs=True)
-        losses, weights = train(trainer)
-        assert losses == stock[0]
-        assert torch.equal(weights, stock[1])
+        check_same(train(trainer), stock)
         assert seen == [False, True, True, True, True]
 
     @pytest.mark.parametrize("unpadded", [False, True])
