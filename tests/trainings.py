@@ -348,7 +348,7 @@ class Warming(Encoder):
 
 
 class Tagger(torch.nn.Module):
-    """Tags tokens behind frozen embeddings, with a layer that may be recomputed in the way of old."""
+    """Tags tokens behind frozen embeddings, with a layer that may be recomputed by reentrant checkpointing."""
 
     supports_gradient_checkpointing = True
     recomputes = False
@@ -485,7 +485,7 @@ def _differing() -> Iterator[Training]:
         "scale",
         ONE,
     )
-    yield Training("frozen embeddings, recomputed in the way of old", "reentrant checkpointing", Tagger, texts,
+    yield Training("frozen embeddings, reentrant recomputation", "reentrant checkpointing", Tagger, texts,
                    RECOMPUTED, "untrained", is_quick=True)  # fmt: skip
     for kind, sizes in (
         ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": WIDTH}), ("gemma2", {"head_dim": 8}),
