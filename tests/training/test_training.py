@@ -141,7 +141,7 @@ class TestGraphs:
     def emulated(self, monkeypatch: pytest.MonkeyPatch) -> None:
         emulate(monkeypatch)
 
-    @pytest.mark.parametrize("accumulation", [1, 4])
+    @pytest.mark.parametrize("accumulation", [1, 2, 4])
     def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path) -> None:
         data, settings = samples(classes=True), {"gradient_accumulation_steps": accumulation, "max_steps": 8}
         stock, trainer = stock_and_another(classifier, data, tmp_path, **settings)
@@ -203,7 +203,7 @@ class TestGraphs:
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_the_largest_shape_is_captured_before_the_others(self, accumulation: int, tmp_path: Path) -> None:
         """A shape that has no graph yet, too, adds to gradients where graphs do."""
-        lengths = (8, 12, 8, 16, 12, 8, 12, 16) * 5 + (8, 12)
+        lengths = (8, 12, 8, 16, 12, 8, 12, 16) * 8
         data = [row for length in lengths for row in samples(length, classes=True)[:4]]
         settings = {
             "gradient_accumulation_steps": accumulation, "max_steps": len(lengths) // accumulation,
@@ -392,13 +392,15 @@ class TestGraphs:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
             trainer.train()
 
-    def test_checkpoints_are_captured_where_no_random_numbers_are_drawn(self, tmp_path: Path) -> None:
+    def test_checkpoints_are_captured_where_no_random_numbers_are_drawn(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # A mask of ones is explicit in graphs, and attention with it rounds otherwise.
+        monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
         settings = {"gradient_checkpointing": True, "max_steps": 8}
         stock, trainer = stock_and_another(language_model, samples(), tmp_path, **settings)
         steps = graphed(trainer)
-        losses, weights = train(trainer)
-        assert losses == stock[0]
-        assert torch.allclose(weights, stock[1], atol=1e-6)
+        check_same(train(trainer), stock)
         assert steps.replays
         for layer in trainer.model.model.layers:
             assert layer._gradient_checkpointing_func.keywords["preserve_rng_state"] is False
