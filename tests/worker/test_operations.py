@@ -14,7 +14,21 @@ from autotune.core.workload import Workload
 from autotune.core.schema import encode
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
+from autotune.worker.fake.shortcuts import Shortcuts
 from autotune.worker.fake.step import FakeTraining
+from autotune.worker.private.torch import fake_tensor_mode
+
+
+def in_order(events):
+    # Autocast frees its casts in any order.
+    groups = [[]]
+    for event in events:
+        if event[1] == -1:
+            groups[-1].append(event)
+        else:
+            groups += [[event], []]
+    return [sorted(group) for group in groups]
+
 
 found = {}
 for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "causal-lm")):
@@ -22,10 +36,52 @@ for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "caus
     for arm in (Arm("bf16"), Arm("tf32", True)):
         training = FakeTraining(workload, arm, CHIPS["h200"])
         documents = []
+        traces = []
         for batch in (61, 67):
-            training.trace(batch)
+            traces.append(training.trace(batch))
             documents.append(encode(training.operations))
-        found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents}
+        # Each operation by itself, without the results of earlier ones.
+        known, Shortcuts.key = Shortcuts.key, lambda *_: None
+        silent, Shortcuts._changes_only = Shortcuts._changes_only, lambda *_: False
+        alone = training.trace(61)
+        documents.append(encode(training.operations))
+        Shortcuts.key, Shortcuts._changes_only = known, silent
+        events = [in_order(trace.events) for trace in (traces[0], alone)]
+        same = events[0] == events[1] and traces[0].labels == alone.labels and traces[0].parts == alone.parts
+        found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents, "same": same}
+
+shortcuts = Shortcuts()
+found["repeated"] = repeated = {"documents": []}
+aten = torch.ops.aten
+
+
+def twice(func, *args, **kwargs):
+    results = []
+    for _ in range(2):
+        key = shortcuts.key(func, args, kwargs)
+        results.append(shortcuts.result(key, func, args, kwargs))
+    return results
+
+
+with fake_tensor_mode():
+    one, flags = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.bool)
+    repeated["dtypes"] = [
+        str(result.dtype)
+        for value in (1, 1.0, True)
+        for result in twice(aten.add.Scalar, flags, value)
+    ]
+    into = torch.empty(4, 6)
+    repeated["given"] = [result is into for result in twice(aten.add.out, one, one, out=into)]
+    repeated["in place"] = [result is one for result in twice(aten.add_.Tensor, one, one)]
+    turned = twice(aten.t.default, one)
+    repeated["views"] = [list(result.stride()) + [result.untyped_storage()._cdata == one.untyped_storage()._cdata]
+                      for result in turned]
+    repeated["parts"] = [[list(part.shape) + [part.storage_offset()] for part in result]
+                      for result in twice(aten.split.Tensor, one, 4, 1)]
+    number = torch.tensor(3)
+    repeated["values"] = [int(result) for result in twice(aten.add.Tensor, number, number)]
+    fresh = twice(aten.mul.Tensor, one, one)
+    repeated["fresh"] = fresh[0].untyped_storage()._cdata != fresh[1].untyped_storage()._cdata
 
 from autotune.worker.fake.operations import OperationTally
 
@@ -90,11 +146,30 @@ def flops(document: dict[str, Any], kind: str, part: str) -> list[int]:
     return [sum(row["count"] * row["flops"][i] for row in rows) for i in (0, 1)]
 
 
+def test_a_trace_is_the_same_without_the_results_of_earlier_operations(traced: dict[str, Any]) -> None:
+    found = [traced[name] for name in traced if "tiny" in name]
+    assert len(found) == 4
+    for model in found:
+        assert model["same"]
+        assert in_order(model["documents"][0]) == in_order(model["documents"][2])
+
+
+def test_an_operation_repeats_the_result_of_equal_arguments_alone(traced: dict[str, Any]) -> None:
+    repeated = traced["repeated"]
+    assert repeated["dtypes"] == [f"torch.{name}" for name in ("int64", "float32", "bool") for _ in range(2)]
+    assert repeated["given"] == [True, True]
+    assert repeated["in place"] == [True, True]
+    assert repeated["views"] == [[1, 6, True], [1, 6, True]]
+    assert repeated["parts"] == [[[4, 4, 0], [4, 2, 4]]] * 2
+    assert repeated["values"] == [6, 6]
+    assert repeated["fresh"]
+
+
 def test_operations_are_the_same_whatever_the_batch_of_the_trace(traced: dict[str, Any]) -> None:
     for name, found in traced.items():
         if "tiny" not in name:
             continue
-        first, second = found["documents"]
+        first, second, _ = found["documents"]
         assert in_order(first) == in_order(second)
         assert {name: first[name] for name in first if name != "rows"} == {
             name: second[name] for name in second if name != "rows"

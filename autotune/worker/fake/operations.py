@@ -88,9 +88,10 @@ class OperationTally:
         self._counts: dict[tuple[str, Row], int] = {}
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
         self._unknown: dict[str, int] = {}
+        self._rows: dict[Any, Row | None] = {}
 
-    def add(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Count one operation."""
+    def add(self, func: Any, args: Sequence[Any], out: Any, key: Any = None) -> None:
+        """Count one operation; those with the same ``key`` that is not ``None`` compute and move the same."""
         if self.counts_as is None:
             return
         if self.counts_as == "update":
@@ -101,7 +102,12 @@ class OperationTally:
             # A checkpoint's forward pass runs again in the backward pass, where gradients are otherwise not tracked.
             part = RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
         self._dispatched[part] += 1
-        row = self._row(func, args, out)
+        if key in self._rows:
+            row = self._rows[key]
+        else:
+            row = self._row(func, args, out)
+            if key is not None and (row is None or row[0] != "unknown"):
+                self._rows[key] = row
         if row is not None:
             self._counts[part, row] = self._counts.get((part, row), 0) + 1
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autotune.worker.fake.operations import OperationTally
+from autotune.worker.fake.shortcuts import Shortcuts
 from autotune.worker.private.torch import is_in_autograd, is_view, local_part, on_resize
 
 DEATH = -1
@@ -76,6 +77,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.logits = 0
         """Numbers of the logits that a fused loss is about to make in pieces; 0 where it is not."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._shortcuts = Shortcuts()
         self._number = 0
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -97,13 +99,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _SCALAR:
             # Asked by code that drops whole layers at random: 1 is never below the drop rate.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
+        key = None
         if func is _NONZERO:
             # Which elements are true is not known. In a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
-            out = func(*args, **(kwargs or {}))
+            key = self._shortcuts.key(func, args, kwargs)
+            out = self._shortcuts.result(key, func, args, kwargs)
         if self.operations is not None and self.operations.counts_as is not None:
-            self.operations.add(func, args, out)
+            self.operations.add(func, args, out, key)
         if func is _ALL:
             # Asked of masks that transformers fills with ones where the batch has none, and then drops.
             self._true[out] = not self.has_padding

@@ -1,0 +1,43 @@
+"""Adapt private names of torch's fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["FakeTensor", "copy_fake", "is_plain_fake", "without_dispatch"]
+
+_CPU = torch.device("cpu")
+
+
+def without_dispatch() -> Any:
+    """Return a context in which no mode sees operations, and fake tensors are the ``meta`` tensors in them."""
+    return torch._C._DisableTorchDispatch()
+
+
+def is_plain_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a fake one of real numbers that nothing more is known of, and needs no gradient."""
+    return (
+        type(tensor) is FakeTensor
+        and tensor.constant is None
+        and getattr(tensor, "real_tensor", None) is None
+        and tensor.layout is torch.strided
+        and not tensor.dtype.is_complex
+        and not tensor.is_quantized
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+    )
+
+
+def copy_fake(meta: torch.Tensor, attributes: Mapping[str, Any]) -> Any:
+    """Return the fake tensor on the CPU for a ``meta`` tensor, with the attributes of another fake tensor.
+
+    Does what the class's own constructor does, without its checks.
+    """
+    fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes)
+    return fake
