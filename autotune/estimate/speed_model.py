@@ -185,7 +185,7 @@ class SpeedModel:
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
         is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
-        """Whether a step has one time alone, since nobody knows the host's part. The baseline is not asked for it."""
+        """Whether a step has one time alone, since nobody knows the host's part. The defaults are not asked for it."""
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
         passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
         self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
@@ -364,18 +364,31 @@ class SpeedModel:
         return gains, np.maximum(gpu, host)
 
 
-def extra_seconds(history: History, arm: Arm) -> float:
-    """Return what a trial takes beyond a usual one: what the last one like it took to compile, else the prior."""
-    has = levers_of(arm, PRIORS)
-    compiler = {name for name in has if "torch_compile" in (name, BY_NAME[name].part_of)}
-    if has and compiles(arm):
-        for tried in reversed(history.tried):
-            like = levers_of(tried.candidate.arm, PRIORS)
-            took = tried.measurement.compile_seconds if tried.measurement else None
-            if took is not None and compiler == {n for n in like if "torch_compile" in (n, BY_NAME[n].part_of)}:
-                return took
+def extra_seconds(history: History, candidate: Candidate) -> float:
+    """Return what a trial takes beyond a usual one: what compiling the like took, else the prior.
+
+    That is the last trial of the same shapes, whose code may be cached, or else the longest: BERT-large took 10.9 s to
+    compile, 2.3 s at the same batch without graphs, and 9.2 s at another one (H200, 28 November 2026).
+    """
+    has = levers_of(candidate.arm, PRIORS)
+    if has and compiles(candidate.arm):
+        alike = [t for t in history.tried if _compiler(t.candidate.arm) == _compiler(candidate.arm)]
+        took = [(t.candidate, t.measurement.compile_seconds) for t in alike if t.measurement]
+        known = [(_shape(each), seconds) for each, seconds in took if seconds is not None]
+        same = [seconds for shape, seconds in known if shape == _shape(candidate)]
+        if known:
+            return same[-1] if same else max(seconds for _, seconds in known)
     wholes = {BY_NAME[name].part_of for name in has}
     return max((PRIORS[name].seconds for name in has - wholes), default=0.0)
+
+
+def _compiler(arm: Arm) -> set[str]:
+    return {name for name in levers_of(arm, PRIORS) if "torch_compile" in (name, BY_NAME[name].part_of)}
+
+
+def _shape(candidate: Candidate) -> tuple[object, ...]:
+    arm = candidate.arm
+    return candidate.per_device_train_batch_size, candidate.accumulates, arm.precision, arm.length_multiple
 
 
 def below(z: float) -> float:

@@ -127,7 +127,7 @@ class Anytime:
         found = [
             candidate
             for candidate in roots
-            if self.has_time(usual_seconds + extra_seconds(history, candidate.arm), spent_seconds)
+            if self.has_time(usual_seconds + extra_seconds(history, candidate), spent_seconds)
         ]
         if not found:
             return None
@@ -138,7 +138,7 @@ class Anytime:
             return None
         gpu, gpu_error, host, host_error = (float(each[0]) for each in model.times([found[at]]))
         most = 1 / (speed_of(best) * max(math.exp(gpu - gpu_error), math.exp(host - host_error)))
-        seconds = usual_seconds + extra_seconds(history, found[at].arm)
+        seconds = usual_seconds + extra_seconds(history, found[at])
         return Idea(found[at], roots[found[at]], most, seconds)
 
     def candidates(self, history: History, among: Collection[Candidate]) -> dict[Candidate, Candidate]:
@@ -151,7 +151,12 @@ class Anytime:
         failed, doubtful = (frozenset(chances.failing(least)) for least in (_SURELY, _PERHAPS))
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
-        pairs = [(root, each) for root in roots for each in self._changes(history, root, failed, doubtful)]
+        pairs = [(root, each) for root in roots for each in self._changes(history, root.candidate, failed, doubtful)]
+        for root in roots:
+            # What the host limits says little about a precision: captured, the faster one for the GPU may win.
+            for other in self._in_other_precisions(root.candidate):
+                pairs += [(root, other)] if levers_of(other.arm, self._late) else []
+                pairs += [(root, each) for each in self._changes(history, other, failed, doubtful)]
         if _EXPANDABLE not in failed:
             pairs += [(root, each) for root in over if (each := judge.in_expandable_segments(root))]
         for root in over:
@@ -176,11 +181,20 @@ class Anytime:
             return False
         return self._space.contains(candidate) and judge.is_open(candidate) and not is_beaten(history, candidate)
 
+    def _in_other_precisions(self, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate in each other precision of the space, but those that another one replaces."""
+        among = {arm.precision for arm in self._space.arms}
+        others = [changed(candidate.arm, precision=each) for each in sorted(among - {candidate.arm.precision})]
+        faster = BY_NAME["precision"].never_slower
+        assert faster is not None
+        kept = [arm for arm in others if faster(arm) == arm.precision or faster(arm) not in among]
+        return [replace(candidate, arm=arm) for arm in kept]
+
     def _changes(
-        self, history: History, root: Tried, failed: frozenset[str], doubtful: frozenset[str]
+        self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
-        """Yield what a measured candidate becomes with a lever, with two, or with fewer layers that recompute."""
-        candidate, rows = root.candidate, self._rows(root.candidate, failed, doubtful)
+        """Yield what a candidate becomes with a lever, with two, or with fewer layers that recompute."""
+        rows = self._rows(candidate, failed, doubtful)
         for row in rows:
             changed_one = self._with(candidate, row, failed)
             yield changed_one

@@ -286,7 +286,7 @@ def worth(
             wanted = max(wanted, float(np.exp(-model.expected(likeliest, wanted)[1].min())))
     gains, expected = model.expected(among, wanted)
     expected = np.minimum(expected, 20.0)
-    extra = np.array([extra_seconds(history, candidate.arm) for candidate in among])
+    extra = np.array([extra_seconds(history, candidate) for candidate in among])
     steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:

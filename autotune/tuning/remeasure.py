@@ -89,7 +89,9 @@ def effort_of(
     if request.objective == "max-batch":
         return effort
     if stage == "baseline":
-        return replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
+        effort = replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
+        # The defaults are a yardstick alone. A script's own settings are where its search begins.
+        return effort if request.workload.source is None else _profiled(effort, request, candidate, history)
     effort = _profiled(effort, request, candidate, history)
     if best is None or best.measurement is None:
         return effort
