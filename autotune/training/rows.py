@@ -253,8 +253,8 @@ class InOneRow:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return a row filled with padding to a multiple of tokens, and the borders of its samples.
 
-        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is how many samples a full
-        batch has, if that is known.
+        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is how many samples a
+        full batch has, if that is known.
         """
         assert self._multiple is not None
         tokens = len(row["position_ids"])
