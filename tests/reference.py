@@ -363,7 +363,7 @@ def _skill() -> str:
         "description: Find the fastest batch size, accumulation, checkpointing, precision and other settings to train "
         "a transformer on a GPU, or predict what fits on one. Use when a training runs out of memory or is slow, or "
         "when a GPU or batch size has to be chosen.\n---\n\n"
-        f"# autotune\n\n{_ABOUT}\n\nInstall: `pip install traintune`.\n\n{rules}\n"
+        f"# autotune\n\n{_ABOUT}\n\nInstall from a clone of the repository: `pip install .`.\n\n{rules}\n"
         f"## Commands\n\n{_commands_in_lines()}\n"
         f"## Usual options of a search\n\n{_usual_options()}\n"
         f"## Exit codes\n\n{_codes_in_lines()}"

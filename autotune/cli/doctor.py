@@ -205,6 +205,7 @@ def _compilers() -> Iterator[Check]:
 
 
 def _extras() -> Check:
+    """Return which optional packages are installed, with their versions, and which are not."""
     from autotune.devices.health import Check
     from autotune.space.features import OPTIONAL, version_of
 

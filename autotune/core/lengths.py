@@ -140,11 +140,11 @@ class PlannedRun:
 
 
 def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int, int], ...]:
-    """Return, for some numbers of first optimizer steps, in how many micro-steps of them a rank meets a new shape.
+    """Count the micro-steps with a shape that is new to a rank, in the first 10, 30, 100 … optimizer steps of a run.
 
-    ``shapes`` is an array (micro-steps, ranks) of numbers that tell shapes apart. Each rank has a process of its own,
-    and all wait for the slowest. The last number is all ``steps``, of which hardly one has a new shape after those in
-    the array.
+    ``shapes`` is an array (micro-steps, ranks): equal numbers are equal shapes. Each rank is a process of its own, and
+    all wait for the slowest. Returns pairs of a number of steps and a count; the last is for all ``steps``, even where
+    the array ends before: a later step hardly has a new shape.
     """
     import numpy as np
 

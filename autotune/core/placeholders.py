@@ -76,7 +76,7 @@ class Placeholder:
         return any(value.startswith("-") for value in self.words.values())
 
     def allows(self, key: str) -> bool:
-        """Return whether it can be filled with a value."""
+        """Return whether the placeholder has a word for this value, such as ``bf16`` or ``on``."""
         may_be_unset = self.name == "checkpointing" or self.is_option
         return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 

@@ -173,7 +173,7 @@ class RayEngine:
         return self._hosts
 
     def problems(self) -> Sequence[str]:
-        """See ``Engine.problems``."""
+        """Return why nodes are not used: the cluster does not answer, or a node was refused."""
         return [*([self._away] if self._away else []), *self._refused.values()]
 
     def start(self, work: Work, host: Host) -> Run:

@@ -331,6 +331,6 @@ def gpu_view(document: Document) -> GpuView:
 
 
 def _known(document: Document, kind: type[T]) -> T:
-    """Return a value of the fields that are known here: a service may be of a later version."""
+    """Decode a document, without the fields that this version does not know: a service may be newer."""
     names = dict(record_fields(kind))
     return decode({name: value for name, value in document.items() if name in names}, kind)

@@ -393,6 +393,7 @@ def _undecided(ordered: list[Offer]) -> str:
 
 
 def _name(offer: Offer) -> str:
+    """Return the name of an offer: its GPU, with their number where it is several."""
     return offer.chip.name if offer.gpus == 1 else f"{offer.gpus} × {offer.chip.name}"
 
 

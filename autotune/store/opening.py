@@ -78,6 +78,7 @@ def upgrade(location: str) -> tuple[str | None, str]:
 
 
 def _check_file(place: Location, path: Path) -> None:
+    """Raise ``StorageError`` unless there is a file at this path."""
     if not path.exists():
         raise StorageError(
             f"there is no database at {place.label}", "run a search first, or name its file with --storage"

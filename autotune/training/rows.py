@@ -251,7 +251,11 @@ class InOneRow:
     def _filled(
         self, row: dict[str, torch.Tensor], ends: torch.Tensor, samples: int | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return a row and its borders, filled; ``samples`` is how many a full batch has, where that is known."""
+        """Return a row filled with padding to a multiple of tokens, and the borders of its samples.
+
+        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is how many samples a
+        full batch has, if that is known.
+        """
         assert self._multiple is not None
         tokens = len(row["position_ids"])
         fill = -tokens % self._multiple

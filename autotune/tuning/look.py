@@ -207,6 +207,7 @@ class Looker:
         return steps
 
     def _keeps(self) -> str:
+        """Return the options of a search that keep the user's own batch, in words."""
         batch, samples = self._asked.per_device_train_batch_size, self._asked.samples_per_step
         if samples != batch:
             return f"--batch-multiple {batch} searches batches of {batch} and its multiples"

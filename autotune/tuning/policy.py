@@ -335,7 +335,7 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
 
 def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
-    judge, tried = Judge(space, history), {t.candidate.arm for t in history.tried}
+    judge, tried = Judge(space, history), {space.plain(t.candidate.arm) for t in history.tried}
     reach = judge.batches_in_reach()
     best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
     untried = [

@@ -290,6 +290,7 @@ def _search(
 
 
 def _opened(stack: contextlib.ExitStack, storage: str) -> Store:
+    """Open the database, to be closed with the stack."""
     from autotune.store.opening import open_store
 
     return stack.enter_context(open_store(storage))

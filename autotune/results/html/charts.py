@@ -99,6 +99,7 @@ def _ticks(across: Scale) -> list[tuple[float, str]]:
 
 
 def _axis_label(across: Scale, label: str) -> str:
+    """Return the label of an axis. A logarithmic axis is named so, within the brackets of its unit if there are any."""
     log = ", logarithmic" if across.is_log else ""
     return f"{label.removesuffix(')')}{log}{')' if label.endswith(')') else ''}"
 

@@ -19,7 +19,10 @@ def without_dispatch() -> Any:
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a fake one of real numbers that nothing more is known of, and needs no gradient."""
+    """Return whether a fake tensor has nothing but a shape, strides and a real dtype, and needs no gradient.
+
+    Such a tensor has no known values, is not sparse, complex or quantized, and is no negated view.
+    """
     return (
         type(tensor) is FakeTensor
         and tensor.constant is None

@@ -88,7 +88,10 @@ class RunEstimate(NamedTuple):
 
 
 def without_new(steps: Sequence[Timed]) -> list[Timed]:
-    """Return the steps whose shapes were all seen before; all of several where that is hardly one."""
+    """Return the steps whose shapes had all occurred before.
+
+    Of more than a group of steps there have to be two such; where there are fewer, all steps are returned.
+    """
     known = [step for step in steps if not step.new_shapes]
     return known if len(known) >= (1 if len(steps) <= GROUP else 2) else list(steps)
 

@@ -319,6 +319,8 @@ class TrainingWatch:
     # Backward passes, compiled functions, autocast
 
     def _wrap_backward(self) -> None:
+        """Wrap torch's backward pass, so that each one is counted and its failure is noted."""
+
         def watched(backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
             if is_in_autograd():
                 # Checkpointing of the older kind runs passes of its own within one.

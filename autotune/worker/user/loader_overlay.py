@@ -152,7 +152,10 @@ def batch_of(loader: Any) -> int | None:
 
 
 def is_made_by_data(loader: Any) -> bool:
-    """Return whether a loader's collator takes one item alone, often a whole batch, whatever the loader's batch is."""
+    """Return whether the dataset makes the batches: its items are batches, and the loader's batch size changes nothing.
+
+    The collator of such a loader returns the same shapes for one item and for two.
+    """
     dataset: Any = getattr(loader, "dataset", None)
     if batch_of(loader) != 1 or not hasattr(dataset, "__getitem__"):
         return False

@@ -178,6 +178,7 @@ class LoopSteps(StepMarks):
             self._listener.micro_step_ends()
 
     def _end_step(self) -> None:
+        """End a step: tell the listener of a whole one, and drop one that is cut short, skipped or came too early."""
         is_early = self._accumulation is not None and self._micro_steps != self._accumulation
         was_skipped = self._marks is None and (self._has_stepped or self._may_skip)
         if is_early or was_skipped or self.is_incomplete:

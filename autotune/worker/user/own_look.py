@@ -140,6 +140,7 @@ class _FirstStep:
         self._depth += 1
 
     def _end_call(self, called: Any, given: Any, named: Any, _: Any) -> None:
+        """Add the inputs of an outermost model call to the sum that identifies the batch."""
         self._depth -= 1
         if self._depth == 0 and torch.is_grad_enabled() and id(called) in self._models:
             arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))

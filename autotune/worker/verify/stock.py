@@ -138,6 +138,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._joules = self._meter.energy_joules() or 0.0
 
     def _end(self, step: int) -> None:
+        """Record the stretch of steps that ends with this one: its samples, seconds, new shapes and energy."""
         self._meter.synchronize()
         seconds = time.perf_counter() - self._began
         self.stretches.append(Stretch(step - self._first_step, self._samples, seconds, self._new_shapes))

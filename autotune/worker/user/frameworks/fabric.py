@@ -71,6 +71,7 @@ class FabricOverlay:
             on_import(f"{package}.fabric", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
+        """Wrap the class ``Fabric`` of a module: each one made gets the candidate's precision and batch."""
         kind: Any = module.Fabric
         changes = self._changes
         wanted = {} if changes.precision is None else {"precision": precision_names.LIGHTNING[changes.precision]}
