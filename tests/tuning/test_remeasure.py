@@ -19,7 +19,7 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
 from autotune.execution.executor import TrialJob
-from autotune.tuning.remeasure import finals, shows_deviation, timeout_seconds
+from autotune.tuning.remeasure import effort_of, finals, shows_deviation, timeout_seconds
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)
@@ -203,3 +203,11 @@ def test_a_timeout_counts_as_one_failure() -> None:
     for failures, batch in enumerate((64, 32, 16), start=1):
         history.add(Tried(str(batch), Candidate(arm, batch, 64 // batch), Failed("timeout", "too slow")))
         assert judge.is_doubtful(arm) == (failures == 3)
+
+
+@pytest.mark.parametrize(("is_own", "steps"), [(False, 0), (True, 1)], ids=["the defaults", "a script's own settings"])
+def test_a_baseline_is_asked_for_the_gpus_share_where_a_search_begins_with_it(is_own: bool, steps: int) -> None:
+    source = TrainingSource("script", "/x/train.py", "0", "/x", interface=CodeInterface()) if is_own else None
+    asked = dataclasses.replace(request(), workload=dataclasses.replace(BERT_LARGE, source=source), device=H200)
+    history = History(ceiling_of(24 * GIB))
+    assert effort_of(asked, Candidate(Arm("bf16"), 8, 8), "baseline", None, history).busy_steps == steps
