@@ -34,6 +34,8 @@ class RehearsalWork:
     """About how long each part may take."""
     unmodified: bool = False
     """Keep the settings of the user's own code."""
+    world_size: int = 1
+    """Devices among which a real run divides its batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,17 @@ class HostUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LastStep:
+    """The last accumulation of an epoch, which has fewer micro-batches than others and is trained wrongly."""
+
+    batches: int
+    """Micro-batches of an epoch."""
+    accumulation: int
+    is_made: bool
+    """Whether the optimizer steps after them. Then each has the weight that it has in a whole step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What was found; ``None`` for parts that the training does not have, or that could not be looked at."""
 
@@ -161,6 +174,7 @@ class Rehearsal:
     longest: LongestBatch | None = None
     saving: Saving | None = None
     host: HostUse | None = None
+    last_step: LastStep | None = None
     growth_bytes: int | None = None
     """By how much the device's memory grew in each step to the end; ``None`` where it did not."""
     peak_bytes: int | None = None
@@ -241,6 +255,8 @@ class Rehearsal:
                 f"a batch of the longest samples (up to {batch.tokens:,} tokens) needs "
                 f"{format_bytes(batch.peak_bytes)}{all_read}"
             )
+        if (last := self.last_step) is not None:
+            lines.append(_last_step_sentence(last))
         return [*lines, *(f"not looked at: {each}" for each in self.unknown)]
 
 
@@ -272,6 +288,17 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
         else "what it makes beside its batches, such as copies of the weights, is too large"
     )
     return f"the evaluation does not fit: {needs}{host}, where {line} fit, and no {settings} changes that: {cure}"
+
+
+def _last_step_sentence(last: LastStep) -> str:
+    left = last.batches % last.accumulation
+    of_epoch = f"an epoch ends with an accumulation of {left} in place of {last.accumulation} micro-batches"
+    if last.is_made:
+        return (
+            f"{of_epoch}, each weighted as in a whole step: the gradients of that step are about {left} / "
+            f"{last.accumulation} as large; divide its loss by {left}"
+        )
+    return f"{of_epoch}, after which the optimizer does not step: have it step after the last micro-batch, too"
 
 
 def _host_alarm(host: HostUse) -> Iterator[str]:

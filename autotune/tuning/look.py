@@ -300,6 +300,7 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
             host_bytes=host_memory().free_bytes if devices.kind == "cuda" else None,
             seconds=min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * searched_seconds)),
             unmodified=candidate == prepared.baseline and prepared.model.own is not None,
+            world_size=request.world_size,
         )
         return server.rehearse(work, request.trial_timeout_seconds or timeout_seconds)
 
