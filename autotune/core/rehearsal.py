@@ -102,6 +102,8 @@ class Evaluation:
     """
     of_loop: bool = False
     """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
+    loader_key: str | None = None
+    """The line that makes that, and which of those made there it is; ``None`` where its batch cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,14 @@ class Rehearsal:
     problem: str | None = None
     """Why nothing could be looked at; ``None`` where it was."""
     seconds: float = 0.0
+
+    @property
+    def loader_batches(self) -> dict[str, int]:
+        """Return which batch a validation's ``DataLoader`` is to make, by where that is made; none where all fits."""
+        found = self.evaluation
+        if self.problem is not None or found is None or found.loader_key is None:
+            return {}
+        return {found.loader_key: found.settings["batch_size"]} if found.settings else {}
 
     @property
     def left_peak_bytes(self) -> int | None:
@@ -274,8 +284,9 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
     )
     if found.settings:
         fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-        how = f"{fitting} of its DataLoader does" if found.of_loop else f"{fitting} does, and is exported"
-        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {how}"
+        of = " of its DataLoader" if found.of_loop else ""
+        sets = ", and is exported" if not found.of_loop else ", and autotune run sets it" if found.loader_key else ""
+        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting}{of} does{sets}"
     if found.of_loop and found.whole is None:
         return f"the evaluation does not fit: {needs}, where {line} fit; have its DataLoader make smaller ones"
     settings = "smaller batch" if found.of_loop else "per_device_eval_batch_size or eval_accumulation_steps"

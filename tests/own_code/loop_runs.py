@@ -45,6 +45,7 @@ def on_accelerate():
         with torch.no_grad():
             outputs = [kept(accelerator.gather_for_metrics(model(**batch).logits)) for batch in evaluated]
         torch.cat(outputs).float().mean()
+    print("most samples of a validation batch:", max(map(len, outputs)))
 
 
 def on_lightning():

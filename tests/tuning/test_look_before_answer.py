@@ -12,13 +12,15 @@ from searching import H200, RecordingObserver, Run, new_store, prepared
 from test_anytime import Gpu, prepared_with_levers
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import CodeInterface
 from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Whole
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.estimate.history import History
-from autotune.results.export import make_export, render
+from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import load_report
 from autotune.results.warnings import notes
 from autotune.store.records import TrialRecord
@@ -174,6 +176,12 @@ def test_settings_of_an_evaluation_that_fits_are_told_and_exported(tmp_path: Pat
     assert "per_device_eval_batch_size=4, eval_accumulation_steps=16 does" in line
     exported = json.loads(render(make_export(report), "json"))
     assert exported.items() >= SETTINGS.items()
+    # A loop's is an argument of its DataLoader.
+    of_loop = Evaluation(512, 512, 1, None, False, {"batch_size": 64}, of_loop=True, loader_key="/a/train.py:30#0")
+    source = TrainingSource("script", "/a/train.py", "0", "/a", interface=CodeInterface("accelerate"))
+    found = replace(FOUND, evaluation=of_loop)
+    export = replace(make_export(report), task="own", source=source, arguments={}, rehearsal=found)
+    assert "set by hand: batch_size of the validation DataLoader at train.py:30 = 64" in beside_lines(export)
 
 
 def searched_with_longest(most: int, folder: Path) -> tuple[Run, list[Candidate], list[str]]:

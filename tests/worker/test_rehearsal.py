@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import warm
 from server_client import ServerClient
+from test_real_training import run
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.device import Device
 from autotune.core.placement import Placement
+from autotune.core.real_training import RealTraining
 from autotune.core.rehearsal import HostUse, LastStep, Part, Rehearsal, RehearsalWork, extrapolated
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, find_loop, find_script
@@ -78,7 +80,10 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
 
 # What is told of a loop on accelerate, and under which limit.
 LOOP_ENDINGS = {
-    "batch": ("512 are out of memory, where .*; batch_size=(64|128|256) of its DataLoader does", 150),
+    "batch": (
+        "512 are out of memory, where .*; batch_size=(64|128|256) of its DataLoader does, and autotune run sets it",
+        150,
+    ),
     "logits": ("of which .* are outputs, where .*compute the metrics batch by batch", 400),
     "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
 }
@@ -118,6 +123,19 @@ def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
     assert found.last_step == (None if is_made is None else LastStep(375, accumulation, is_made))
     told = "about 3 / 4 as large" if is_made else "does not step"
     assert (is_made is not None) == any(told in each for each in found.sentences)
+
+
+def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient, folder: Path) -> None:
+    workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "accelerate", "batch"))))
+    source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
+    assert source is not None
+    batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
+    ((key, batch),) = batches.items()
+    assert Path(key).name.startswith("loop_runs.py:")
+    assert batch in (64, 128, 256)
+    ran = run(RealTraining("s", source, candidate, {}, loader_batches=batches), folder)
+    assert ran.stdout == f"most samples of a validation batch: {batch}\n", ran.stderr
+    assert f"batch_size={batch} is set for the DataLoader at loop_runs.py:" in ran.stderr
 
 
 def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,11 +26,11 @@ from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.meter import growth_of, most_host_bytes
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.inspection import length
-from autotune.worker.user.loader_overlay import key_of
+from autotune.worker.user.loader_overlay import batch_of, key_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import LARGE_PART, Answer, Parts
-from autotune.worker.wrapping import around
+from autotune.worker.wrapping import after, around
 
 # Whole batches of a validation from which growth is told. A choice.
 _FEWEST = 8
@@ -66,6 +67,7 @@ class LoopRehearsal(OwnTrial):
         )
         self._epoch_batches = self.parts.epoch_batches
         around_batches(self.parts.give)
+        after(DataLoader, "__iter__", self.parts.opened.__setitem__)
         watch = TrainingWatch()
         watch.begin_timed()
         watch.listener = self.parts
@@ -131,6 +133,10 @@ class LoopParts(Parts, Listener):
         self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
         self._is_epoch_over = False
         self._evaluated: Any = None
+        self.opened: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """The loaders, by the iterators over them."""
+        self._evaluates_with: str | None = None
+        """Where the loader of the evaluation is made; ``None`` where its batch is not the one that comes."""
         self._others = 0
         self._rows = 0
         self._first: Any = None
@@ -289,6 +295,10 @@ class LoopParts(Parts, Listener):
         if not self._parts_given:
             self._first = give(batches)
             self._rows = batch_samples(self._first) or 0
+            loader = self.opened.get(batches)
+            asked = batch_of(loader) or 0
+            if self._rows == min(asked, length(data) or asked):
+                self._evaluates_with = key_of(loader)
         is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
         part = self._rows >> 3 - len(self._parts_given) if is_small else 0
         smaller = cut(self._first, self._rows, 0, part) if part else None
@@ -317,7 +327,8 @@ class LoopParts(Parts, Listener):
 
     def _evaluation_with(self, whole: Whole | None, fits: bool, settings: dict[str, int]) -> Evaluation:
         samples = None if self._total is None else self._total * self._rows
-        return Evaluation(self._rows, samples, len(self._parts_given), whole, fits, settings, of_loop=True)
+        run, key = len(self._parts_given), self._evaluates_with
+        return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
 
     def _evaluation(self) -> Evaluation:
         self._note(len(self._parts_given))
