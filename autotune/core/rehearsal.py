@@ -36,6 +36,10 @@ class RehearsalWork:
     """Keep the settings of the user's own code."""
     world_size: int = 1
     """Devices among which a real run divides its batches."""
+    data_folder: str | None = None
+    """The folder of a dataset that was read, for a model by name; ``None`` without one."""
+    evaluation_batch: int | None = None
+    """``per_device_eval_batch_size``, in place of the training's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,9 @@ class Part:
 
     batches: int
     device_bytes: int
-    """Peak of the device, with all that the training holds."""
+    """Peak of the device, with all that the training holds; of several the one with most."""
     host_bytes: int
-    """Peak of the training's process in the host's memory."""
+    """Peak of the training's process in the host's memory; of several ranks together."""
     seconds: float
 
 
@@ -102,6 +106,8 @@ class Evaluation:
     """
     of_loop: bool = False
     """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
+    of_training_data: bool = False
+    """Whether some samples of the training were evaluated, in place of a set that is not known."""
     loader_key: str | None = None
     """The line that makes that, and which of those made there it is; ``None`` where its batch cannot be changed."""
 
@@ -124,13 +130,18 @@ class LongestBatch:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A checkpoint that was written."""
+    """A checkpoint that was written, or what it would need."""
 
     device_bytes: int | None
     """Peak while it was written; ``None`` where it is out of memory."""
     host_bytes: int | None
+    """Of all ranks; with FSDP the first gathers all weights, then the whole state of the optimizer."""
     seconds: float
     fits: bool
+    ranks: int = 1
+    host_limit_bytes: int | None = None
+    is_computed: bool = False
+    """Whether it was too large to be written, and follows from the sizes of what is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +198,8 @@ class Rehearsal:
     problem: str | None = None
     """Why nothing could be looked at; ``None`` where it was."""
     seconds: float = 0.0
+    failed_rank: int | None = None
+    """The one of several ranks whose error, or end of memory, has ended all."""
 
     @property
     def loader_batches(self) -> dict[str, int]:
@@ -221,8 +234,7 @@ class Rehearsal:
             for each in self._of_batch()
         )
         if (saved := self.saving) is not None and not saved.fits:
-            needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
-            yield f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
+            yield _saving_alarm(saved, line)
         if self.growth_bytes is not None and self.line_bytes is not None:
             left = max(0, self.line_bytes - (self.peak_bytes or 0)) // self.growth_bytes
             yield (
@@ -254,11 +266,16 @@ class Rehearsal:
             return [f"what comes after the first steps of a run was not looked at: {self.problem}"]
         lines = []
         if (found := self.evaluation) is not None and found.whole is not None and found.fits:
+            needs = f"needs {format_bytes(found.whole.device_bytes)} (batches of {found.batch}"
             of = f" of {found.samples:,} samples" if found.samples is not None else ""
             lines.append(
-                f"an evaluation{of} takes about {format_seconds(found.whole.seconds)} and needs "
-                f"{format_bytes(found.whole.device_bytes)} (batches of {found.batch}; {found.batches_run} were run)"
+                f"an evaluation {needs}; {found.batches_run} of the training's samples were run on each device)"
+                if found.of_training_data
+                else f"an evaluation{of} takes about {format_seconds(found.whole.seconds)} and {needs}; "
+                f"{found.batches_run} were run)"
             )
+        if (saved := self.saving) is not None and saved.ranks > 1 and saved.fits:
+            lines.append(f"a checkpoint needs {_saving_bytes(saved)}")
         if (batch := self.longest) is not None and batch.fits and batch.peak_bytes is not None:
             all_read = "" if batch.read >= batch.of else f"; {batch.read:,} of {batch.of:,} samples were read"
             lines.append(
@@ -268,6 +285,22 @@ class Rehearsal:
         if (last := self.last_step) is not None:
             lines.append(_last_step_sentence(last))
         return [*lines, *(f"not looked at: {each}" for each in self.unknown)]
+
+
+def _saving_bytes(saved: Saving) -> str:
+    device = "" if saved.device_bytes is None else f"{format_bytes(saved.device_bytes)} of a device"
+    host = "" if saved.host_bytes is None else f"{format_bytes(saved.host_bytes)} of the host's memory for all ranks"
+    computed = " (computed, since it is too large to be written here)" if saved.is_computed else ""
+    return " and ".join(filter(None, (device, host))) + computed
+
+
+def _saving_alarm(saved: Saving, line: str) -> str:
+    needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
+    host, limit = saved.host_bytes, saved.host_limit_bytes
+    if saved.device_bytes is not None and host is not None and limit is not None and host > limit:
+        cure = "save_only_model=True, or fsdp_config's state_dict_type=SHARDED_STATE_DICT, gathers less"
+        return f"to write a checkpoint needs {_saving_bytes(saved)}, where {format_bytes(limit)} are free: {cure}"
+    return f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
 
 
 def _evaluation_alarm(found: Evaluation, line: str) -> str:

@@ -16,7 +16,7 @@ from autotune.core.code_interface import CodeInterface
 from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.placement import Placement
-from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Whole
+from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Saving, Whole
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.estimate.history import History
@@ -24,7 +24,7 @@ from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import load_report
 from autotune.results.warnings import notes
 from autotune.store.records import TrialRecord
-from autotune.tuning.look import Looker
+from autotune.tuning.look import Looker, with_smaller_evaluation
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
@@ -222,6 +222,34 @@ def test_where_nothing_survives_the_longest_batch_the_first_winner_is_told_with_
     )
     assert run.study.state == "finished"
     assert run.best.candidate == first or len(asked) == 9
+
+
+def test_ranks_that_ran_out_of_memory_are_started_again_with_a_smaller_evaluation() -> None:
+    asked: list[int] = []
+    lost = Rehearsal(Evaluation(512, 4096, 0, None, False), line_bytes=GIB, failed_rank=1)
+
+    def again(batch: int, most: int) -> Rehearsal:
+        asked.append(batch)
+        fits = Evaluation(batch, 4096, 64, FITTING, True)
+        return replace(lost, evaluation=fits, failed_rank=None) if batch <= most else lost
+
+    found = with_smaller_evaluation(lost, lambda batch: again(batch, 40))
+    assert asked == [128, 32]
+    assert found.evaluation is not None
+    assert found.evaluation.settings == {"per_device_eval_batch_size": 32}
+    (line,) = found.alarms
+    assert "batches of 512 are out of memory" in line
+    assert line.endswith("per_device_eval_batch_size=32 does, and is exported")
+    assert with_smaller_evaluation(lost, lambda batch: again(batch, 0)) is lost
+
+
+def test_a_checkpoint_that_the_host_has_no_room_for_is_told() -> None:
+    saving = Saving(10 * GIB, 90 * GIB, 0.0, fits=False, ranks=4, host_limit_bytes=64 * GIB, is_computed=True)
+    (line,) = Rehearsal(saving=saving, line_bytes=70 * GIB).alarms
+    assert line.startswith(
+        "to write a checkpoint needs 10.0 GiB of a device and 90.0 GiB of the host's memory for all ranks (computed, "
+    )
+    assert "where 64.0 GiB are free: save_only_model=True, or" in line
 
 
 def test_a_rehearsal_that_failed_is_told_and_changes_no_answer() -> None:
