@@ -87,6 +87,8 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
             tell(encode(found))
             os._exit(0)
 
+        # What is gathered is told alone.
+        rehearsal.most_host_bytes = lambda: 0
         rehearsal._MOST_SAVED_BYTES = int(sys.argv[3])
         rehearsal.rehearse_by_name(job.workload, job.work, scratch, end, ranks)
     tell(outcome_document(Trial(job.workload, job.work, scratch, lambda _: None, ranks).run()))

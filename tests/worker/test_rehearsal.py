@@ -131,7 +131,8 @@ def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient,
     assert source is not None
     batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
     ((key, batch),) = batches.items()
-    assert Path(key).name.startswith("loop_runs.py:")
+    line = next(n for n, line in enumerate(LOOPS.read_text().splitlines(), 1) if "DataLoader(samples(count" in line)
+    assert Path(key).name == f"loop_runs.py:{line}#0"
     assert batch in (64, 128, 256)
     ran = run(RealTraining("s", source, candidate, {}, loader_batches=batches), folder)
     assert ran.stdout == f"most samples of a validation batch: {batch}\n", ran.stderr

@@ -56,6 +56,8 @@ _SMALL_PART, LARGE_PART = 2, 64
 _MOST_SAVED_BYTES = 4 * 2**30
 _SAVED_PER_WEIGHT = 3
 """Times the weights: with the two states of AdamW."""
+_SAVED_BY_DEEPSPEED = 16
+"""Bytes of a weight: itself, and float32 copies of it and of those states."""
 
 
 Answer = Callable[[Rehearsal], NoReturn]
@@ -235,7 +237,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
         if args.save_strategy == "no":
             self.finish()
-        size = _SAVED_PER_WEIGHT * sum(each.nbytes for each in self._trainer.model.parameters())
+        size = self._saved_bytes()
         free = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
         if size > min(_MOST_SAVED_BYTES, free // 4):
             computed = self._computed_saving()
@@ -427,6 +429,13 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         measured = (self._meter.peaks().reserved, host, time.monotonic() - self._saving_began)
         peaks, hosts, seconds = zip(*self._of_ranks("a checkpoint", measured), strict=True)
         self.finish(saving=self._saving(max(peaks), sum(hosts), max(seconds)))
+
+    def _saved_bytes(self) -> int:
+        parameters = list(self._trainer.model.parameters())
+        if self._trainer.is_deepspeed_enabled:
+            # Of ZeRO-3, a rank has nothing of most of them.
+            return _SAVED_BY_DEEPSPEED * sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
+        return _SAVED_PER_WEIGHT * sum(int(each.nbytes) for each in parameters)
 
     def _saving(self, device_bytes: int, host_bytes: int, seconds: float, *, is_computed: bool = False) -> Saving:
         limit = self._work.host_bytes if self._ranks.count > 1 else None
