@@ -88,7 +88,7 @@ class Job:
         """
         source = self.workload.source
         match self.work:
-            case TrialWork(devices=devices):
+            case TrialWork(devices=devices) | RehearsalWork(devices=devices):
                 return devices.ranks
             case InspectionWork(devices=devices) if source is not None and source.kind != "loop":
                 return devices.ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.candidate import Candidate
@@ -75,6 +75,8 @@ class RealTraining:
     """What a run is watched for; ``None`` where it is not watched."""
     recovery: Recovery | None = None
     """``None`` where running out of memory ends it."""
+    loader_batches: dict[str, int] = field(default_factory=dict)
+    """The batches of a loop's validation, by where its ``DataLoader`` is made: where its own do not fit."""
 
     def with_smaller_batch(self) -> RealTraining | None:
         """Return it with the next smaller batch, at most half, of the same effective batch; ``None`` without one."""

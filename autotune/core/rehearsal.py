@@ -34,6 +34,12 @@ class RehearsalWork:
     """About how long each part may take."""
     unmodified: bool = False
     """Keep the settings of the user's own code."""
+    world_size: int = 1
+    """Devices among which a real run divides its batches."""
+    data_folder: str | None = None
+    """The folder of a dataset that was read, for a model by name; ``None`` without one."""
+    evaluation_batch: int | None = None
+    """``per_device_eval_batch_size``, in place of the training's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,9 @@ class Part:
 
     batches: int
     device_bytes: int
-    """Peak of the device, with all that the training holds."""
+    """Peak of the device, with all that the training holds; of several the one with most."""
     host_bytes: int
-    """Peak of the training's process in the host's memory."""
+    """Peak of the training's process in the host's memory; of several ranks together."""
     seconds: float
 
 
@@ -100,6 +106,10 @@ class Evaluation:
     """
     of_loop: bool = False
     """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
+    of_training_data: bool = False
+    """Whether some samples of the training were evaluated, in place of a set that is not known."""
+    loader_key: str | None = None
+    """The line that makes that, and which of those made there it is; ``None`` where its batch cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +130,18 @@ class LongestBatch:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A checkpoint that was written."""
+    """A checkpoint that was written, or what it would need."""
 
     device_bytes: int | None
     """Peak while it was written; ``None`` where it is out of memory."""
     host_bytes: int | None
+    """Of all ranks; with FSDP the first gathers all weights, then the whole state of the optimizer."""
     seconds: float
     fits: bool
+    ranks: int = 1
+    host_limit_bytes: int | None = None
+    is_computed: bool = False
+    """Whether it was too large to be written, and follows from the sizes of what is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +169,17 @@ class HostUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LastStep:
+    """The last accumulation of an epoch, which has fewer micro-batches than others and is trained wrongly."""
+
+    batches: int
+    """Micro-batches of an epoch."""
+    accumulation: int
+    is_made: bool
+    """Whether the optimizer steps after them. Then each has the weight that it has in a whole step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What was found; ``None`` for parts that the training does not have, or that could not be looked at."""
 
@@ -161,6 +187,7 @@ class Rehearsal:
     longest: LongestBatch | None = None
     saving: Saving | None = None
     host: HostUse | None = None
+    last_step: LastStep | None = None
     growth_bytes: int | None = None
     """By how much the device's memory grew in each step to the end; ``None`` where it did not."""
     peak_bytes: int | None = None
@@ -171,6 +198,16 @@ class Rehearsal:
     problem: str | None = None
     """Why nothing could be looked at; ``None`` where it was."""
     seconds: float = 0.0
+    failed_rank: int | None = None
+    """The one of several ranks whose error, or end of memory, has ended all."""
+
+    @property
+    def loader_batches(self) -> dict[str, int]:
+        """Return which batch a validation's ``DataLoader`` is to make, by where that is made; none where all fits."""
+        found = self.evaluation
+        if self.problem is not None or found is None or found.loader_key is None:
+            return {}
+        return {found.loader_key: found.settings["batch_size"]} if found.settings else {}
 
     @property
     def left_peak_bytes(self) -> int | None:
@@ -197,8 +234,7 @@ class Rehearsal:
             for each in self._of_batch()
         )
         if (saved := self.saving) is not None and not saved.fits:
-            needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
-            yield f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
+            yield _saving_alarm(saved, line)
         if self.growth_bytes is not None and self.line_bytes is not None:
             left = max(0, self.line_bytes - (self.peak_bytes or 0)) // self.growth_bytes
             yield (
@@ -230,18 +266,41 @@ class Rehearsal:
             return [f"what comes after the first steps of a run was not looked at: {self.problem}"]
         lines = []
         if (found := self.evaluation) is not None and found.whole is not None and found.fits:
+            needs = f"needs {format_bytes(found.whole.device_bytes)} (batches of {found.batch}"
             of = f" of {found.samples:,} samples" if found.samples is not None else ""
             lines.append(
-                f"an evaluation{of} takes about {format_seconds(found.whole.seconds)} and needs "
-                f"{format_bytes(found.whole.device_bytes)} (batches of {found.batch}; {found.batches_run} were run)"
+                f"an evaluation {needs}; {found.batches_run} of the training's samples were run on each device)"
+                if found.of_training_data
+                else f"an evaluation{of} takes about {format_seconds(found.whole.seconds)} and {needs}; "
+                f"{found.batches_run} were run)"
             )
+        if (saved := self.saving) is not None and saved.ranks > 1 and saved.fits:
+            lines.append(f"a checkpoint needs {_saving_bytes(saved)}")
         if (batch := self.longest) is not None and batch.fits and batch.peak_bytes is not None:
             all_read = "" if batch.read >= batch.of else f"; {batch.read:,} of {batch.of:,} samples were read"
             lines.append(
                 f"a batch of the longest samples (up to {batch.tokens:,} tokens) needs "
                 f"{format_bytes(batch.peak_bytes)}{all_read}"
             )
+        if (last := self.last_step) is not None:
+            lines.append(_last_step_sentence(last))
         return [*lines, *(f"not looked at: {each}" for each in self.unknown)]
+
+
+def _saving_bytes(saved: Saving) -> str:
+    device = "" if saved.device_bytes is None else f"{format_bytes(saved.device_bytes)} of a device"
+    host = "" if saved.host_bytes is None else f"{format_bytes(saved.host_bytes)} of the host's memory for all ranks"
+    computed = " (computed, since it is too large to be written here)" if saved.is_computed else ""
+    return " and ".join(filter(None, (device, host))) + computed
+
+
+def _saving_alarm(saved: Saving, line: str) -> str:
+    needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
+    host, limit = saved.host_bytes, saved.host_limit_bytes
+    if saved.device_bytes is not None and host is not None and limit is not None and host > limit:
+        cure = "save_only_model=True, or fsdp_config's state_dict_type=SHARDED_STATE_DICT, gathers less"
+        return f"to write a checkpoint needs {_saving_bytes(saved)}, where {format_bytes(limit)} are free: {cure}"
+    return f"to write a checkpoint {needs}, where {line} fit: save without copies of the model"
 
 
 def _evaluation_alarm(found: Evaluation, line: str) -> str:
@@ -258,8 +317,9 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
     )
     if found.settings:
         fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-        how = f"{fitting} of its DataLoader does" if found.of_loop else f"{fitting} does, and is exported"
-        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {how}"
+        of = " of its DataLoader" if found.of_loop else ""
+        sets = ", and is exported" if not found.of_loop else ", and autotune run sets it" if found.loader_key else ""
+        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting}{of} does{sets}"
     if found.of_loop and found.whole is None:
         return f"the evaluation does not fit: {needs}, where {line} fit; have its DataLoader make smaller ones"
     settings = "smaller batch" if found.of_loop else "per_device_eval_batch_size or eval_accumulation_steps"
@@ -272,6 +332,17 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
         else "what it makes beside its batches, such as copies of the weights, is too large"
     )
     return f"the evaluation does not fit: {needs}{host}, where {line} fit, and no {settings} changes that: {cure}"
+
+
+def _last_step_sentence(last: LastStep) -> str:
+    left = last.batches % last.accumulation
+    of_epoch = f"an epoch ends with an accumulation of {left} in place of {last.accumulation} micro-batches"
+    if last.is_made:
+        return (
+            f"{of_epoch}, each weighted as in a whole step: the gradients of that step are about {left} / "
+            f"{last.accumulation} as large; divide its loss by {left}"
+        )
+    return f"{of_epoch}, after which the optimizer does not step: have it step after the last micro-batch, too"
 
 
 def _host_alarm(host: HostUse) -> Iterator[str]:

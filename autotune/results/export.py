@@ -300,6 +300,10 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             return [*by_hand, *several, *_placement(export), f"measured on {export.measured}"]
         if export.source is not None and export.framework != "trainer":
             lines = hand_over(export.source, export.arguments, export.candidate)
+            batches = export.rehearsal.loader_batches if export.rehearsal is not None else {}
+            for key, size in batches.items():
+                place = os.path.basename(key.rpartition("#")[0])
+                lines.append(f"set by hand: batch_size of the validation DataLoader at {place} = {size}")
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]

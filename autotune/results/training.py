@@ -97,6 +97,7 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
         folder=folder or None,
         cpu_core=export.cpu_core,
         promise=_promise(report, runs_file),
+        loader_batches=export.rehearsal.loader_batches if export.rehearsal is not None else {},
     )
     handed = {VARIABLE: json.dumps(encode(training))}
     return Start(words, source.cwd, shown, variables, settings, handed, tuple(notes))

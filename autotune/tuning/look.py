@@ -278,6 +278,8 @@ Rehearse = Callable[[Candidate, float], Rehearsal | None]
 
 # Share of the search that a part may take, and its bounds in seconds. Choices.
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.03, 2.0, 20.0
+# Each batch of an evaluation that is tried on several ranks starts them anew. A choice.
+_SMALLER_BY = 4
 
 
 def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Rehearse:
@@ -285,13 +287,16 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
-        if source is None or source.framework == "placeholders":
+        ranks = candidate.arm.ranks
+        if source.framework == "placeholders" if source is not None else ranks == 1:
             return None
-        if source.framework == "trainer" and not prepared.model.interface.goes_on:
+        is_trainer = source is None or source.framework == "trainer"
+        if source is not None and is_trainer and not prepared.model.interface.goes_on:
             return None
-        if candidate.arm.ranks > 1:
+        if ranks > 1 and (not is_trainer or candidate.arm.context_parallel > 1):
             return Rehearsal(problem="it trains on several devices")
-        devices = server.placement.rank_devices
+        of_server = server.placement.rank_devices
+        devices = dataclasses.replace(of_server, uuids=of_server.uuids[:ranks])
         work = RehearsalWork(
             candidate,
             devices,
@@ -301,7 +306,31 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
             host_bytes=host_memory().free_bytes if devices.kind == "cuda" else None,
             seconds=min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * searched_seconds)),
             unmodified=candidate == prepared.baseline and prepared.model.own is not None,
+            world_size=request.world_size,
+            data_folder=str(server.data_folder) if server.data_folder else None,
         )
-        return server.rehearse(work, request.trial_timeout_seconds or timeout_seconds)
+        limit_seconds = request.trial_timeout_seconds or timeout_seconds
+        found = server.rehearse(work, limit_seconds)
+        # Ranks that run out of memory end, so that a smaller batch has a run of its own.
+        return with_smaller_evaluation(
+            found, lambda batch: server.rehearse(dataclasses.replace(work, evaluation_batch=batch), limit_seconds)
+        )
 
     return rehearse
+
+
+def with_smaller_evaluation(found: Rehearsal, again: Callable[[int], Rehearsal]) -> Rehearsal:
+    """Return what ``again`` finds with a smaller batch of the evaluation, where ranks ran out of memory in theirs."""
+    asked = found.evaluation
+    if found.failed_rank is None or asked is None or asked.whole is not None:
+        return found
+    batch = asked.batch
+    while batch > 1:
+        batch = max(1, batch // _SMALLER_BY)
+        smaller = again(batch)
+        evaluation = smaller.evaluation
+        if evaluation is not None and evaluation.fits:
+            settings = {**evaluation.settings, "per_device_eval_batch_size": batch}
+            told = dataclasses.replace(asked, settings=settings, with_settings=evaluation.whole)
+            return dataclasses.replace(smaller, evaluation=told)
+    return found

@@ -110,6 +110,9 @@ class _Rank:
         """The state of the outcome that it answered; an inspection completed where it met no problem."""
         if not isinstance(self.result, dict):
             return None
+        if self.result.get("failed_rank") is not None:
+            # Of a rehearsal: others may wait for it.
+            return "failed"
         if "problem" in self.result:
             return "completed" if self.result["problem"] is None else "failed"
         return self.result.get("state")
@@ -472,6 +475,14 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             from autotune.worker.trial.look import look
 
             send("result", look(job.workload, work, scratch.output_dir))
+        case RehearsalWork() as work:
+            from autotune.worker.user.rehearsal import rehearse_by_name
+
+            def end(found: Rehearsal) -> NoReturn:
+                send("result", found)
+                process.leave(0)
+
+            rehearse_by_name(job.workload, work, scratch, end, ranks)
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

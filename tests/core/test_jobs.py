@@ -38,7 +38,7 @@ def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
     assert read.work == work
     assert read.workload == tiny_workload("bert-tiny")
     assert (read.id, read.timeout_seconds, read.log_path) == ("one", 60.0, "/logs/one.log")
-    assert read.ranks == (2 if work is TRIAL else 1)
+    assert read.ranks == (2 if isinstance(work, TrialWork | RehearsalWork) else 1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.device import Device
 from autotune.core.outcome import Completed, Effort
 from autotune.core.placement import Placement
+from autotune.core.rehearsal import RehearsalWork
+from autotune.core.units import GIB
 from autotune.execution import TrialServer
 
 pytestmark = [
@@ -43,3 +45,13 @@ def test_a_trial_of_each_stage_trains(cpu: Device, tmp_path: Path, arm: Arm, acc
     assert isinstance(outcome, Completed), outcome
     measured = outcome.measurement
     assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
+
+
+def test_ranks_of_the_third_stage_evaluate_and_save(cpu: Device, tmp_path: Path) -> None:
+    candidate = Candidate(Arm("bf16", strategy="zero3", ranks=2), 2, 2)
+    with TrialServer(Placement.of(cpu, cpu), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
+        devices = server.placement.rank_devices
+        found = server.rehearse(RehearsalWork(candidate, devices, 8 * GIB, 8 * GIB, 42), FIRST_SECONDS)
+    assert (found.problem, found.unknown) == (None, ()), (tmp_path / "logs" / "rehearsal.log").read_text()
+    assert found.evaluation is not None
+    assert found.saving is not None

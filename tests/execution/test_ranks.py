@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import all_gone, children
@@ -17,9 +19,13 @@ from autotune.core.device import Device
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory
 from autotune.core.placement import Placement, rank_log
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
+from autotune.core.training_source import find_script
 from autotune.core.units import MIB
+from autotune.core.workload import Workload
 from autotune.execution import TrialServer
 
+LONG_RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
 TOGETHER = Arm(strategy="ddp", ranks=2)
 
 
@@ -173,3 +179,38 @@ def test_four_ranks_train_together_are_as_slow_as_the_slowest_and_end_with_one_t
         assert isinstance(ended, Failed)
         assert "rank 3: killed by SIGKILL" in ended.message
         assert under_way(server) == []
+
+
+def rehearsal_of(server: TrialServer, cap_bytes: int, **changes: Any) -> Rehearsal:
+    """What two ranks find of what comes after their first steps."""
+    devices = Placement.of(*server.placement.devices).rank_devices
+    line_bytes = int(cap_bytes * 0.97)
+    return server.rehearse(RehearsalWork(Candidate(TOGETHER, 8), devices, cap_bytes, line_bytes, 42, **changes), 200.0)
+
+
+def test_a_model_by_name_evaluates_and_saves_on_all_ranks(trainers: TrialServer) -> None:
+    found = rehearsal_of(trainers, 4000 * MIB)
+    assert (found.problem, found.unknown, found.alarms) == (None, (), [])
+    assert found.evaluation is not None
+    assert (found.evaluation.batch, found.evaluation.batches_run, found.evaluation.samples) == (8, 2, 32)
+    assert found.saving is not None
+    assert (found.saving.ranks, found.saving.is_computed) == (2, False)
+    assert len(found.sentences) == 2
+    assert under_way(trainers) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "told"),
+    [("logits", None, "of which .* are outputs"), ("batch", None, "512 are out of memory"), ("batch", 16, "")],
+)
+def test_a_trainer_of_ones_own_is_rehearsed_on_all_ranks(
+    cpu: Device, tmp_path: Path, name: str, batch: int | None, told: str
+) -> None:
+    source = find_script(("python", str(LONG_RUNS), name), ranks=2)
+    with TrialServer(Placement.of(cpu, cpu), Workload.of_source(source), tmp_path / "logs") as server:
+        found = rehearsal_of(server, 400 * MIB if name == "logits" else 200 * MIB, evaluation_batch=batch, seconds=6.0)
+        assert under_way(server) == []
+    assert found.problem is None, (tmp_path / "logs" / "rehearsal.log").read_text()
+    assert (found.failed_rank is not None) == ("out of memory" in told)
+    assert bool(found.alarms) == bool(told)
+    assert re.search(told, "\n".join(found.alarms))

@@ -11,12 +11,12 @@ WORDS = sys.argv[1:] or ["accelerate", "healthy-batch"]
 framework, (name, dies) = WORDS[0], (WORDS[1].removeprefix("healthy-"), not WORDS[1].startswith("healthy-"))
 
 
-def made():
+def made(batch_size=8):
     """The model and both loaders."""
     config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                   intermediate_size=32, vocab_size=1000, max_position_embeddings=4096)  # fmt: skip
     longest = (3000 if dies else 40) if name == "longest" else None
-    train = DataLoader(samples(3000, 16, longest), batch_size=8, collate_fn=pad)
+    train = DataLoader(samples(3000, 16, longest), batch_size, collate_fn=pad)
     count = 4000 if name == "logits" else 512
     batch = (512 if dies else 16) if name == "batch" else 8
     return AutoModelForMaskedLM.from_config(config), train, DataLoader(samples(count, 64), batch, collate_fn=pad)
@@ -45,6 +45,7 @@ def on_accelerate():
         with torch.no_grad():
             outputs = [kept(accelerator.gather_for_metrics(model(**batch).logits)) for batch in evaluated]
         torch.cat(outputs).float().mean()
+    print("most samples of a validation batch:", max(map(len, outputs)))
 
 
 def on_lightning():

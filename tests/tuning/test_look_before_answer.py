@@ -12,17 +12,19 @@ from searching import H200, RecordingObserver, Run, new_store, prepared
 from test_anytime import Gpu, prepared_with_levers
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import CodeInterface
 from autotune.core.look import FirstStep, Gradient, LookAnswer, LookWork
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.placement import Placement
-from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Whole
+from autotune.core.rehearsal import Evaluation, LongestBatch, Rehearsal, Saving, Whole
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.estimate.history import History
-from autotune.results.export import make_export, render
+from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import load_report
 from autotune.results.warnings import notes
 from autotune.store.records import TrialRecord
-from autotune.tuning.look import Looker
+from autotune.tuning.look import Looker, with_smaller_evaluation
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
@@ -174,6 +176,12 @@ def test_settings_of_an_evaluation_that_fits_are_told_and_exported(tmp_path: Pat
     assert "per_device_eval_batch_size=4, eval_accumulation_steps=16 does" in line
     exported = json.loads(render(make_export(report), "json"))
     assert exported.items() >= SETTINGS.items()
+    # A loop's is an argument of its DataLoader.
+    of_loop = Evaluation(512, 512, 1, None, False, {"batch_size": 64}, of_loop=True, loader_key="/a/train.py:30#0")
+    source = TrainingSource("script", "/a/train.py", "0", "/a", interface=CodeInterface("accelerate"))
+    found = replace(FOUND, evaluation=of_loop)
+    export = replace(make_export(report), task="own", source=source, arguments={}, rehearsal=found)
+    assert "set by hand: batch_size of the validation DataLoader at train.py:30 = 64" in beside_lines(export)
 
 
 def searched_with_longest(most: int, folder: Path) -> tuple[Run, list[Candidate], list[str]]:
@@ -214,6 +222,34 @@ def test_where_nothing_survives_the_longest_batch_the_first_winner_is_told_with_
     )
     assert run.study.state == "finished"
     assert run.best.candidate == first or len(asked) == 9
+
+
+def test_ranks_that_ran_out_of_memory_are_started_again_with_a_smaller_evaluation() -> None:
+    asked: list[int] = []
+    lost = Rehearsal(Evaluation(512, 4096, 0, None, False), line_bytes=GIB, failed_rank=1)
+
+    def again(batch: int, most: int) -> Rehearsal:
+        asked.append(batch)
+        fits = Evaluation(batch, 4096, 64, FITTING, True)
+        return replace(lost, evaluation=fits, failed_rank=None) if batch <= most else lost
+
+    found = with_smaller_evaluation(lost, lambda batch: again(batch, 40))
+    assert asked == [128, 32]
+    assert found.evaluation is not None
+    assert found.evaluation.settings == {"per_device_eval_batch_size": 32}
+    (line,) = found.alarms
+    assert "batches of 512 are out of memory" in line
+    assert line.endswith("per_device_eval_batch_size=32 does, and is exported")
+    assert with_smaller_evaluation(lost, lambda batch: again(batch, 0)) is lost
+
+
+def test_a_checkpoint_that_the_host_has_no_room_for_is_told() -> None:
+    saving = Saving(10 * GIB, 90 * GIB, 0.0, fits=False, ranks=4, host_limit_bytes=64 * GIB, is_computed=True)
+    (line,) = Rehearsal(saving=saving, line_bytes=70 * GIB).alarms
+    assert line.startswith(
+        "to write a checkpoint needs 10.0 GiB of a device and 90.0 GiB of the host's memory for all ranks (computed, "
+    )
+    assert "where 64.0 GiB are free: save_only_model=True, or" in line
 
 
 def test_a_rehearsal_that_failed_is_told_and_changes_no_answer() -> None:

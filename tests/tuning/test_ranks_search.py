@@ -93,6 +93,10 @@ def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> Non
     # Every parameter of the model gets a gradient, and its buffers never change.
     assert candidate.arm.ddp_find_unused_parameters is False
     assert candidate.arm.ddp_broadcast_buffers is False
+    assert report.study.look is not None
+    rehearsal = report.study.look.rehearsal
+    assert (rehearsal.problem, rehearsal.saving.ranks, rehearsal.alarms) == (None, 2, [])
+    assert any(line.startswith("a checkpoint needs ") for line in notes(report))
 
     export = make_export(report)
     assert export.arguments["ddp_find_unused_parameters"] is export.arguments["ddp_broadcast_buffers"] is False

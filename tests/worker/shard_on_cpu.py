@@ -1,14 +1,16 @@
-"""Runs a trial of two ranks that shard a model with FSDP2 on the CPU: ``python shard_on_cpu.py JOB FOLDER``.
+"""Runs a job of two ranks that shard a model with FSDP2 on the CPU: ``python shard_on_cpu.py JOB FOLDER [BYTES]``.
+
+Of a rehearsal, a checkpoint of more BYTES is computed.
 
 On a CPU accelerate trains with DDP whatever ``fsdp`` says, so this makes it shard there as it does on GPUs. Writes the
-outcome of each rank to a file of its own in FOLDER, with how the parameters were split.
+result of each rank to a file of its own in FOLDER, with how the parameters were split.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.state import AcceleratorState
@@ -19,9 +21,12 @@ from transformers.trainer_callback import CallbackHandler
 
 from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import outcome_document
+from autotune.core.rehearsal import RehearsalWork
+from autotune.core.schema import encode
 from autotune.core.scratch import Scratch
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.trial.run import Trial
+from autotune.worker.user import rehearsal
 from autotune.worker.user.run import run_own
 
 _start = AcceleratorState.__init__
@@ -30,6 +35,8 @@ _start = AcceleratorState.__init__
 def shard_on_cpu(state: Any, *args: Any, fsdp_plugin: Any = None, **named: Any) -> None:
     """Start accelerate's state; what it does for FSDP on GPUs follows (AcceleratorState.__init__ of 1.15)."""
     _start(state, *args, fsdp_plugin=fsdp_plugin, **named)
+    # Each start of it takes the type from what all processes have.
+    fsdp_plugin = fsdp_plugin or vars(state).get("fsdp_plugin")
     if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.FSDP
         if state._mixed_precision != "no":
@@ -63,7 +70,7 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
         register(handler, [*callbacks, Shards()], *args, **named)
 
     CallbackHandler.__init__ = with_shards
-    assert isinstance(job.work, TrialWork)
+    assert isinstance(job.work, TrialWork | RehearsalWork)
     scratch = Scratch(str(folder / str(rank)))
     Path(scratch.output_dir).mkdir(parents=True)
     ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
@@ -74,6 +81,16 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
     if job.workload.source is not None:
         # Ends the process.
         run_own(job.workload, job.work, scratch, lambda what, told: tell(told) if what == "result" else None, ranks)
+    if isinstance(job.work, RehearsalWork):
+
+        def end(found: Any) -> NoReturn:
+            tell(encode(found))
+            os._exit(0)
+
+        # What is gathered is told alone.
+        rehearsal.most_host_bytes = lambda: 0
+        rehearsal._MOST_SAVED_BYTES = int(sys.argv[3])
+        rehearsal.rehearse_by_name(job.workload, job.work, scratch, end, ranks)
     tell(outcome_document(Trial(job.workload, job.work, scratch, lambda _: None, ranks).run()))
     sys.stderr.flush()
     os._exit(0)

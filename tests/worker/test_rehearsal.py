@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 import warm
 from server_client import ServerClient
+from test_real_training import run
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.core.rehearsal import HostUse, Part, Rehearsal, RehearsalWork, extrapolated
+from autotune.core.real_training import RealTraining
+from autotune.core.rehearsal import HostUse, LastStep, Part, Rehearsal, RehearsalWork, extrapolated
 from autotune.core.schema import decode
-from autotune.core.training_source import find_script
+from autotune.core.training_source import TrainingSource, find_loop, find_script
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 
 RUNS = Path(__file__).resolve().parents[1] / "own_code" / "long_runs.py"
 LOOPS = RUNS.with_name("loop_runs.py")
+LAST_STEPS = RUNS.with_name("last_steps.py")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +35,18 @@ def lone_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None, batch: int = 8) -> Rehearsal:
     """What is found of one of the trainings under a limit, in a ``loop`` on a framework."""
     words = ("python", str(RUNS), name) if loop is None else ("python", str(LOOPS), loop, name)
-    workload = Workload.of_source(find_script(words))
-    if loop is not None:
+    return rehearsed_source(server, find_script(words), Candidate(Arm(), batch, 8 // batch), cap_bytes)
+
+
+def rehearsed_source(
+    server: ServerClient, source: TrainingSource, candidate: Candidate, cap_bytes: int = 1000 * MIB
+) -> Rehearsal:
+    """What is found of a training with some settings under a limit."""
+    workload = Workload.of_source(source)
+    if source.name.partition(":")[0] != RUNS.name:
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
-    work = RehearsalWork(
-        Candidate(Arm(), batch, 8 // batch), devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0
-    )
+    work = RehearsalWork(candidate, devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0)
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
 
@@ -72,7 +80,10 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
 
 # What is told of a loop on accelerate, and under which limit.
 LOOP_ENDINGS = {
-    "batch": ("512 are out of memory, where .*; batch_size=(64|128|256) of its DataLoader does", 150),
+    "batch": (
+        "512 are out of memory, where .*; batch_size=(64|128|256) of its DataLoader does, and autotune run sets it",
+        150,
+    ),
     "logits": ("of which .* are outputs, where .*compute the metrics batch by batch", 400),
     "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
 }
@@ -96,6 +107,36 @@ def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     assert healthy.evaluation is not None
     assert healthy.evaluation.batch == (16 if name == "batch" else 8)
     assert healthy.evaluation.samples == (4000 if name == "logits" else 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation", "is_made"),
+    [("right", 4, None), ("fixed", 4, True), ("left", 4, False), ("left", 5, None), (None, 4, True)],
+)
+def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
+    trial_server: ServerClient, folder: Path, name: str | None, accumulation: int, is_made: bool | None
+) -> None:
+    source = find_script(("python", str(LAST_STEPS))) if name is None else find_loop(f"{LAST_STEPS}:{name}")
+    found = rehearsed_source(trial_server, source, Candidate(Arm(), 8, accumulation))
+    assert (found.problem, found.unknown) == (None, ())
+    assert found.evaluation is not None
+    assert found.last_step == (None if is_made is None else LastStep(375, accumulation, is_made))
+    told = "about 3 / 4 as large" if is_made else "does not step"
+    assert (is_made is not None) == any(told in each for each in found.sentences)
+
+
+def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient, folder: Path) -> None:
+    workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "accelerate", "batch"))))
+    source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
+    assert source is not None
+    batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
+    ((key, batch),) = batches.items()
+    line = next(n for n, line in enumerate(LOOPS.read_text().splitlines(), 1) if "DataLoader(samples(count" in line)
+    assert Path(key).name == f"loop_runs.py:{line}#0"
+    assert batch in (64, 128, 256)
+    ran = run(RealTraining("s", source, candidate, {}, loader_batches=batches), folder)
+    assert ran.stdout == f"most samples of a validation batch: {batch}\n", ran.stderr
+    assert f"batch_size={batch} is set for the DataLoader at loop_runs.py:" in ran.stderr
 
 
 def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:

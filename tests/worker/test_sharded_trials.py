@@ -19,6 +19,8 @@ from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.protection import Protection
+from autotune.core.rehearsal import Rehearsal, RehearsalWork
+from autotune.core.schema import decode
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -80,6 +82,34 @@ def test_a_trial_shards_each_layer_and_measures_all_ranks(
         assert (measured["compile_seconds"] is not None) is compiled
         # 2 samples × 4 micro-steps on each rank.
         assert measured["samples_per_second"] == pytest.approx(8 * ranks / measured["step_seconds"])
+
+
+def test_a_checkpoint_of_sharded_weights_is_written_or_computed(cpu: Device, tmp_path: Path) -> None:
+    devices = Placement.of(cpu, cpu).rank_devices
+    work = RehearsalWork(Candidate(dataclasses.replace(ARM, precision="fp32"), 2, 2), devices, 8 * GIB, 8 * GIB, 1)
+    document = Job("rehearsal", tiny_workload("bert-tiny"), work, 250.0, str(tmp_path / "log"), None).document()
+    found = []
+    for most_bytes in (GIB, 0):
+        folder = tmp_path / str(most_bytes)
+        words = [sys.executable, str(PROGRAM), json.dumps(document), str(folder), str(most_bytes)]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = warm.run(words, capture_output=True, text=True, timeout=270, env=variables)
+        answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+        assert all(each.pop("shards")["whole"] == [] for each in answers), done.stderr[-3000:]
+        each = [decode(answer, Rehearsal) for answer in answers]
+        assert {(one.problem, one.unknown) for one in each} == {(None, ())}, done.stderr[-9000:]
+        assert each[0].evaluation is not None
+        assert each[0].saving is not None
+        found.append(each[0].saving)
+    written, computed = found
+    assert (written.is_computed, computed.is_computed, written.ranks) == (False, True, 2)
+    assert list((tmp_path / str(GIB)).rglob("checkpoint-2/*.safetensors"))
+    parameters = sum(
+        each.numel() for each in build_model(tiny_workload("bert-tiny"), "sdpa", torch.device("cpu")).parameters()
+    )
+    # Two states of AdamW for each weight, and some steps that were counted.
+    assert computed.host_bytes is not None
+    assert 8 * parameters <= computed.host_bytes < 8.1 * parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -241,6 +241,7 @@ class Trial:
             raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {self._ranks.count} were started")
         self._hold_inputs(trainer, timer.takes)
         watch = LossWatch(trainer)
+        self._prepare(trainer)
         self._phases.enter("train")
         loss = None
         try:
@@ -256,6 +257,9 @@ class Trial:
         if measured is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return self._completed_by(trainer, measured, loss)
+
+    def _prepare(self, trainer: Any) -> None:
+        """Do what else is to be done with a ``Trainer`` that is about to train."""
 
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any

@@ -1,4 +1,4 @@
-"""Find data loaders by the line of the user's code that makes them, and change the batch of the training one."""
+"""Find data loaders by the line of the user's code that makes them, and change the batches of some."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -47,7 +47,10 @@ class LoaderOverlay:
         least_batches: int = 0,
         accumulation: int = 1,
         on_made: Callable[[Any], None] = lambda _: None,
+        others: Mapping[str, int] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """``others``: the batches of other loaders by their keys; ``say`` is told of each once it is made."""
         self._key = key
         self._batch = batch
         """``None`` leaves the script's own; so do no ``workers``."""
@@ -58,6 +61,8 @@ class LoaderOverlay:
         self._accumulation = accumulation
         self._on_made = on_made
         """Given that loader once it is made."""
+        self._others = others or {}
+        self._say = say
         self._made: Counter[str] = Counter()
         self.made: Any = None
         """The loader that was made there last."""
@@ -75,19 +80,17 @@ class LoaderOverlay:
             if key == self._key:
                 given = signature.bind(loader, *words, **options)
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
-                sampler = given.arguments.get("batch_sampler")
-                if self._batch is not None and sampler is None:
-                    given.arguments["batch_size"] = self._batch
-                elif self._batch is not None and type(sampler) is BatchSampler:
-                    given.arguments["batch_sampler"] = BatchSampler(sampler.sampler, self._batch, sampler.drop_last)
-                elif self._batch is not None:
-                    changed: Any = copy.copy(sampler)
-                    given.arguments["batch_sampler"] = changed
-                    changed.batch_size = self._batch
+                if self._batch is not None:
+                    _set_batch(given.arguments, self._batch)
                 if self._workers:
                     given.arguments |= {"num_workers": self._workers, "prefetch_factor": self._prefetch}
                 make(*given.args, **given.kwargs)
                 self._on_made(loader)
+            elif (batch := self._others.get(key)) is not None:
+                given = signature.bind(loader, *words, **options)
+                _set_batch(given.arguments, batch)
+                make(*given.args, **given.kwargs)
+                self._say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
             else:
                 make(loader, *words, **options)
             setattr(loader, _KEY, key)
@@ -103,6 +106,19 @@ class LoaderOverlay:
             return own
         rounds = -(-self._least_batches // own)
         return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
+
+
+def _set_batch(arguments: dict[str, Any], batch: int) -> None:
+    """Change the arguments of a ``DataLoader`` so that its batches have so many samples."""
+    sampler = arguments.get("batch_sampler")
+    if sampler is None:
+        arguments["batch_size"] = batch
+    elif type(sampler) is BatchSampler:
+        arguments["batch_sampler"] = BatchSampler(sampler.sampler, batch, sampler.drop_last)
+    else:
+        changed: Any = copy.copy(sampler)
+        arguments["batch_sampler"] = changed
+        changed.batch_size = batch
 
 
 def cap_prefetching() -> None:

@@ -6,24 +6,31 @@ is loaded then is its validation: it gets small parts of its first batches, then
 
 from __future__ import annotations
 
+import math
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch
+from torch.utils.data import DataLoader
 
 from autotune.core.code_interface import Framework
-from autotune.core.rehearsal import Evaluation, LongestBatch, Part, RehearsalWork, Whole
+from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, RehearsalWork, Whole
 from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
-from autotune.worker.trial.listener import StepListener
+from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.meter import growth_of, most_host_bytes
+from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.inspection import length
+from autotune.worker.user.loader_overlay import batch_of, key_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import LARGE_PART, Answer, Parts
+from autotune.worker.wrapping import after, around
 
 # Whole batches of a validation from which growth is told. A choice.
 _FEWEST = 8
@@ -60,8 +67,22 @@ class LoopRehearsal(OwnTrial):
         )
         self._epoch_batches = self.parts.epoch_batches
         around_batches(self.parts.give)
-        register_optimizer_step_post_hook(self.parts.updated)
+        after(DataLoader, "__iter__", self.parts.opened.__setitem__)
+        watch = TrainingWatch()
+        watch.begin_timed()
+        watch.listener = self.parts
+        watch.install(calls=False)
         return _NoSteps(self._source.name, accumulation, StepListener())
+
+    def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
+        """Have the training loader say how many batches the rehearsal's epoch has: some loops count to the last."""
+        super()._overlay_loader(batch, accumulation=accumulation)
+
+        def said(length: Callable[..., int], loader: Any) -> int:
+            own, is_trained_with = length(loader), key_of(loader) == self._source.interface.loader_key
+            return own if self.parts is None or not is_trained_with else self.parts.length_of_epoch(own)
+
+        around(DataLoader, "__len__", said)
 
 
 class _NoSteps(LoopSteps):
@@ -81,7 +102,7 @@ class _NoSteps(LoopSteps):
         """Do nothing."""
 
 
-class LoopParts(Parts):
+class LoopParts(Parts, Listener):
     """Gives the batches of a loop's loaders, and measures what is done with them."""
 
     def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *words: Any) -> None:
@@ -91,9 +112,16 @@ class LoopParts(Parts):
         self._is_ahead = framework == "accelerate"
         self._begin = begin
         # As many batches as a library may load ahead are used later.
-        self._plain, self._long = 2 * accumulation + 2, accumulation + 2
-        self.epoch_batches = -(-(self._plain + self._long) // accumulation + 1) * accumulation
-        """Batches of the training's data, after which it ends."""
+        self._plain = 3 * accumulation + 2
+        whole_steps = -(-(self._plain + accumulation + 2) // accumulation)
+        self.epoch_batches = whole_steps * accumulation + (accumulation > 1)
+        """Batches of the training's data, after which it ends: with one of a step that is not whole."""
+        self._accumulation = accumulation
+        self._last_batch = self.epoch_batches
+        self._own_batches: int | None = None
+        """Of the training's own epoch, where they make no whole steps; ``None`` where they do."""
+        self._losses: deque[list[torch.Tensor]] = deque([[]], maxlen=3)
+        """From which the backward passes began, in each of the last two steps and since then."""
         self._given = 0
         self._data: list[Any] = []
         """What is trained with."""
@@ -105,6 +133,10 @@ class LoopParts(Parts):
         self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
         self._is_epoch_over = False
         self._evaluated: Any = None
+        self.opened: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """The loaders, by the iterators over them."""
+        self._evaluates_with: str | None = None
+        """Where the loader of the evaluation is made; ``None`` where its batch is not the one that comes."""
         self._others = 0
         self._rows = 0
         self._first: Any = None
@@ -135,15 +167,27 @@ class LoopParts(Parts):
         """End with what was found."""
         if self._parts_given:
             self.finish(evaluation=self._evaluation())
+        self._note_last_step()
         self._unknown.append("a validation: none came at the end of an epoch")
         self.finish()
 
     # What the loop does
 
-    def updated(self, *_: Any) -> None:
+    def backward_begins(self, tensors: Any) -> None:
+        """Keep the loss."""
+        first = tensors[0] if isinstance(tensors, list | tuple) else tensors
+        self._losses[-1].append(first.detach().abs().mean())
+
+    def optimizer_ends(self, optimizer: Any) -> None:
         """Learn what is trained with."""
+        if self._losses[-1]:
+            self._losses.append([])
         if not self._data and self._latest is not None:
             self._data.append(self._latest)
+            own = self._own_batches
+            self._own_batches = own if own is not None and self.length_of_epoch(own) != own else None
+            # Lightning was told how many come.
+            self._last_batch -= self._accumulation > 1 and self._own_batches is None and not self._is_counted
         if self._given <= self._plain:
             self._data += [data for data in self._met if any(data is each for each in self._met_before)]
             self._met, self._met_before = [], self._met
@@ -153,7 +197,8 @@ class LoopParts(Parts):
         if not self._data:
             if self._latest is None:
                 self._begin()
-            self._latest = data
+            self._given = self._given + 1 if data is self._latest else 1
+            self._latest, self._own_batches = data, length(batches)
             return give(batches)
         if any(data is each for each in self._data):
             if self._evaluated is not None:
@@ -173,13 +218,37 @@ class LoopParts(Parts):
         self._given += 1
         if self._given == self._plain + 1:
             self._find_longest(batches, data)
-        if self._given <= self._plain or (self._make_longest is None and self._given < self.epoch_batches):
-            return give(batches)
-        if self._make_longest is not None and self._given <= self._plain + self._long:
-            # A loop may change a batch, so that each is another.
-            return self._make_longest()
-        self._end_epoch()
-        raise StopIteration
+        if self._given > self._last_batch:
+            self._end_epoch()
+            raise StopIteration
+        # A loop may change a batch, so that each is another.
+        return give(batches) if self._make_longest is None else self._make_longest()
+
+    def length_of_epoch(self, batches: int) -> int:
+        """Return how many batches come of an epoch of so many that ends with a step which is not whole."""
+        candidate = self._work.candidate
+        # A gradient scaler leaves steps out, and changes what losses are multiplied by.
+        if self._accumulation == 1 or batches <= self.epoch_batches or candidate.arm.precision == "fp16":
+            return batches
+        of_rank = -(-batches // self._work.world_size)
+        return self.epoch_batches if of_rank % candidate.gradient_accumulation_steps else batches
+
+    def _note_last_step(self) -> None:
+        """Take down how the last step of the epoch was trained, which is not whole."""
+        if self._own_batches is None or self._given < self._last_batch or len(self._losses) < 3:
+            return
+        whole, last, since = self._losses
+        if since:
+            is_wrong = len(since) < len(last)
+        else:
+            # The loss of fewer micro-batches is divided by fewer: it is larger, by this.
+            larger = len(whole) / max(1, len(last))
+            ratio = float(torch.stack(last).mean() / torch.stack(whole).mean())
+            is_wrong = larger > 1 and ratio < math.sqrt(larger)
+        if is_wrong:
+            batches = -(-self._own_batches // self._work.world_size)
+            accumulation = self._work.candidate.gradient_accumulation_steps
+            self._found = replace(self._found, last_step=LastStep(batches, accumulation, is_made=not since))
 
     def _end_epoch(self) -> None:
         self._is_epoch_over = True
@@ -209,6 +278,7 @@ class LoopParts(Parts):
 
     def _evaluation_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
         if self._evaluated is None:
+            self._note_last_step()
             self._evaluated = data
             self._total = length(batches)
             self._since = self._whole_since = time.perf_counter()
@@ -225,6 +295,10 @@ class LoopParts(Parts):
         if not self._parts_given:
             self._first = give(batches)
             self._rows = batch_samples(self._first) or 0
+            loader = self.opened.get(batches)
+            asked = batch_of(loader) or 0
+            if self._rows == min(asked, length(data) or asked):
+                self._evaluates_with = key_of(loader)
         is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
         part = self._rows >> 3 - len(self._parts_given) if is_small else 0
         smaller = cut(self._first, self._rows, 0, part) if part else None
@@ -253,7 +327,8 @@ class LoopParts(Parts):
 
     def _evaluation_with(self, whole: Whole | None, fits: bool, settings: dict[str, int]) -> Evaluation:
         samples = None if self._total is None else self._total * self._rows
-        return Evaluation(self._rows, samples, len(self._parts_given), whole, fits, settings, of_loop=True)
+        run, key = len(self._parts_given), self._evaluates_with
+        return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
 
     def _evaluation(self) -> Evaluation:
         self._note(len(self._parts_given))

@@ -256,9 +256,13 @@ class LoopRun(Run):
         def change(_: ModuleType) -> None:
             from autotune.worker.user.loader_overlay import LoaderOverlay
 
-            if key is not None and (batch is not None or arm.dataloader_num_workers):
-                self._loader = LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor)
-                self._loader.install()
+            is_changed = key is not None and (batch is not None or arm.dataloader_num_workers > 0)
+            others = self.training.loader_batches
+            if is_changed or others:
+                loading = arm.dataloader_num_workers, arm.dataloader_prefetch_factor
+                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_say)
+                overlay.install()
+                self._loader = overlay if is_changed else None
             # First: the other takes its hook away within the hooks of a step, which only the last of them can.
             self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes

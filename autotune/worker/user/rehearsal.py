@@ -1,7 +1,8 @@
-"""Run once, with the user's own ``Trainer``, what a long run does beyond its first steps, and end the process.
+"""Run once, with a ``Trainer``, what a long run does beyond its first steps, and end the process.
 
-After a few steps, in one process under the cap of a trial: the batch of the longest samples, the evaluation on parts of
-its samples, a checkpoint. Meanwhile the memory of all processes is read that the training has started.
+After a few steps, under the cap of a trial: the batch of the longest samples, the evaluation on parts of its samples, a
+checkpoint. Meanwhile the memory of all processes is read that the training has started. Ranks do all of it together:
+each decides by what all have measured, so that none waits for one that does something else.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
+from autotune.core.jobs import TrialWork
+from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
     HostUse,
@@ -31,8 +35,13 @@ from autotune.core.rehearsal import (
     Whole,
     extrapolated,
 )
+from autotune.core.scratch import Scratch
+from autotune.core.workload import Workload
 from autotune.worker.failures import first_line, is_out_of_memory
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
+from autotune.worker.trial.run import Trial
+from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.samples import read_lengths
@@ -47,9 +56,12 @@ _SMALL_PART, LARGE_PART = 2, 64
 _MOST_SAVED_BYTES = 4 * 2**30
 _SAVED_PER_WEIGHT = 3
 """Times the weights: with the two states of AdamW."""
+_SAVED_BY_DEEPSPEED = 16
+"""Bytes of a weight: itself, and float32 copies of it and of those states."""
 
 
 Answer = Callable[[Rehearsal], NoReturn]
+T = TypeVar("T")
 
 
 class Parts:
@@ -95,6 +107,43 @@ class Parts:
         self._meter.reset_peaks()
 
 
+def rehearse_by_name(
+    workload: Workload, work: RehearsalWork, scratch: Scratch, answer: Answer, ranks: Ranks
+) -> NoReturn:
+    """Rehearse a model by name on several ranks, and end with what was found."""
+    trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, data_folder=work.data_folder)
+    NamedRehearsal(work, answer, workload, trial, scratch, lambda _: None, ranks).run_and_end()
+
+
+class NamedRehearsal(Trial):
+    """A trial of a model by name on several ranks that ends with what a long run needs beyond its first steps."""
+
+    parts: _TrainerParts | None = None
+
+    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
+        super().__init__(*words)
+        self._work, self._answer = work, answer
+
+    def run_and_end(self) -> NoReturn:
+        """Train, and end with what was found."""
+        outcome = self.run()
+        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
+        if self.parts is not None:
+            self.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
+        self._answer(Rehearsal(problem=why))
+
+    def _prepare(self, trainer: Any) -> None:
+        """Have the parts run after two steps, on some of the training's samples."""
+        self._checks.watch.remove()
+        trainer.remove_callback(TrainerSteps)
+        samples = _SMALL_PART * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
+        trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
+        trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
+        trainer.args.save_strategy = SaveStrategy.STEPS
+        self.parts = _NamedParts(trainer, _Tree(), self._ranks, self._work, self._meter, self._answer)
+        trainer.add_callback(self.parts)
+
+
 class TrainerRehearsal(TrainerTrial):
     """A trial that ends with what a long run needs beyond its first steps."""
 
@@ -116,7 +165,7 @@ class TrainerRehearsal(TrainerTrial):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
         self._checks.watch.remove()
-        self.parts = _TrainerParts(trainer, self._tree, self._work, self._meter, self._answer)
+        self.parts = _TrainerParts(trainer, self._tree, self._ranks, self._work, self._meter, self._answer)
         trainer.add_callback(self.parts)
         trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
         if trainer.args.save_strategy != "no":
@@ -126,9 +175,12 @@ class TrainerRehearsal(TrainerTrial):
 class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     """Runs the parts at the end of the last of some steps."""
 
-    def __init__(self, trainer: Any, tree: _Tree, *words: Any) -> None:
+    _most_steps = _MOST_STEPS
+    _is_of_training_data = False
+
+    def __init__(self, trainer: Any, tree: _Tree, ranks: Ranks, *words: Any) -> None:
         super().__init__(*words)
-        self._trainer, self._tree = trainer, tree
+        self._trainer, self._tree, self._ranks = trainer, tree, ranks
         self._held: list[int | None] = []
         self._left_bytes: int | None = None
         """Of the first part of an evaluation."""
@@ -140,9 +192,24 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         if self._saving_began is None:
             self.finish(problem=why)
         if is_out_of_memory:
-            self.finish(saving=Saving(None, None, time.monotonic() - self._saving_began, fits=False))
+            lost = Saving(None, None, time.monotonic() - self._saving_began, fits=False)
+            self._end_ranks(saving=lost)
+            self.finish(saving=lost)
         self._unknown.append(f"a checkpoint: {why}")
+        self._end_ranks()
         self.finish()
+
+    def _end_ranks(self, **found: Any) -> None:
+        """End with what was found where there are several ranks, since others may wait for this one."""
+        if self._ranks.count > 1:
+            self.finish(**found, failed_rank=self._ranks.rank)
+
+    def _of_ranks(self, what: str, value: T) -> list[T]:
+        """Return a value of each rank, which all ask for at the same place."""
+        told = self._ranks.gather((what, value))
+        if any(each != what for each, _ in told):
+            self.finish(problem="its ranks do not do the same")
+        return [each for _, each in told]
 
     # The steps
 
@@ -158,21 +225,25 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._trim()
         self._held.append(self._meter.allocated_bytes())
         self._tree.read(always=True)
-        spent = time.monotonic() - self._began
+        spent = max(self._of_ranks("a step", time.monotonic() - self._began))
         if state.global_step < _FEWEST_STEPS or (
-            state.global_step < _MOST_STEPS and spent * (1 + 1 / state.global_step) < self._work.seconds
+            state.global_step < self._most_steps and spent * (1 + 1 / state.global_step) < self._work.seconds
         ):
             return
-        self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=self._meter.peaks().reserved)
+        peak = max(self._of_ranks("the steps", self._meter.peaks().reserved))
+        self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=peak)
         longest = self._guarded("the batch of the longest samples", self._longest)
         evaluation = self._guarded("the evaluation", self._evaluation)
         self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
         if args.save_strategy == "no":
             self.finish()
-        size = _SAVED_PER_WEIGHT * sum(each.nbytes for each in self._trainer.model.parameters())
-        if size > min(_MOST_SAVED_BYTES, shutil.disk_usage(args.output_dir).free // 4):
-            self._unknown.append("a checkpoint: it is too large to be written here")
-            self.finish()
+        size = self._saved_bytes()
+        free = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
+        if size > min(_MOST_SAVED_BYTES, free // 4):
+            computed = self._computed_saving()
+            if computed is None:
+                self._unknown.append("a checkpoint: it is too large to be written here")
+            self.finish(saving=computed)
         self._saving_began = time.monotonic()
         self._reset()
         control.should_save = True
@@ -196,13 +267,16 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def _host(self) -> HostUse | None:
         if self._tree.processes == 1:
             return None
-        trainer, batches = self._trainer, length(self._loader)
+        trainer, batches, ranks = self._trainer, length(self._loader), self._ranks.count
         limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
         steps = None if batches is None else batches // trainer.args.gradient_accumulation_steps
         if limit is None:
             return None
         copied = trainer.args.dataloader_num_workers * self._tree.first_bytes
-        return HostUse(self._tree.most_bytes, self._tree.growth(), self._tree.processes, limit, steps, copied)
+        growth, tree = self._tree.growth(), self._tree
+        grows = None if growth is None else growth * ranks
+        # Ranks load their data alike.
+        return HostUse(tree.most_bytes * ranks, grows, tree.processes * ranks, limit, steps, copied * ranks)
 
     # The batch of the longest samples
 
@@ -213,7 +287,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             self._unknown.append("the longest batch: the data is streamed, or its loader makes batches of its own")
             return None
         by_length, longest = self.longest_of(dataset, trainer.args.train_batch_size)
-        if longest is None:
+        if longest is None or not all(self._of_ranks("the longest batch", longest is not None)):
             return None
         self._reset()
         peak: int | None = None
@@ -224,10 +298,11 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
                 (inputs,), items = trainer.get_batch_samples(iter([made]), 1, trainer.args.device)
                 trainer.training_step(trainer.model_wrapped, inputs, items)
             self._meter.synchronize()
-            peak = self._meter.peaks().reserved
+            peak = max(self._of_ranks("its peak", self._meter.peaks().reserved))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
+            self._end_ranks(longest=longest)
         return replace(longest, peak_bytes=peak, fits=peak is not None and peak <= self._work.line_bytes)
 
     # The evaluation
@@ -240,6 +315,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         largest = max(sets.values(), key=lambda each: length(each) or 0)
         args, line, host_line = self._trainer.args, self._work.line_bytes, self._work.host_bytes
         samples = length(largest)
+        args.per_device_eval_batch_size = self._work.evaluation_batch or args.per_device_eval_batch_size
         asked, steps = args.per_device_eval_batch_size, args.eval_accumulation_steps
         if samples == 0:
             return None
@@ -257,14 +333,16 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
                 args.per_device_eval_batch_size, args.eval_accumulation_steps = asked, steps
 
         whole, run = measured(asked, steps)
+        left = self._left_bytes or 0
         if fits(whole):
-            return Evaluation(asked, samples, run, whole, fits=True, left_bytes=self._left_bytes or 0)
+            own = self._is_of_training_data
+            return Evaluation(asked, samples, run, whole, fits=True, left_bytes=left, of_training_data=own)
         batch, flushed_after, smaller = asked, steps, whole
         while batch > 1 and (smaller is None or smaller.device_bytes - smaller.kept_bytes > line):
             batch //= 2
             smaller, _ = measured(batch, flushed_after)
         if not fits(smaller) and smaller is not None and smaller.kept_bytes and not self._is_on_cpu:
-            batches = -(-(samples or batch) // batch)
+            batches = -(-(samples or batch) // (batch * self._world))
             room = line - (smaller.device_bytes - smaller.kept_bytes)
             # Half of it: fragments, and labels of other lengths.
             flushed_after = max(1, int(batches * room / smaller.kept_bytes / 2))
@@ -273,13 +351,16 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         if fits(smaller):
             settings = {"per_device_eval_batch_size": batch} if batch != asked else {}
             settings |= {"eval_accumulation_steps": flushed_after} if flushed_after not in (None, steps) else {}
-        return Evaluation(
-            asked, samples, run, whole, False, settings, smaller if settings else None, self._left_bytes or 0
-        )
+        return Evaluation(asked, samples, run, whole, False, settings, smaller if settings else None, left)
+
+    @property
+    def _world(self) -> int:
+        """Ranks among which the samples are divided."""
+        return max(1, int(self._trainer.args.world_size))
 
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
         """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
-        batches = -(-samples // batch) if samples is not None else LARGE_PART
+        batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
         first: list[int] = []
         if samples is not None and hasattr(data, "__getitem__"):
             read = read_lengths(data, all_over(samples), self._work.seconds / 3)
@@ -290,23 +371,30 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             warm = self._part(data, first, 1, batch)
             if self._left_bytes is None and before is not None:
                 self._reset()
-                self._left_bytes = max(0, (self._meter.allocated_bytes() or before) - before)
+                left = max(0, (self._meter.allocated_bytes() or before) - before)
+                # FSDP keeps the outermost module's weights whole after a forward pass; so does the next step.
+                self._left_bytes = 0 if self._trainer.is_fsdp_enabled else left
             each = max(warm.seconds, 1e-4)
             most = int(self._work.seconds / 2 / each)
-            if batches <= min(most, LARGE_PART):
+            # Each rank keeps what all have computed.
+            most_run = min(most, LARGE_PART // self._world)
+            if batches <= most_run:
                 part = self._part(data, first, batches, batch)
                 return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
             flush = flushed_after if flushed_after is not None and 2 * flushed_after <= most else None
             few = flush or _SMALL_PART
-            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, min(most, LARGE_PART)))
+            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, most_run))
             small, large = (self._part(data, first, count, batch) for count in (few, many))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
+            own = self._is_of_training_data
+            self._end_ranks(evaluation=Evaluation(batch, samples, 0, None, fits=False, of_training_data=own))
             return None, 0
         whole = extrapolated(small, large, batches, flushed_after)
-        if whole.device_bytes > self._work.line_bytes >= large.device_bytes and many < batches:
-            # What grew may have been something else: what is kept grows as much again.
+        is_far = whole.device_bytes > self._work.line_bytes >= large.device_bytes
+        if is_far and many < batches and self._ranks.count == 1:
+            # What grew may have been something else: what is kept grows as much again. Ranks end where one runs out.
             try:
                 larger = self._part(data, first, min(batches, 2 * many), batch)
             except Exception as error:
@@ -321,10 +409,12 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         """Evaluate some batches, the one of the longest samples first."""
         self._reset()
         began = time.perf_counter()
-        self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch))
+        self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
         self._meter.synchronize()
         host = 0 if self._is_on_cpu else most_host_bytes() or 0
-        return Part(batches, self._meter.peaks().reserved, host, time.perf_counter() - began)
+        measured = (self._meter.peaks().reserved, host, time.perf_counter() - began)
+        peaks, hosts, seconds = zip(*self._of_ranks("an evaluation", measured), strict=True)
+        return Part(batches, max(peaks), sum(hosts), max(seconds))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Read what processes hold that load the evaluation's data."""
@@ -335,9 +425,54 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End with the peak of the checkpoint that was written."""
         assert self._saving_began is not None
-        peak, host = self._meter.peaks().reserved, None if self._is_on_cpu else most_host_bytes()
-        seconds = time.monotonic() - self._saving_began
-        self.finish(saving=Saving(peak, host, seconds, fits=peak <= self._work.line_bytes))
+        host = 0 if self._is_on_cpu else most_host_bytes() or 0
+        measured = (self._meter.peaks().reserved, host, time.monotonic() - self._saving_began)
+        peaks, hosts, seconds = zip(*self._of_ranks("a checkpoint", measured), strict=True)
+        self.finish(saving=self._saving(max(peaks), sum(hosts), max(seconds)))
+
+    def _saved_bytes(self) -> int:
+        parameters = list(self._trainer.model.parameters())
+        if self._trainer.is_deepspeed_enabled:
+            # Of ZeRO-3, a rank has nothing of most of them.
+            return _SAVED_BY_DEEPSPEED * sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
+        return _SAVED_PER_WEIGHT * sum(int(each.nbytes) for each in parameters)
+
+    def _saving(self, device_bytes: int, host_bytes: int, seconds: float, *, is_computed: bool = False) -> Saving:
+        limit = self._work.host_bytes if self._ranks.count > 1 else None
+        fits = device_bytes <= self._work.line_bytes and (limit is None or host_bytes <= limit)
+        return Saving(device_bytes, host_bytes or None, seconds, fits, self._ranks.count, limit, is_computed)
+
+    def _computed_saving(self) -> Saving | None:
+        """Return what FSDP's whole state needs, which is gathered from the ranks; ``None`` for other trainings.
+
+        Each device gathers one tensor after the other. The first rank keeps them in the host's memory: all weights,
+        which are let go once they are written, then the whole state of the optimizer.
+        """
+        if not self._trainer.is_fsdp_enabled:
+            return None
+        weights = [each.nbytes for each in self._trainer.model.parameters()]
+        states = [
+            each.nbytes
+            for state in self._trainer.optimizer.state.values()
+            for each in state.values()
+            if isinstance(each, torch.Tensor)
+        ]
+        self._reset()
+        held = (self._meter.peaks().reserved, most_host_bytes() or 0)
+        devices, hosts = zip(*self._of_ranks("what is held", held), strict=True)
+        return self._saving(
+            max(devices) + max(weights, default=0), sum(hosts) + max(sum(weights), sum(states)), 0.0, is_computed=True
+        )
+
+
+class _NamedParts(_TrainerParts):
+    """Runs the parts of a model by name, whose trials have met its longest batch."""
+
+    _most_steps = _FEWEST_STEPS
+    _is_of_training_data = True
+
+    def _longest(self) -> LongestBatch | None:
+        return None
 
 
 class _Tree:

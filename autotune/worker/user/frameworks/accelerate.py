@@ -109,9 +109,13 @@ class AccelerateOverlay:
         around(kind, "__init__", made)
         before(kind, "prepare", self._on_prepare)
         before(kind, "accumulate", lambda *_: setattr(self, "accumulates", True))
-        after(
-            kind, "prepare_data_loader", lambda prepared, _, /, data_loader, *__, **___: keep_key(prepared, data_loader)
-        )
+
+        def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
+            # It is a loader, and goes over another one that it has made.
+            for made_of_it in (prepared, getattr(prepared, "base_dataloader", prepared)):
+                keep_key(made_of_it, data_loader)
+
+        after(kind, "prepare_data_loader", keep)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
         changes, wanted = self._changes, dict[str, Any]()
