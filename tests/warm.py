@@ -42,7 +42,7 @@ _FREE_VARIABLES = {
     # torch writes its address there each time that it compiles, in a test's process as well.
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }  # fmt: skip
-_FREE_PREFIX = "AUTOTUNE_"
+_FREE_PREFIXES = ("AUTOTUNE_", "STAND_IN_")
 _NOT_FREE = {"AUTOTUNE_COLD_TRIALS"}
 _HAS_GPU = Path("/dev/nvidiactl").exists()
 _NO_GPU = ("", "-1")
@@ -199,7 +199,7 @@ def _check_environment(environment: dict[str, str]) -> None:
     for name in environment.keys() | _variables.keys():
         if environment.get(name) == _variables.get(name) or name in _FREE_VARIABLES or name == "CUDA_VISIBLE_DEVICES":
             continue
-        if not name.startswith(_FREE_PREFIX) or name in _NOT_FREE:
+        if not name.startswith(_FREE_PREFIXES) or name in _NOT_FREE:
             raise NotWarmError(f"{name}={environment.get(name)}")
 
 
