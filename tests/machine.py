@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from autotune import devices as device_module
 
+LIBRARY = "libnvidia-ml.so.1"
 STAND_INS = Path(__file__).parent / "stand_ins"
 PROJECT = Path(device_module.__file__).parents[2]
+# Settings with which a process is started anew.
+_READ_AT_START = {"LD_LIBRARY_PATH", "PYTHONPATH"}
 # What the code that is run may call.
 _NAMES = "\n".join(
     f"from autotune.{room} import *" for room in ("core.device", "devices.host", "devices.listing", "devices.nvml")
@@ -36,17 +40,16 @@ class Machine:
         """What ``answer`` holds after ``code`` ran, with ``settings`` in its environment."""
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         folders = [*self.folders, str(PROJECT / "studies")]
-        environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(folders)}
-        program = f"import json, os\n{_NAMES}\n{code}\nprint(json.dumps(answer))"
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment | settings,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        environment |= {"PYTHONPATH": os.pathsep.join(folders), **settings}
+        start = "import json, os"
+        if settings.keys() & _READ_AT_START:
+            environment = {"LD_LIBRARY_PATH": str(self.library_folder), **environment}
+        else:
+            # For a fork of a warm process it is too late to be told where libraries are: one that is loaded is found.
+            start += f", ctypes\nctypes.CDLL({str(self.library_folder / LIBRARY)!r})"
+        program = f"{start}\n{_NAMES}\n{code}\nprint(json.dumps(answer))"
+        # With -P, which starts nothing in turn.
+        return json.loads(warm.output_of("-P", "-c", program, env=environment))
 
     def devices(self, **settings: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.ask("answer = [d.document() for d in list_devices()]", **settings)
@@ -66,6 +69,6 @@ def compile_library(folder: Path) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc or clang) to build the stand-in NVML library with")
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1")]
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY)]
     subprocess.run([*command, str(STAND_INS / "nvml.c")], check=True, timeout=60)
     return folder

@@ -1,6 +1,5 @@
 """Test the Python function: a light import, the options of the command, and a result that trains."""
 
-import contextlib
 import functools
 import json
 import os
@@ -60,7 +59,7 @@ def run_python(code: str, folder: Path, *, cold: bool = False) -> subprocess.Com
     """A program in a process of its own; ``cold`` starts it as users do, see ``warm``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with warm.cold() if cold else contextlib.nullcontext():
+    with warm.cold(cold):
         return warm.run(
             [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
         )

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import zygote
@@ -36,8 +37,12 @@ _FREE_VARIABLES = {
     "PYTHONPATH", "RAY_AUTH_MODE",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "SHLVL", "TERM", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR",
     "_", _REPORT_VARIABLE,
+    # A shell that asks for completions.
+    "_AUTOTUNE_COMPLETE", "COMP_CWORD", "COMP_WORDS",
+    # torch writes its address there each time that it compiles, in a test's process as well.
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }  # fmt: skip
-_FREE_PREFIX = "AUTOTUNE_"
+_FREE_PREFIXES = ("AUTOTUNE_", "STAND_IN_")
 _NOT_FREE = {"AUTOTUNE_COLD_TRIALS"}
 _HAS_GPU = Path("/dev/nvidiactl").exists()
 _NO_GPU = ("", "-1")
@@ -55,10 +60,10 @@ class NotWarmError(Exception):
 
 
 @contextlib.contextmanager
-def cold() -> Iterator[None]:
-    """Start every process anew meanwhile, as users do."""
+def cold(is_cold: bool = True) -> Iterator[None]:
+    """Start every process anew meanwhile, as users do, unless ``is_cold`` says otherwise."""
     before = getattr(_is_off, "value", False)
-    _is_off.value = True
+    _is_off.value = is_cold or before
     try:
         yield
     finally:
@@ -127,9 +132,15 @@ def output_of(*words: str, **options: Any) -> str:
 
 def take_over() -> None:
     """Have autotune's child processes started here as well, but within ``cold()``."""
-    from autotune.execution import child_process
+    from asyncio import unix_events
+
+    from autotune.cli import doctor
+    from autotune.execution import child_process, recovery
 
     child_process.Popen = Popen  # type: ignore[misc]
+    modules: tuple[Any, ...] = (doctor, recovery, unix_events)
+    for module in modules:
+        module.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen, "run": run})
 
 
 def keep_environment() -> None:
@@ -160,7 +171,10 @@ def _request(call: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     words = [os.fspath(word) for word in call["args"]] if not isinstance(call["args"], str | bytes) else []
     if not words or words[0] != _PYTHON:
         raise NotWarmError("another program")
-    plain = {"preexec_fn": None, "close_fds": True, "shell": False, "uid": None, "gid": None, "gids": None, "umask": -1}
+    # A fork listens to interrupts again by itself.
+    listens = getattr(call["preexec_fn"], "__module__", None) == "autotune.execution.recovery"
+    plain: dict[str, Any] = {"close_fds": True, "shell": False, "uid": None, "gid": None, "gids": None, "umask": -1}
+    plain |= {} if listens else {"preexec_fn": None}
     for name, value in plain.items():
         if call[name] != value:
             raise NotWarmError(name)
@@ -185,7 +199,7 @@ def _check_environment(environment: dict[str, str]) -> None:
     for name in environment.keys() | _variables.keys():
         if environment.get(name) == _variables.get(name) or name in _FREE_VARIABLES or name == "CUDA_VISIBLE_DEVICES":
             continue
-        if not name.startswith(_FREE_PREFIX) or name in _NOT_FREE:
+        if not name.startswith(_FREE_PREFIXES) or name in _NOT_FREE:
             raise NotWarmError(f"{name}={environment.get(name)}")
 
 

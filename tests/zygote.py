@@ -49,6 +49,7 @@ _MODULES = (
     "autotune.worker.private.datasets", "alembic.migration", "msgspec", "rich.console",
     "sqlalchemy.dialects.sqlite",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 

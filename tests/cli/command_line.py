@@ -1,6 +1,5 @@
 """Run the command line: within this process, in a process forked from a warm one, or from a cold start."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -56,7 +55,7 @@ def command(*arguments: str) -> list[str]:
 
 def run_process(*arguments: str, folder: Path, cold: bool = False, **variables: str) -> Ran:
     """Run a command to its end in a process of its own, in ``folder``; ``cold`` starts it as users do, see ``warm``."""
-    with warm.cold() if cold else contextlib.nullcontext():
+    with warm.cold(cold):
         ended = warm.run(
             command(*arguments),
             cwd=folder,

@@ -4,7 +4,8 @@ import json
 import sqlite3
 from pathlib import Path
 
-from command_line import ROOT, Run, run_process
+import warm
+from command_line import COLD, ROOT, Run, run_process
 
 from autotune.core.errors import NotReadyError
 from autotune.core.protection import PROTECTED
@@ -12,8 +13,10 @@ from autotune.core.protection import PROTECTED
 LOOKED_AT = {"Python", "autotune", "memory", "cores", "disk", "torch", "compiler", "extras", "your files", "hub"}
 
 
-def test_it_tells_of_everything_that_a_search_needs(run: Run, folder: Path) -> None:
-    ran = run("doctor", "--json")
+@COLD
+def test_it_tells_of_everything_that_a_search_needs(run: Run, folder: Path, cold: bool) -> None:
+    with warm.cold(cold):
+        ran = run("doctor", "--json")
     document = json.loads(ran.stdout)
     checks = {check["name"]: check for check in document["checks"]}
     assert checks.keys() >= LOOKED_AT
@@ -46,7 +49,7 @@ def test_an_older_database_and_one_of_another_program_are_told(run: Run, folder:
 
 
 def test_another_project_named_autotune_is_told_by_the_doctor_and_by_a_search(tmp_path: Path) -> None:
-    record = tmp_path / "site" / "autotune-0.0.3.dist-info"
+    record = tmp_path / "packages" / "autotune-0.0.3.dist-info"
     record.mkdir(parents=True)
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: autotune\nVersion: 0.0.3\n")
     path = str(record.parent)

@@ -176,31 +176,29 @@ def test_of_a_verification_leaves_nothing_behind_where_a_batch_system_ends_it(st
     assert not temporary.parent.exists()
 
 
-def test_within_code_that_an_import_executes(tmp_path: Path) -> None:
-    """Python would end by the signal itself, whatever the command made of it."""
-    code = (
-        "import autotune.cli.devices as devices\n"
-        "def interrupted(*_, **__): exec('raise KeyboardInterrupt')\n"
-        "devices.devices.callback = interrupted\n"
-        "from autotune.cli.main import main\n"
-        "main(['devices'])\n"
-    )
-    (tmp_path / "interrupted.py").write_text(code)
-    variables = environment()
-    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "interrupted"], env=variables, capture_output=True, text=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr.split("\n")[-2] == "autotune: interrupted"
+# Python would end by the signal itself, whatever the command made of it.
+IN_CODE_OF_AN_IMPORT = """
+import autotune.cli.devices as devices
+def interrupted(*_, **__): exec('raise KeyboardInterrupt')
+devices.devices.callback = interrupted
+from autotune.cli.main import main
+main(['devices'])
+"""
 
 
-def test_while_the_command_line_is_imported(tmp_path: Path) -> None:
-    """The first library that it imports is interrupted here."""
-    (tmp_path / "click.py").write_text("exec('raise KeyboardInterrupt')\n")
+@pytest.mark.parametrize(
+    ("module", "text", "words", "end_of_line"),
+    [
+        ("interrupted", IN_CODE_OF_AN_IMPORT, ["interrupted"], "\n"),
+        # The first library that the command line imports.
+        ("click", "exec('raise KeyboardInterrupt')\n", ["autotune", "devices"], ""),
+    ],
+)
+def test_while_something_is_imported(
+    tmp_path: Path, module: str, text: str, words: list[str], end_of_line: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(text)
     variables = environment()
     variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "autotune", "devices"], env=variables, capture_output=True, text=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "autotune: interrupted\n")
+    ended = subprocess.run([sys.executable, "-m", *words], env=variables, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", f"{end_of_line}autotune: interrupted\n")

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import TINY_MODEL, TINY_SEARCH, Studied, environment
+import warm
+from command_line import COLD, TINY_MODEL, TINY_SEARCH, Studied, environment
 
 anyio = pytest.importorskip("anyio")
 library = pytest.importorskip("mcp", minversion=None)
 
 
-def asked(folder: Path, storage: str, questions: Callable[[Any], Awaitable[Any]]) -> Any:
-    """What came of questions to a client of a server on a database."""
+def asked(folder: Path, storage: str, questions: Callable[[Any], Awaitable[Any]], *, cold: bool = True) -> Any:
+    """What came of questions to a client of a server on a database, which starts cold unless it is said."""
     parameters = library.StdioServerParameters(
         command=sys.executable,
         args=["-m", "autotune", "mcp", "--storage", storage],
@@ -30,14 +31,16 @@ def asked(folder: Path, storage: str, questions: Callable[[Any], Awaitable[Any]]
             await session.initialize()
             return await questions(session)
 
-    return anyio.run(ask)
+    with warm.cold(cold):
+        return anyio.run(ask)
 
 
 def text_of(answer: Any) -> str:
     return "".join(part.text for part in answer.content)
 
 
-def test_an_agent_shows_exports_and_predicts(studied: Studied, tmp_path: Path) -> None:
+@COLD
+def test_an_agent_shows_exports_and_predicts(studied: Studied, tmp_path: Path, cold: bool) -> None:
     async def questions(session: Any) -> Any:
         listed = await session.list_tools()
         shown = await session.call_tool("show", {"study": studied.name})
@@ -49,7 +52,7 @@ def test_an_agent_shows_exports_and_predicts(studied: Studied, tmp_path: Path) -
         )
         return listed, shown, exported, unknown, predicted
 
-    listed, shown, exported, unknown, predicted = asked(tmp_path, studied.storage, questions)
+    listed, shown, exported, unknown, predicted = asked(tmp_path, studied.storage, questions, cold=cold)
     assert [tool.name for tool in listed.tools] == ["search", "predict", "show", "export", "verify"]
     assert all(tool.description for tool in listed.tools)
     best = studied.document["best"]

@@ -146,18 +146,8 @@ def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path) -> None:
         assert (done.code, bool(done.stdout)) == (6, True), done.stderr
 
 
-FIGURES: dict[str, object] = {
-    "capability": "8.9",
-    "multiprocessors": 128,
-    "half_tflops": 165,
-    "tf32_tflops": 83,
-    "fp32_tflops": 83,
-}
-FIGURES |= {"gigabytes_per_second": 1008, "watts": 450}
-
-
 def test_a_pipeline_can_ask_that_a_model_fits_on_every_gpu(tmp_path: Path) -> None:
-    (tmp_path / "gpus.json").write_text(json.dumps({"small": {**FIGURES, "memory": "840MiB"}}))
+    (tmp_path / "gpus.json").write_text(json.dumps({"small": {**SPEC, "memory": "840MiB"}}))
     asked = ("--model", "bert-tiny", "--effective-batch", "8", "--precision", "fp32", "--seq-len", "16")
     both = ("--gpu-spec", "gpus.json", "--gpu", "rtx-4090,small")
     assert run_process("predict", *asked, *both, folder=tmp_path).code == 0

@@ -67,19 +67,15 @@ class TestRequest:
         shown = {each.key for each in recorded_options() if each.option.kind is not HEADROOM and not each.is_sparse}
         assert set(document) == shown | {"schema_version", "model", "headroom_fraction", "headroom_bytes"}
 
-    def test_a_record_of_a_later_schema_is_refused_and_one_without_a_version_is_of_the_first(self) -> None:
+    def test_a_record_of_a_later_version_is_refused_unless_what_is_new_is_off(self) -> None:
         document = SearchRequest(BERT_LARGE, H200).document()
+        # One without a version is of the first.
         old = {name: value for name, value in document.items() if name != "schema_version"}
-        assert request_from_document(old, BERT_LARGE, H200, "s") == SearchRequest(BERT_LARGE, H200, study="s")
-        with pytest.raises(ValueError, match="schema version 2"):
-            request_from_document({**document, "schema_version": 2}, BERT_LARGE, H200, "s")
-
-    def test_an_option_of_a_later_version_is_refused_unless_it_is_off(self) -> None:
-        document = SearchRequest(BERT_LARGE, H200).document()
-        off = {**document, "warp": None, "weft": False}
-        assert request_from_document(off, BERT_LARGE, H200, "s") == SearchRequest(BERT_LARGE, H200, study="s")
-        with pytest.raises(ValueError, match="warp"):
-            request_from_document({**document, "warp": 9}, BERT_LARGE, H200, "s")
+        for known in (old, {**document, "warp": None, "weft": False}):
+            assert request_from_document(known, BERT_LARGE, H200, "s") == SearchRequest(BERT_LARGE, H200, study="s")
+        for name, value, told in (("schema_version", 2, "schema version 2"), ("warp", 9, "warp")):
+            with pytest.raises(ValueError, match=told):
+                request_from_document({**document, name: value}, BERT_LARGE, H200, "s")
 
     @pytest.mark.parametrize(
         ("key", "value"),

@@ -1,6 +1,7 @@
 """Test parsing and formatting of bytes, seconds, counts and rates."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -44,34 +45,6 @@ def test_sizes(text: str, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "GiB",
-        "24 Gig",
-        "24",
-        "1023",
-        "-1GiB",
-        "+1GiB",
-        "1e9",
-        "0",
-        "0.5",
-        "2EiB",
-        "9" * 400,
-        "1,5GiB",
-        "٣GiB",
-        "nan",
-        "inf",
-    ],
-)
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size") as error:
-        parse_bytes(text)
-    assert repr(text) in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("90", 90.0),
@@ -90,12 +63,23 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
+NO_SIZES = (
+    "", " ", "GiB", "24 Gig", "24", "1023", "-1GiB", "+1GiB", "1e9", "0", "0.5", "2EiB", "9" * 400, "1,5GiB", "٣GiB",
+    "nan", "inf",
+)  # fmt: skip
+NO_DURATIONS = ("", "s", "soon", "-5s", "0", "0s", "400d", "1h30", "5 parsecs", "1m30", "nan", "9" * 400, "٣s")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "s", "soon", "-5s", "0", "0s", "400d", "1h30", "5 parsecs", "1m30", "nan", "9" * 400, "٣s"]
+    ("parse", "kind", "text"),
+    [
+        *((parse_bytes, "a size", text) for text in NO_SIZES),
+        *((parse_seconds, "a duration", text) for text in NO_DURATIONS),
+    ],
 )
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a duration") as error:
-        parse_seconds(text)
+def test_what_is_no_quantity(parse: Callable[[str], object], kind: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"is not {kind}") as error:
+        parse(text)
     assert repr(text) in str(error.value)
 
 

@@ -110,7 +110,8 @@ answer = [n.pid for n in list_devices()[0].neighbours]"""
 
     def test_importing_the_module_opens_nothing(self, machine: Machine, tmp_path: Path) -> None:
         code = "import sys\nanswer = [name for name in ('pynvml', 'torch', 'ctypes') if name in sys.modules]"
-        assert machine.ask(code, STAND_IN_LOG=str(tmp_path / "log")) == []
+        new = {"LD_LIBRARY_PATH": str(machine.library_folder)}
+        assert machine.ask(code, STAND_IN_LOG=str(tmp_path / "log"), **new) == []
         assert not (tmp_path / "log").exists()
 
 

@@ -86,25 +86,25 @@ class TestHostMemory:
         write(tmp_path, files)
         assert host_memory(tmp_path) == HostMemory(8 * GIB, 6 * GIB)
 
-    def test_a_limit_above_the_machine_is_none(self, tmp_path: Path) -> None:
-        files = {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "4:memory:/job\n",
-            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
-        }
-        write(tmp_path, files)
-        assert host_memory(tmp_path) == HostMemory(32 * GIB, 24 * GIB)
-
-    def test_a_full_group_has_nothing_free(self, tmp_path: Path) -> None:
-        files = {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "0::/../elsewhere\n",
-            "sys/fs/cgroup/memory.max": f"{GIB}\n",
-            "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
-        }
-        write(tmp_path, files)
-        assert host_memory(tmp_path).free_bytes == 0
+    @pytest.mark.parametrize(
+        ("group", "most", "limit", "used", "found"),
+        [
+            (
+                "4:memory:/job",
+                "memory/job/memory.limit_in_bytes",
+                9223372036854771712,
+                GIB,
+                HostMemory(32 * GIB, 24 * GIB),
+            ),
+            ("0::/../elsewhere", "memory.max", GIB, 2 * GIB, HostMemory(GIB, 0)),
+        ],
+        ids=["no limit above the machine", "nothing free in a full group"],
+    )
+    def test_limits(self, tmp_path: Path, group: str, most: str, limit: int, used: int, found: HostMemory) -> None:
+        now = most.replace("limit_in_bytes", "usage_in_bytes").replace("max", "current")
+        groups = {f"sys/fs/cgroup/{most}": f"{limit}\n", f"sys/fs/cgroup/{now}": f"{used}\n"}
+        write(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": f"{group}\n", **groups})
+        assert host_memory(tmp_path) == found
 
     def test_without_proc_the_facts_are_fewer(self, tmp_path: Path) -> None:
         cpu = cpu_device(tmp_path)

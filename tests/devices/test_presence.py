@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import warm
 from recorded import job_of, measurement
 
 from autotune.core.candidate import Arm, Candidate
@@ -43,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def another_search() -> Iterator[subprocess.Popen[str]]:
     """Another process with a search on the CPU, which is gone at the end of the block."""
-    process = subprocess.Popen([sys.executable, "-c", STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = warm.Popen([sys.executable, "-c", STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "here\n"
         yield process
@@ -99,7 +100,7 @@ class TestPresence:
         )
         command = [sys.executable, "-c", look]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        searches = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+        searches = [warm.Popen(command, **pipes) for _ in range(2)]
         try:
             assert [search.stdout.readline() for search in searches] == ["here\n"] * 2
             for search in searches:

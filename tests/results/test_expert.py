@@ -98,20 +98,16 @@ def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
         assert f"at a larger batch {words}" in dataclasses.replace(found, is_measured=False).describe()
 
 
-def test_settings_of_another_effective_batch_are_no_experts() -> None:
-    """A baseline of the user's own at 4,000 x 1, where a search is for 64 samples a step."""
-    own = trial(0, BF16, 4000, completed(900.0), "baseline")
+@pytest.mark.parametrize(("batch", "rate"), [(4000, 900.0), (32, 150.0)])
+def test_settings_of_another_effective_batch_are_no_experts(batch: int, rate: float) -> None:
+    """A baseline of the user's own in one micro-step, where a search is for 64 samples a step.
+
+    A batch that was measured with two accumulations is one point.
+    """
+    own = trial(0, BF16, batch, completed(rate), "baseline")
     own = dataclasses.replace(own, candidate=dataclasses.replace(own.candidate, gradient_accumulation_steps=1))
     found = expert_of(report(own, trial(1, BF16, 32, completed(200.0))))
     assert (found.candidate.per_device_train_batch_size, found.candidate.gradient_accumulation_steps) == (32, 2)
-
-
-def test_a_batch_that_was_measured_with_two_accumulations_is_one_point() -> None:
-    """As where the user's own settings have another effective batch."""
-    own = trial(0, BF16, 32, completed(150.0), "baseline")
-    own = dataclasses.replace(own, candidate=dataclasses.replace(own.candidate, gradient_accumulation_steps=1))
-    found = expert_of(report(own, trial(1, BF16, 32, completed(200.0))))
-    assert found.candidate.per_device_train_batch_size == 32
 
 
 def test_activations_are_recomputed_only_where_nothing_fits_without() -> None:

@@ -113,23 +113,21 @@ def test_the_form_offers_what_is_listed(writer: TestClient, searches: Searches, 
     assert client.post("/searches", data={"code": "mine", "model": ""}).status_code == 303
 
 
-def test_a_name_of_a_service_means_nothing_to_a_local_search(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("--code glue", "", "give --server URL"),
+        ("--server http://127.0.0.1:1 --trainer train.py:build", "--trainer brings code", "--code"),
+    ],
+)
+def test_a_local_search_has_no_listed_code_and_a_service_no_other(
+    folder: Path, words: str, message: str, hint: str
+) -> None:
     from click.testing import CliRunner
 
     from autotune.cli.main import cli
 
-    result = CliRunner().invoke(cli, ["search", "--code", "glue"])
+    result = CliRunner().invoke(cli, ["search", *words.split()])
     assert isinstance(result.exception, InvalidRequestError)
-    assert "give --server URL" in result.exception.hint
-
-
-def test_code_is_kept_from_a_service_by_the_command_as_well(folder: Path) -> None:
-    from click.testing import CliRunner
-
-    from autotune.cli.main import cli
-
-    words = ["search", "--server", "http://127.0.0.1:1", "--trainer", "train.py:build"]
-    result = CliRunner().invoke(cli, words)
-    assert isinstance(result.exception, InvalidRequestError)
-    assert "--trainer brings code" in result.exception.message
-    assert "--code" in result.exception.hint
+    assert message in result.exception.message
+    assert hint in result.exception.hint

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from processes import wait_until
 from searching import H200, RecordingObserver
 from tiny import tiny_workload
@@ -49,7 +50,7 @@ def hold(folder: Path) -> Iterator[Hold]:
     started: list[subprocess.Popen[str]] = []
 
     def start(name: str) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE, text=True))
+        started.append(warm.Popen([sys.executable, "-c", HOLD, name], stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout.readline() == "held\n"
         return started[-1]
 

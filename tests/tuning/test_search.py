@@ -393,13 +393,20 @@ class TestOwnSettingsThatFail:
 
 
 class TestLevels:
-    def test_going_down_is_said_with_the_reason(self, store: Store) -> None:
-        run = search(store, fits_up_to(2))
-        assert run.best.candidate.per_device_train_batch_size == 2
-        assert [note for note in run.observer.notes if "multiple" in note] == [
-            "no multiple of 8 fits; going down to multiples of 4",
-            "no multiple of 4 fits; going down to multiples of 2",
-        ]
+    @pytest.mark.parametrize(
+        ("largest", "effective_batch", "best", "reasons"),
+        [
+            (2, 64, (2,), [f"no multiple of {n} fits; going down to multiples of {n // 2}" for n in (8, 4)]),
+            (64, 12, (4, 12),
+             ["no multiple of 8 divides what a device gets of effective batch 12; going down to multiples of 4"]),
+        ],
+    )  # fmt: skip
+    def test_going_down_is_said_with_the_reason(
+        self, store: Store, largest: int, effective_batch: int, best: tuple[int, ...], reasons: list[str]
+    ) -> None:
+        run = search(store, fits_up_to(largest), effective_batch=effective_batch)
+        assert run.best.candidate.per_device_train_batch_size in best
+        assert [note for note in run.observer.notes if "multiple" in note] == reasons
 
     def test_failures_are_not_told_as_a_lack_of_memory(self, store: Store) -> None:
         def answer(job: TrialJob) -> tuple[Outcome, float]:
@@ -413,13 +420,6 @@ class TestLevels:
         assert told[0].startswith("no multiple of 8 completed; going down")
         told = [note for note in notes(load_report(store, run.study.name)) if "multiple" in note]
         assert [note.partition(": ")[2] for note in told] == ["none of those completed"]
-
-    def test_so_is_that_nothing_divides(self, store: Store) -> None:
-        run = search(store, fits_up_to(64), effective_batch=12)
-        assert run.best.candidate.per_device_train_batch_size in (4, 12)
-        assert [note for note in run.observer.notes if "multiple" in note] == [
-            "no multiple of 8 divides what a device gets of effective batch 12; going down to multiples of 4"
-        ]
 
 
 STUDY = "many"

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import warm
 from processes import wait_until
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import RecordingObserver, search
@@ -54,7 +55,7 @@ def hold(store: Store, tmp_path: Path) -> Iterator[Hold]:
     started: list[subprocess.Popen[str]] = []
 
     def start(host: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-c", HOLD, str(store.path), host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -121,46 +121,42 @@ def test_what_starts_python_again_is_refused_with_the_whole_command(trial_server
     assert "sitecustomize" not in answer.log
 
 
-def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> None:
-    """Python among them, as long as it does not train."""
-    (folder / "says.py").write_text(
-        "import torch, pathlib\npathlib.Path('said').write_text(str(torch.ones(1).sum()))\n"
-    )
-    (folder / "run.py").write_text(
-        "import subprocess, sys\n"
-        f"subprocess.run([{sys.executable!r}, 'says.py'], check=True)\n"
-        "subprocess.run(['true'], check=True)\n"
-        "raise SystemExit('ran ' + open('said').read())\n"
-    )
-    workload = Workload.of_source(find_script(["run.py"]))
-    answer = trial_server.inspection(workload)
-    assert "ran tensor(1.)" in answer.problem.message
+ANOTHER_PROGRAM = f"""
+import subprocess, sys
+subprocess.run([{sys.executable!r}, "says.py"], check=True)
+subprocess.run(["true"], check=True)
+raise SystemExit("ran " + open("said").read())
+"""
+COMPILES = """
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
+pool = SubprocPool(1)
+said = pool.submit(int, "7").result()
+pool.shutdown()
+raise SystemExit(f"compiled {said}")
+"""
+# As peft's LoRA-GA makes some before the Trainer is built.
+PREPARES_WEIGHTS = """
+import sys, torch
+sys.modules.pop("peft", None)
+from peft.ga import prepare
+prepare(torch.ones(1, requires_grad=True).sum())
+"""
 
 
-def test_processes_in_which_torch_compiles_may_run(trial_server: ServerClient, folder: Path) -> None:
-    (folder / "run.py").write_text(
-        "from torch._inductor.compile_worker.subproc_pool import SubprocPool\n"
-        "pool = SubprocPool(1)\n"
-        "said = pool.submit(int, '7').result()\n"
-        "pool.shutdown()\n"
-        "raise SystemExit(f'compiled {said}')\n"
-    )
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ANOTHER_PROGRAM, "run.py left with exit code 1: ran tensor(1.)"),
+        (COMPILES, "run.py left with exit code 1: compiled 7"),
+        (PREPARES_WEIGHTS, "run.py ended without having trained"),
+    ],
+    ids=["another Python", "a process in which torch compiles", "a backward pass that prepares weights"],
+)
+def test_what_trains_nothing_may_run(trial_server: ServerClient, folder: Path, text: str, message: str) -> None:
+    (folder / "says.py").write_text("import torch, pathlib\npathlib.Path('said').write_text(str(torch.ones(1).sum()))")
+    (folder / "peft").mkdir()
+    (folder / "peft" / "__init__.py").write_text("")
+    (folder / "peft" / "ga.py").write_text("def prepare(loss):\n    loss.backward()\n")
+    (folder / "run.py").write_text(text)
     answer = trial_server.inspection(Workload.of_source(find_script(["run.py"])))
-    assert "compiled 7" in answer.problem.message
-
-
-def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: ServerClient, folder: Path) -> None:
-    """As peft's LoRA-GA makes some before the Trainer is built."""
-    package = folder / "peft"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "ga.py").write_text("def prepare(loss):\n    loss.backward()\n")
-    (folder / "run.py").write_text(
-        "import sys, torch\n"
-        "sys.modules.pop('peft', None)\n"
-        "from peft.ga import prepare\n"
-        "prepare(torch.ones(1, requires_grad=True).sum())\n"
-    )
-    workload = Workload.of_source(find_script(["run.py"]))
-    answer = trial_server.inspection(workload)
-    assert answer.problem.message == "run.py ended without having trained"
+    assert answer.problem.message == message

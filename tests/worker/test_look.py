@@ -181,15 +181,24 @@ for _ in range(9):
 """
 
 
+OWN = Candidate(Arm(optim=OWN_OPTIM), 8, 1)
+BY_TWO = Candidate(OWN.arm, 2, 4)
+
+
+def split_differs(
+    server: ServerClient, workload: Workload, own: Candidate = OWN, other: Candidate = BY_TWO, **options: bool
+) -> bool:
+    """Whether a look finds that another split of a step's samples is another training."""
+    found = looker(server, workload, own, is_unmodified=False, **options).differences(other).look
+    assert found.unknown is None
+    return bool(found.differs)
+
+
 @pytest.mark.parametrize("case", ["negatives", "distances"])
 def test_a_loop_on_accelerate_is_looked_at(trial_server: ServerClient, folder: Path, case: str) -> None:
     (folder / "loop.py").write_text(LOOP)
     workload, _ = trial_server.prepared(Workload.of_source(find_script(("loop.py", case))))
-    own = Arm(optim=OWN_OPTIM)
-    look = looker(trial_server, workload, Candidate(own, 8, 1), is_unmodified=False)
-    found = look.differences(Candidate(own, 2, 4)).look
-    assert found.unknown is None
-    assert bool(found.differs) is (case == "negatives")
+    assert split_differs(trial_server, workload) is (case == "negatives")
 
 
 PLACEHOLDERS = """
@@ -237,11 +246,7 @@ def test_a_script_with_placeholders_is_looked_at(
     workload, _ = trial_server.prepared(
         Workload.of_source(find_script(("python", "loop.py", "{batch}", "{accumulation}", kind)))
     )
-    own = Arm(optim=OWN_OPTIM)
-    look = looker(trial_server, workload, Candidate(own, 8, 1), is_unmodified=False)
-    found = look.differences(Candidate(own, 2, 4)).look
-    assert found.unknown is None
-    assert bool(found.differs) is differs
+    assert split_differs(trial_server, workload) is differs
 
 
 @pytest.mark.parametrize(("kind", "differs"), [("plain", False), ("sum", True)])
@@ -256,7 +261,5 @@ def test_a_script_that_makes_its_accumulation_of_a_total_is_looked_at_with_it(
     )
     assert model.interface.fixed.effective_batch == 16
     own = Arm("bf16", optim=OWN_OPTIM)
-    look = looker(trial_server, workload, Candidate(own, 16, 1), is_unmodified=False, has_fixed_split=True)
-    found = look.differences(Candidate(own, 8, 2)).look
-    assert found.unknown is None
-    assert bool(found.differs) is differs
+    splits = Candidate(own, 16, 1), Candidate(own, 8, 2)
+    assert split_differs(trial_server, workload, *splits, has_fixed_split=True) is differs

@@ -4,7 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import warm
 from test_real_training import FIELDS, TRAINER, run
 
 from autotune.core.candidate import Arm, Candidate
@@ -43,8 +45,10 @@ def test_a_training_goes_on_from_its_last_checkpoint_with_half_the_batch(tmp_pat
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_training_without_checkpoints_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    code, said = recovered(tmp_path, training(8, 2, "never-saves"))
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+def test_a_training_without_checkpoints_is_refused_before_its_first_step(tmp_path: Path, cold: bool) -> None:
+    with warm.cold(cold):
+        code, said = recovered(tmp_path, training(8, 2, "never-saves"))
     assert (code, said) == (10, [])
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from server_client import ServerClient
 from test_real_training import FIELDS, TRAINER, inspected, run
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -164,7 +163,6 @@ def test_a_loop_over_two_loaders_at_once_evaluates_nothing() -> None:
 def test_a_real_loop_is_watched(trial_server: ServerClient, folder: Path) -> None:
     source = inspected(trial_server, "--num_train_epochs", "8")
     promise = replace(PROMISE, low=1e-3, high=1e9, runs_file=str(folder / "runs.jsonl"))
-    with warm.cold():
-        ran = run(RealTraining("s", source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}, promise=promise), folder)
+    ran = run(RealTraining("s", source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}, promise=promise), folder)
     assert "autotune: 54 steps at" in ran.stderr
     assert json.loads((folder / "runs.jsonl").read_text())["kept"]
