@@ -25,7 +25,7 @@ from autotune.space.levers import applied_settings
 from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main
-from autotune.worker.user.frameworks import ADAPTERS
+from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
 from autotune.worker.wrapping import after, around, before, on_import
@@ -270,7 +270,7 @@ class LoopRun(Run):
         if source.kind != "loop":
             changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
             set_options(changes.options)
-            ADAPTERS[source.framework].overlay(replace(changes, overrules=overrules))
+            OVERLAYS[source.framework](replace(changes, overrules=overrules)).install()
 
     def _look(self) -> None:
         """End the process where another loader is trained with, or a schedule is made for what is not trained with."""
