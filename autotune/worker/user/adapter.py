@@ -16,8 +16,6 @@ from autotune.worker.wrapping import around
 if TYPE_CHECKING:
     from autotune.worker.user.loop_steps import LoopSteps
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Changes:
@@ -29,7 +27,7 @@ class Changes:
     checkpointing: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
     """The script's own options, and what they are to say."""
-    say: Say = lambda _: None
+    say: Callable[[str], None] = lambda _: None
     """Told what the script had said instead."""
     overrules: Callable[[int], None] = lambda _: None
     """Told the accumulation that the script had said, where its code is not told another by an option."""
@@ -38,7 +36,7 @@ class Changes:
 
     @classmethod
     def of(
-        cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, say: Say
+        cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, **others: Any
     ) -> Changes:
         """Return a candidate's settings, as far as the script ``takes`` them; it runs so many micro-steps of a step.
 
@@ -52,7 +50,7 @@ class Changes:
             accumulation if "accumulation" in takes else None,
             candidate.arm.gradient_checkpointing and "checkpointing" in takes,
             {flags[what]: value for what, value in values.items() if what in takes and what in flags},
-            say,
+            **others,
         )
 
     def over(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

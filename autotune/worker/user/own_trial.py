@@ -221,8 +221,8 @@ class OwnTrial(Trial):
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in takes else None
         self._overlay_loader(batch, accumulation=run)
-        steps, changes = self._loop_steps(run), Changes.of(source, candidate, takes, run, lambda _: None)
-        changes = dataclasses.replace(changes, epoch_batches=self._epoch_batches)
+        steps = self._loop_steps(run)
+        changes = Changes.of(source, candidate, takes, run, epoch_batches=self._epoch_batches)
         set_options(changes.options)
         measured = Measured(steps, source.interface.loader_key, output_dir, on_cpu=self._device_kind == "cpu")
         OVERLAYS[source.framework](changes, measured).install()

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -268,9 +267,10 @@ class LoopRun(Run):
         # Not "torch.utils.data", which torch imports while half of it is not there yet.
         on_import("torch", change)
         if source.kind != "loop":
-            changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
+            accumulation = candidate.gradient_accumulation_steps
+            changes = Changes.of(source, candidate, takes, accumulation, say=_say, overrules=overrules)
             set_options(changes.options)
-            OVERLAYS[source.framework](replace(changes, overrules=overrules)).install()
+            OVERLAYS[source.framework](changes).install()
 
     def _look(self) -> None:
         """End the process where another loader is trained with, or a schedule is made for what is not trained with."""
