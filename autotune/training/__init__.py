@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 from autotune.training.batches import pad_to_multiples
@@ -20,7 +21,7 @@ from autotune.training.errors import SettingUnavailableError as SettingUnavailab
 from autotune.training.experts import choose_experts
 from autotune.training.float8 import multiply_in_float8
 from autotune.training.graphs import use_cuda_graphs
-from autotune.training.layers import checkpoint_some_layers, compile_layers, keep_no_casts
+from autotune.training.layers import checkpoint_some_layers, compile_layers
 from autotune.training.loss import fuse_loss
 from autotune.training.rows import join_samples
 from autotune.training.rows import pack as pack
@@ -86,7 +87,8 @@ def apply(
     if experts_implementation is not None:
         choose_experts(trainer, experts_implementation)
     if uncached_casts:
-        keep_no_casts(trainer)
+        # A layer that recomputes casts its weights once in each pass in either case.
+        trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     if unpadded:
         leave_out_full_masks(trainer)
     if not cudnn_attention:

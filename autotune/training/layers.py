@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -94,15 +94,6 @@ def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
     if every is not None:
         args.activation_checkpointing_kwargs = {**(args.activation_checkpointing_kwargs or {}), _EVERY: every}
     trainer.add_callback(_SomeAtStart(trainer, count, every))
-
-
-def keep_no_casts(trainer: Trainer) -> None:
-    """Have autocast cast a weight wherever it is used, in place of keeping the copy until the forward pass ends.
-
-    A layer that recomputes casts its weights once in each pass in either case; a weight that is used more than once in
-    a pass is cast more often.
-    """
-    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 _MOST_CODES = 24

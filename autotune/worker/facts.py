@@ -26,7 +26,7 @@ from autotune.worker.private.transformers import (
     optimizer_names,
 )
 from autotune.worker.rendezvous import lacks_nccl
-from autotune.worker.trial.build import build_model, model_class
+from autotune.worker.trial.build import model_class, on_meta
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 
@@ -57,8 +57,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
-    random_weights = dataclasses.replace(workload, weights=None)
-    model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
+    model = on_meta(workload, "sdpa" if "sdpa" in attentions else "eager")
     sharding_error = why_no_fsdp2()
     layers = tuple(layer_classes(model)) if sharding_error is None else ()
     # What is quantized are matrices; experts have one each in a tensor, as position embeddings have.

@@ -128,7 +128,13 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
         if source is not None:
             import autotune.worker.user.run  # noqa: F401
 
-            import_libraries(source)
+            for module, name in imports_of(source):
+                # What fails is left to their code.
+                with contextlib.suppress(Exception):
+                    imported = importlib.import_module(module)
+                    if name is not None:
+                        # Libraries import their parts when they are asked for.
+                        getattr(imported, name)
     return threads
 
 
@@ -175,16 +181,6 @@ _CHANGING = ("environ", "putenv", "load_dotenv")
 
 Import = tuple[str, str | None]
 """A module, and what of it is imported; ``None`` for all of it."""
-
-
-def import_libraries(source: TrainingSource) -> None:
-    """Import what the user's code imports of known libraries; what fails is left to their code."""
-    for module, name in imports_of(source):
-        with contextlib.suppress(Exception):
-            imported = importlib.import_module(module)
-            if name is not None:
-                # Libraries import their parts when they are asked for.
-                getattr(imported, name)
 
 
 def imports_of(source: TrainingSource) -> list[Import]:

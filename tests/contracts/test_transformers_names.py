@@ -35,8 +35,8 @@ def model() -> Any:
 def test_a_trainer_takes_samples_in_the_order_that_it_is_given(tmp_path: Path) -> None:
     built = model()
     data = synthetic_dataset(WORKLOAD, built, 6, 0)
-    trainer = names.OrderedTrainer(model=built, args=arguments(tmp_path), train_dataset=data)
-    trainer.train_order = [5, 1, 4, 0]
+    trainer = Trainer(model=built, args=arguments(tmp_path), train_dataset=data)
+    names.change_train_sampler(trainer, lambda _: [5, 1, 4, 0])
     batches = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     assert torch.equal(torch.cat(batches), torch.stack([data[index]["input_ids"] for index in (5, 1, 4, 0)]))
 

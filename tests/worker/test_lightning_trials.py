@@ -44,6 +44,15 @@ def test_a_lightning_script_is_measured_unmodified(trial_server: ServerClient, f
     assert list(folder.iterdir()) == []
 
 
+def test_tf32_is_seen_as_the_precision_of_a_script_that_allows_it(trial_server: ServerClient, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch", reason="make test-clients")
+    script = tmp_path / "train.py"
+    told = 'import torch\ntorch.set_float32_matmul_precision("high")\nimport argparse\n'
+    script.write_text(SCRIPT.read_text().replace("import argparse\n", told))
+    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
+    assert model.own.precision == "tf32"
+
+
 def test_what_writes_in_place_of_a_logger_is_left_out() -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks", reason="make test-clients")
     pytest.importorskip("jsonargparse", reason="make test-clients")

@@ -20,7 +20,6 @@ from autotune.core.workload import Workload
 from autotune.training.rows import PackedRows
 from autotune.worker.dataset.image_text import ImageTextCollator, open_stored
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
-from autotune.worker.private.transformers import OrderedTrainer
 
 # Files of a prepared dataset in its folder: the samples (tokens and labels, or undecoded images with labels or texts),
 # the number of tokens of each sample, of each target of a seq2seq task and of each sample's images, and the tokenizer
@@ -82,12 +81,6 @@ class PreparedDataset:
             len(self.dataset), self._lengths, self._targets, self._spec, self._workload.seq_len, shape, seed,
             self._image_tokens,
         )  # fmt: skip
-
-    def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> OrderedTrainer:
-        """Return a real ``Trainer`` on this dataset in the order of the schedule."""
-        trainer = OrderedTrainer(model=model, args=arguments, callbacks=[callback], **self.ingredients(model))
-        trainer.train_order = schedule.order
-        return trainer
 
     def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:
         """Return dataset, tokenizer and collator as ``Trainer`` arguments.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from autotune.worker.fake.tracer import StorageTracer, materialise
 from autotune.worker.private.accelerate import shard
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks, start_sharding
 from autotune.worker.private.transformers import decide_masks_without_values
-from autotune.worker.trial.build import build_model
+from autotune.worker.trial.build import on_meta
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 
@@ -30,8 +29,7 @@ def build_fake_model(workload: Workload) -> Any:
     It is built on the ``meta`` device first: ``Module.to``, by which peft places its adapters, cannot move parameters
     that are fake tensors already.
     """
-    attention = "eager" if workload.task == "seq2seq-lm" else "sdpa"
-    model = build_model(dataclasses.replace(workload, weights=None), attention, torch.device("meta"))
+    model = on_meta(workload, "eager" if workload.task == "seq2seq-lm" else "sdpa")
     materialise(model)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -170,7 +171,15 @@ def trace_training(
         if buckets_bytes:
             tracer.hold("communication", buckets_bytes)
         optimizer = training.begin(batch_size)
-        _optimizer_step(training, optimizer, tracer, operations, batch_size)
+        for is_second, batch in _micro_steps(tracer, lambda: training.batch(batch_size)):
+            if not is_second:
+                operations.counts_as = "micro_step"
+                with _noting_gradients(training.model, tracer):
+                    _micro_step(training.loss, batch)
+                operations.counts_as = None
+            elif not tracer.repeat_micro_step("first micro-step"):
+                _micro_step(training.loss, batch)
+        _update(training.model, optimizer, tracer, training.max_grad_norm)
         trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
         counted = operations.operations(trained)
         gc.collect()
@@ -178,33 +187,31 @@ def trace_training(
         return tracer.so_far(), counted
 
 
-def _optimizer_step(
-    training: Training,
-    optimizer: torch.optim.Optimizer,
-    tracer: StorageTracer,
-    operations: OperationTally,
-    batch_size: int,
-) -> None:
+def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2) -> Iterator[tuple[bool, Any]]:
+    """Load the batches of one or two micro-steps, then enter each; yields whether it is the last, and its batch."""
     batches = []
-    for part in ("first inputs", "second inputs"):
+    for number, part in enumerate(("first inputs", "second inputs")):
         tracer.enter(part, "inputs")
-        batches.append(training.batch(batch_size))
-    tracer.enter("first micro-step", "activations")
-    operations.counts_as = "micro_step"
-    with _noting_gradients(training.model, tracer):
-        _micro_step(training.loss, batches[0])
-    operations.counts_as = None
-    tracer.enter("second micro-step", "activations")
-    if not tracer.repeat_micro_step("first micro-step"):
-        _micro_step(training.loss, batches[1])
+        if number < count:
+            batches.append(load())
+    for number, part in enumerate(("first micro-step", "second micro-step")):
+        tracer.enter(part, "activations")
+        if number < count:
+            yield number + 1 == count, batches[number]
+
+
+def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, max_grad_norm: float) -> None:
+    """Clip the gradients, and step the optimizer."""
     tracer.enter("update", "workspaces")
-    if training.max_grad_norm > 0:
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.max_grad_norm)
+    if max_grad_norm > 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     tracer.phase = "optimizer"
-    # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
-    operations.counts_as = "update"
+    if tracer.operations is not None:
+        # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
+        tracer.operations.counts_as = "update"
     optimizer.step()
-    operations.counts_as = None
+    if tracer.operations is not None:
+        tracer.operations.counts_as = None
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -311,16 +318,15 @@ class FakeTraining:
             if self._arm.fused_loss:
                 loss.fuse_loss_of(model)
             optimizer = _optimizer(self._arm.optim, model)
-            for is_last in self._micro_steps(model, tracer, batch_size, micro_steps):
+            batch_of = functools.partial(_batch, self._workload, model, batch_size)
+            for is_last, batch in _micro_steps(tracer, batch_of, micro_steps):
                 model.set_requires_gradient_sync(is_last or self._arm.sync_each_batch)
+                # FSDP casts in place of autocast, by hooks that only a call of the model runs.
+                _micro_step(lambda given: model(**given)["loss"], batch)
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     tracer.see(parameter.grad, "gradients")
-            tracer.enter("update", "workspaces")
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            tracer.phase = "optimizer"
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            _update(model, optimizer, tracer, 1.0)
             gc.collect()
             # Returned before the optimizer and its state go out of scope.
             return tracer.so_far()
@@ -339,9 +345,15 @@ class FakeTraining:
                 rank.begin(*_optimizer_kind(self._arm.optim, model))
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
                 hooks = [parameter.register_post_accumulate_grad_hook(rank.take_gradient) for parameter in trained]
-                steps = self._micro_steps(model, tracer, batch_size, micro_steps, dtype, rank.end_backward)
-                for rank.is_last in steps:
+
+                def load() -> dict[str, torch.Tensor]:
+                    batch = _batch(self._workload, model, batch_size)
+                    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+                for rank.is_last, batch in _micro_steps(tracer, load, micro_steps):
                     rank.prepare_forward(model)
+                    _micro_step(lambda given: model(**given)["loss"], batch)
+                    rank.end_backward()
                 for hook in hooks:
                     hook.remove()
                 for parameter in trained:
@@ -351,30 +363,3 @@ class FakeTraining:
                 gc.collect()
                 # Returned before the optimizer and its state go out of scope.
                 return tracer.so_far()
-
-    def _micro_steps(
-        self,
-        model: Any,
-        tracer: StorageTracer,
-        batch_size: int,
-        count: int,
-        dtype: torch.dtype | None = None,
-        after: Callable[[], None] = lambda: None,
-    ) -> Iterator[bool]:
-        """Load the batches, with floats in a ``dtype``, and run so many micro-steps, each with what comes ``after`` it.
-
-        Yields before each whether it is the last. FSDP casts in place of autocast, by hooks that only a call of the
-        model runs.
-        """
-        batches = []
-        for number, part in enumerate(("first inputs", "second inputs")):
-            tracer.enter(part, "inputs")
-            if number < count:
-                batch = _batch(self._workload, model, batch_size)
-                batches.append({k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()})
-        for number, part in enumerate(("first micro-step", "second micro-step")):
-            tracer.enter(part, "activations")
-            if number < count:
-                yield number + 1 == count
-                _micro_step(lambda batch: model(**batch)["loss"], batches[number])
-                after()

@@ -11,19 +11,10 @@ from transformers import Trainer
 _INTEGRATIONS = "transformers.integrations."
 
 
-class OrderedTrainer(Trainer):  # type: ignore[misc]
-    """A ``Trainer`` that takes samples in the order of ``train_order``."""
-
-    train_order: Sequence[int]
-
-    def _get_train_sampler(self, *_: Any, **__: Any) -> Sequence[int]:
-        return self.train_order
-
-
-def change_train_sampler(trainer: Any, change: Callable[[Any], Any]) -> None:
-    """Have a ``Trainer`` draw its training samples by what a function makes of its sampler."""
+def change_train_sampler(trainer: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have a ``Trainer`` draw its training samples by what ``change`` returns, given what makes its own sampler."""
     find = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *words, **options: change(find(*words, **options))
+    trainer._get_train_sampler = lambda *words, **options: change(lambda: find(*words, **options))
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:

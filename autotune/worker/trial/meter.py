@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -17,9 +16,7 @@ import torch.nn.functional as functional
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
-from autotune.space.features import with_expandable_segments
 from autotune.worker.failures import classify
-from autotune.worker.private.torch import set_allocator_settings
 
 
 class PeakBytes(NamedTuple):
@@ -130,16 +127,6 @@ class CudaMeter(Meter):
 
     def energy_joules(self) -> float | None:
         return nvml.current_session().energy_joules(self._uuid)
-
-
-def expand_segments(expand: bool) -> None:
-    """Turn expandable segments of CUDA's caching allocator on or off, whatever the environment says.
-
-    torch reads its environment variable only once, perhaps on import. Settings given here take effect at once; they
-    must come before the first allocation.
-    """
-    if (settings := with_expandable_segments(os.environ, expand=expand)) is not None:
-        set_allocator_settings(settings)
 
 
 def _status_bytes(field: str) -> int:

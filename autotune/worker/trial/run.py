@@ -20,6 +20,7 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.space.features import with_expandable_segments
 from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import launch_variables, parallelism, training_arguments
 from autotune.training import apply
@@ -27,6 +28,8 @@ from autotune.training.batches import stock_settings
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
+from autotune.worker.private.torch import set_allocator_settings
+from autotune.worker.private.transformers import change_train_sampler
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.arithmetic import Arithmetic
 from autotune.worker.trial.batch_shapes import BatchShapes
@@ -42,9 +45,9 @@ from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.gpu_busy import busy_step
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, expand_segments, failure_of, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Meter, failure_of, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.synthetic import synthetic_ingredients
 from autotune.worker.trial.trainer_steps import LeftOutInputs, TrainerSteps
 
 Send = Callable[[Progress], None]
@@ -157,7 +160,10 @@ class Trial:
             # Before anything else, since threads inherit the pinning from the thread that starts them.
             self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
-            expand_segments(self._candidate.arm.expandable_segments)
+            # torch reads its variable only once, perhaps on import. Settings given here take effect at once.
+            settings = with_expandable_segments(os.environ, expand=self._candidate.arm.expandable_segments)
+            if settings is not None:
+                set_allocator_settings(settings)
         self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
         self._is_open = True
         self._meter.limit(self._cap_bytes)
@@ -211,18 +217,17 @@ class Trial:
             check_attends_to_all(model)
         arguments = arguments or make_arguments()
         results: list[Measurement] = []
-        trainer: Any
         run = schedule.run if schedule else None
         timer = self._make_timer(results.append, schedule=schedule, run=run, of=arguments.max_steps)
-        callback = TrainerSteps(timer)
-        if prepared is not None and schedule is not None:
-            trainer = prepared.trainer(model, arguments, callback, schedule)
+        if prepared is not None:
+            ingredients = prepared.ingredients(model)
         else:
             micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
             samples = self._candidate.per_device_train_batch_size * micro_steps * arm.data_parallel
-            dataset = synthetic_dataset(self._workload, model, samples, self._seed)
-            trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback],
-                              data_collator=dataset.collator)  # fmt: skip
+            ingredients = synthetic_ingredients(self._workload, model, samples, self._seed)
+        trainer = Trainer(model=model, args=arguments, callbacks=[TrainerSteps(timer)], **ingredients)
+        if schedule is not None:
+            change_train_sampler(trainer, lambda _: schedule.order)
         if sizes := parallelism(arm):
             check_shared_by(trainer, sizes)
         if is_on_meta:

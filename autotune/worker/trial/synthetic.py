@@ -134,3 +134,9 @@ def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) ->
         lengths = real_tokens(workload.seq_len, workload.padding, count, generator)
     pool = [_sample(workload, model, real, generator) for real in lengths]
     return SyntheticDataset(pool, length)
+
+
+def synthetic_ingredients(workload: Workload, model: Any, length: int, seed: int) -> dict[str, Any]:
+    """Return so many samples for ``model``, with what makes batches of them, as ``Trainer`` arguments."""
+    dataset = synthetic_dataset(workload, model, length, seed)
+    return {"train_dataset": dataset, "data_collator": dataset.collator}

@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,6 @@ def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
         runpy.run_module(source.module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(source.file, run_name="__main__")
-
-
-def tell_launched_precision(fields: Mapping[str, Any]) -> None:
-    """Have ``accelerate launch`` say what these ``TrainingArguments`` do: it counts where they say neither of two."""
-    if "bf16" in fields or "fp16" in fields:
-        os.environ[LAUNCHED_PRECISION] = next((name for name in ("bf16", "fp16") if fields.get(name)), "no")
 
 
 def load_function(source: TrainingSource) -> Callable[[Any], Any]:

@@ -6,7 +6,6 @@ Python may run, with ``started_python/sitecustomize.py`` in it, which stops a tr
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shlex
@@ -134,14 +133,6 @@ def before_steps(torch: Any, begins: Callable[[], None]) -> None:
     before(torch.autograd, "backward", lambda *_, **__: begins())
     # torch.optim deletes the name of this module of its own.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
-
-
-def forget_steps(torch: Any) -> None:
-    """Have nothing called any more around backward passes and optimizer steps, in the rest of this process."""
-    from autotune.worker.private.torch import forget_optimizer_hooks
-
-    torch.autograd.backward = inspect.unwrap(torch.autograd.backward)
-    forget_optimizer_hooks()
 
 
 def describe_training(source: TrainingSource) -> tuple[str, str]:

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import torch
+
 from autotune.core import loop as loop_interface
-from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
@@ -25,16 +27,18 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.stack import module_of
-from autotune.worker.trial.listener import StepListener
+from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.user.adapter import AccumulatesBy, Changes, GiveBatches, Observer, Overlay
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, trim
+from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
-from autotune.worker.user.script_options import next_step
+from autotune.worker.user.script_options import next_step, watch_options
 
 Finish = Callable[[InspectionAnswer], NoReturn]
 """Sends the answer, and ends the process."""
@@ -71,47 +75,9 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
     )
 
 
-def facts_of_script(
-    source: TrainingSource,
-    interface: CodeInterface,
-    model: Any,
-    loader: Any,
-    *,
-    accumulation: int,
-    precision: Precision,
-    takes_accumulation: bool,
-    takes_precision: bool,
-) -> ModelFacts:
-    """Return the facts of what a script trains, its own settings, and which of them a trial can replace.
-
-    ``accumulation`` and ``precision`` are the script's own. ``interface`` is what else is known of how it takes them.
-    Raises ``UserCodeError`` where the loader does not decide the batch.
-    """
-    facts, batch = facts_of(model, loader), batch_of(loader)
-    is_made = is_made_by_data(loader)
-    is_unknown = loader is not None and batch is None and interface.fixed.batch is None
-    if is_made or is_unknown:
-        takes = "takes one item of its data at a time, whatever its batch_size is" if is_made else "has no batch size"
-        raise UserCodeError(
-            f"the DataLoader of {source.name} {takes}: its data make the batches",
-            next_step(source),
-        )
-    can_checkpoint = model is not None and bool(checkpointing_parts(model))
-    own_checkpointing = model is not None and is_checkpointing(model)
-    interface = dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader))
-    can_replace = {
-        "batch": key_of(loader) is not None and batch is not None,
-        "accumulation": takes_accumulation,
-        "precision": takes_precision,
-        "checkpointing": can_checkpoint and not own_checkpointing,
-    }
-    return dataclasses.replace(
-        facts,
-        gradient_checkpointing=can_checkpoint,
-        always_checkpoints=own_checkpointing,
-        interface=dataclasses.replace(interface, searched=tuple(what for what, can in can_replace.items() if can)),
-        own=OwnSettings(OWN_OPTIM, batch, accumulation, precision, own_checkpointing, facts.attn_implementations[0]),
-    )
+def _with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
+    """Return an interface with what is seen of a loader, and the lengths of its samples."""
+    return dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader))
 
 
 def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
@@ -156,6 +122,117 @@ def length(dataset: Any) -> int | None:
         return None
 
 
+class LoopInspection(Observer, Listener):
+    """Sees what a script's loop trains with, whichever framework it is on, and ends the process with that.
+
+    A framework with a loop of its own tells when that begins. The loader of another loop is the one whose batch came
+    last before a backward pass; its second step shows how it accumulates.
+    """
+
+    def __init__(self, code: Code, output_dir: str, finish: Callable[[ModelFacts], NoReturn]) -> None:
+        super().__init__(output_dir, on_cpu=code.work.devices.kind == "cpu")
+        self._code, self._finish = code, finish
+        self._options = watch_options()
+        self._given: tuple[Overlay, Any] | None = None
+        """The loader that gave the last batch, with the framework that it is of."""
+        self._trained: tuple[Overlay, Any] | None = None
+        """The one that is trained with."""
+        self._steps = self._passes = 0
+        self._watch = TrainingWatch()
+        self._watch.listener = self
+
+    def install(self) -> None:
+        """Watch from now on what the script makes."""
+        LoaderOverlay().install()
+        for kind in OVERLAYS.values():
+            kind(Changes(), self).install()
+        self._watch.install(calls=False)
+
+    def is_at_work(self) -> bool:
+        """Return whether the script has begun to train."""
+        return self._given is not None
+
+    def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
+        """Give the batches of a loader."""
+        for batch in give():
+            self._given = overlay, loader
+            if self._code.work.arms is not None:
+                # This process is there to trace a Trainer, and this is none.
+                self._finish(facts_of(None, loader))
+            yield batch
+
+    def begins(self, overlay: Overlay, loader: Any) -> None:
+        """End the inspection: all is known."""
+        self._finish_with(overlay, loader)
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Take down which loader is trained with, and count the pass."""
+        self._trained = self._trained or self._given
+        self._passes += self.is_at_work()
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """End the inspection once it is known how the script accumulates."""
+        if self._trained is None:
+            return
+        self._steps += 1
+        # No second step is needed where the framework was told.
+        if self._trained[0].told_accumulation() is not None or self._steps == 2:
+            self._finish_with(*self._trained)
+        self._passes = 0
+
+    def _finish_with(self, overlay: Overlay, loader: Any) -> NoReturn:
+        """End the process with the facts of what is trained, the script's own settings, and which can be replaced.
+
+        Raises ``UserCodeError`` where the loader does not decide the batch.
+        """
+        source, model = self._code.source, next(iter(overlay.models), None)
+        check_gradients(self._watch, source)
+        is_option = "accumulation" in self._options.flags({}, {"accumulation": self._passes})
+        shown: tuple[AccumulatesBy, int] = "option" if is_option else "script", self._passes
+        by, accumulation = overlay.told_accumulation() or shown
+        batch, precision = batch_of(loader), overlay.precision(source.name)
+        if (is_made := is_made_by_data(loader)) or (loader is not None and batch is None):
+            one_item = "takes one item of its data at a time, whatever its batch_size is"
+            what = one_item if is_made else "has no batch size"
+            message = f"the DataLoader of {source.name} {what}: its data make the batches"
+            raise UserCodeError(message, next_step(source))
+        can_checkpoint = model is not None and bool(checkpointing_parts(model))
+        checkpoints = model is not None and is_checkpointing(model)
+        can_replace = {
+            "batch": key_of(loader) is not None and batch is not None,
+            "accumulation": by != "script",
+            "precision": precision is not None,
+            "checkpointing": can_checkpoint and not checkpoints,
+        }
+        interface = CodeInterface(
+            overlay.framework,
+            tuple(what for what, can in can_replace.items() if can),
+            accumulates_by=by,
+            flags=self._options.flags(overlay.known_options, {"batch": batch, "accumulation": accumulation}),
+            **overlay.interface(),
+        )
+        is_tf32 = torch.backends.cuda.matmul.allow_tf32 and precision == "fp32"
+        facts = facts_of(model, loader)
+        own = OwnSettings(
+            OWN_OPTIM,
+            batch,
+            accumulation,
+            # Weights of 16 bits are computed in without an autocast.
+            "tf32" if is_tf32 else precision or "fp32",
+            checkpoints,
+            facts.attn_implementations[0],
+        )
+        self._finish(
+            dataclasses.replace(
+                facts,
+                gradient_checkpointing=can_checkpoint,
+                always_checkpoints=checkpoints,
+                interface=_with_loader(interface, loader),
+                own=own,
+            )
+        )
+
+
 def inspect_loop(code: Code, finish: Finish) -> NoReturn:
     """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
     source, environment = code.source, inspect_environment()
@@ -173,7 +250,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         model = dataclasses.replace(
             facts_of(watch.model, loader),
             gradient_checkpointing="checkpointing" in searched,
-            interface=dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader)),
+            interface=_with_loader(interface, loader),
         )
         keep_run()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))

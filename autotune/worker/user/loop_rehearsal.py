@@ -92,13 +92,7 @@ class _NoSteps(LoopSteps):
         """Give the batches of a loader once."""
         yield from loader
 
-    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
-        """Do nothing."""
-
     def micro_step_ends(self) -> None:
-        """Do nothing."""
-
-    def data_is_over(self) -> None:
         """Do nothing."""
 
 

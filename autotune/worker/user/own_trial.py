@@ -29,9 +29,9 @@ from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.user.adapter import Changes
+from autotune.worker.user.adapter import Changes, Measured
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
-from autotune.worker.user.frameworks import ADAPTERS
+from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
 from autotune.worker.user.loop_steps import LoopSteps, StepMarks
@@ -221,11 +221,11 @@ class OwnTrial(Trial):
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in takes else None
         self._overlay_loader(batch, accumulation=run)
-        steps, changes = self._loop_steps(run), Changes.of(source, candidate, takes, run, lambda _: None)
-        changes = dataclasses.replace(changes, epoch_batches=self._epoch_batches)
+        steps = self._loop_steps(run)
+        changes = Changes.of(source, candidate, takes, run, epoch_batches=self._epoch_batches)
         set_options(changes.options)
-        on_cpu = self._device_kind == "cpu"
-        ADAPTERS[source.framework].measure(changes, steps, output_dir, on_cpu=on_cpu)
+        measured = Measured(steps, source.interface.loader_key, output_dir, on_cpu=self._device_kind == "cpu")
+        OVERLAYS[source.framework](changes, measured).install()
         run_script(source, output_dir)
 
     def _run_with_placeholders(self, output_dir: str) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +24,7 @@ from autotune.space.levers import applied_settings
 from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main
-from autotune.worker.user.frameworks import ADAPTERS
+from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
 from autotune.worker.wrapping import after, around, before, on_import
@@ -272,9 +271,10 @@ class LoopRun(Run):
         # Not "torch.utils.data", which torch imports while half of it is not there yet.
         on_import("torch", change)
         if source.kind != "loop":
-            changes = Changes.of(source, candidate, takes, candidate.gradient_accumulation_steps, _say)
+            accumulation = candidate.gradient_accumulation_steps
+            changes = Changes.of(source, candidate, takes, accumulation, say=_say, overrules=overrules)
             set_options(changes.options)
-            ADAPTERS[source.framework].overlay(replace(changes, overrules=overrules))
+            OVERLAYS[source.framework](changes).install()
 
     def _look(self) -> None:
         """End the process where another loader is trained with, or a schedule is made for what is not trained with."""

@@ -99,12 +99,7 @@ _QUIET: Document = {
 
 @dataclass
 class Overlay(TrainerFields):
-    """What is put over every ``TrainingArguments`` that is made in this process from ``install`` on.
-
-    The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set
-    before it runs, so that it checks and derives from them as from the user's own. What keeps a trial quiet
-    is set once more when a ``Trainer`` is made of them.
-    """
+    """The same in a trial or an inspection, with what keeps it quiet: that is set once more for each ``Trainer``."""
 
     output_dir: str
     shortened: tuple[int, int] | None = None

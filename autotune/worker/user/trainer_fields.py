@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from autotune.core.candidate import Candidate, Document
 from autotune.space.precision_names import ACCELERATE
 from autotune.space.training_arguments import linked_fields
-from autotune.worker.user.code import tell_launched_precision
+from autotune.worker.user.code import LAUNCHED_PRECISION
 from autotune.worker.wrapping import before
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -57,7 +58,9 @@ class TrainerFields:
             if hasattr(arguments, name):
                 self._tell(name, getattr(arguments, name), value, defaults.get(name))
                 setattr(arguments, name, value)
-        tell_launched_precision(self.tuned)
+        if "bf16" in self.tuned or "fp16" in self.tuned:
+            # What ``accelerate launch`` says counts where the arguments say neither of two.
+            os.environ[LAUNCHED_PRECISION] = self._half
 
     def begin(self, trainer: Any) -> None:
         """Set the fields of a ``Trainer`` that begins to train."""
@@ -76,8 +79,12 @@ class TrainerFields:
                 self._tell(name, found, value, None)
                 setattr(arguments, name, value)
                 if name in ("bf16", "fp16"):
-                    half = next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
-                    arguments.mixed_precision = half
+                    arguments.mixed_precision = self._half
+
+    @property
+    def _half(self) -> str:
+        """The fields' 16-bit precision, as accelerate calls it."""
+        return next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
 
     def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
         if not has(said, value) and said != default:

@@ -26,12 +26,9 @@ from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.process import ForkedRun, in_fork
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user.adapter import ScriptInspection
 from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
-from autotune.worker.user.frameworks import ADAPTERS
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import Code, Finish, facts_of, length, problem_of
-from autotune.worker.user.loader_overlay import LoaderOverlay
+from autotune.worker.user.inspection import Code, Finish, LoopInspection, facts_of, length, problem_of
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
@@ -193,15 +190,14 @@ class _Inspection:
         output_dir: str | None = None,
         tuned: Document | None = None,
     ) -> None:
-        self._source, self._work, self._scratch = code.source, code.work, code.scratch
+        self._code, self._source, self._work = code, code.source, code.work
         self._output_dir = output_dir or code.scratch.output_dir
-        self._is_on_cpu = code.work.devices.kind == "cpu"
         self._finish = finish
         self._environment = inspect_environment()
         self._overlay = Overlay(
             self._output_dir,
             tuned=tuned or {},
-            on_cpu=self._is_on_cpu,
+            on_cpu=code.work.devices.kind == "cpu",
             refuse=self._refuse,
             is_probing=is_probing and code.source.kind == "script",
         )
@@ -259,13 +255,10 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
-        at_work: list[Callable[[], bool]] = []
-        guard = Guard(self._source, self._refuse, is_known=lambda: any(is_at_work() for is_at_work in at_work))
-        guard.install(self._scratch.stop_file)
+        loop = LoopInspection(self._code, self._output_dir, self._finish_with_model)
+        Guard(self._source, self._refuse, is_known=loop.is_at_work).install(self._code.scratch.stop_file)
         if self._source.kind == "script":
-            inspecting = ScriptInspection(self._work, self._source, self._output_dir, self._finish_with_model)
-            LoaderOverlay().install()
-            at_work += [adapter.inspect(inspecting) for adapter in ADAPTERS.values()]
+            loop.install()
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
@@ -275,7 +268,7 @@ class _Inspection:
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
         """End the inspection with the facts of the model that the code trains."""
-        if self._output_dir == self._scratch.output_dir:
+        if self._output_dir == self._code.scratch.output_dir:
             # Not what is traced beside it.
             keep_run()
         found = dataclasses.replace(self._environment, model=model)

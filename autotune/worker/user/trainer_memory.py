@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import itertools
 import time
 import traceback
@@ -34,12 +35,12 @@ from autotune.worker.fake.scaling import TRACED_BATCH, packed
 from autotune.worker.fake.semantics import install_cuda_semantics
 from autotune.worker.fake.step import Training, trace_training, with_autocast
 from autotune.worker.private.accelerate import compute_on_cpu
+from autotune.worker.private.torch import forget_optimizer_hooks
 from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
 from autotune.worker.private.transformers import prepares_inputs_itself
 from autotune.worker.private.trl import fold_logits_as_on_gpu
 from autotune.worker.process import in_forks
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.guard import forget_steps
 from autotune.worker.wrapping import around
 
 # Tracing a large model took 3 s on an idle core; a search goes on without what takes longer than this.
@@ -188,7 +189,9 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoR
     """Trace the step in this process, a fork, and end it."""
     try:
         torch.set_num_threads(1)
-        forget_steps(torch)
+        # What is called around backward passes and optimizer steps judges a real training.
+        torch.autograd.backward = inspect.unwrap(torch.autograd.backward)
+        forget_optimizer_hooks()
         compute_on_cpu()
         fold_logits_as_on_gpu()
         install_cuda_semantics(chip, padded=step.shapes.is_padded)

@@ -217,7 +217,8 @@ class TrainerTrial(OwnTrial):
         batch = trainer.args.train_batch_size
         step_samples = batch * trainer.args.gradient_accumulation_steps * self._ranks.count
 
-        def spread(sampler: Any) -> Any:
+        def spread(own: Callable[[], Any]) -> Any:
+            sampler = own()
             if not can_spread(sampler):
                 return sampler
             return SpreadSampler(

@@ -27,7 +27,7 @@ from autotune.worker.trial.build import built_or_on_meta, in_deepspeeds_dtype, s
 from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, failure_of, open_meter
-from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.synthetic import synthetic_dataset, synthetic_ingredients
 
 # Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.
 _EVALUATION_BATCHES = 4
@@ -215,12 +215,8 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         ingredients = dataset.ingredients(model, evaluated)
     else:
         per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
-        train_dataset = synthetic_dataset(workload, model, per_step * work.steps, work.seed)
-        ingredients = {
-            "train_dataset": train_dataset,
-            "data_collator": train_dataset.collator,
-            "eval_dataset": synthetic_dataset(workload, model, evaluated, work.seed),
-        }
+        ingredients = synthetic_ingredients(workload, model, per_step * work.steps, work.seed)
+        ingredients["eval_dataset"] = synthetic_dataset(workload, model, evaluated, work.seed)
     trainer = Trainer(model=model, args=made, callbacks=[watch], **ingredients)
     if is_on_meta:
         shard_from_meta(trainer, built)

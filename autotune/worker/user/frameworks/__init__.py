@@ -6,7 +6,11 @@ The modules import no library: where a script trains for real, what it does befo
 from __future__ import annotations
 
 from autotune.core.code_interface import Framework
-from autotune.worker.user.adapter import Adapter
-from autotune.worker.user.frameworks import accelerate, fabric, lightning
+from autotune.worker.user.adapter import Overlay
+from autotune.worker.user.frameworks.accelerate import AccelerateOverlay
+from autotune.worker.user.frameworks.fabric import FabricOverlay
+from autotune.worker.user.frameworks.lightning import LightningOverlay
 
-ADAPTERS: dict[Framework, Adapter] = {"accelerate": accelerate, "fabric": fabric, "lightning": lightning}
+OVERLAYS: dict[Framework, type[Overlay]] = {
+    kind.framework: kind for kind in (AccelerateOverlay, FabricOverlay, LightningOverlay)
+}

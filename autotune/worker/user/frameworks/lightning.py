@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from autotune.core.code_interface import CodeInterface
+from autotune.core.candidate import Precision
 from autotune.space import precision_names
-from autotune.worker.user.adapter import Changes, ScriptInspection, silence
-from autotune.worker.user.script_options import watch_options
+from autotune.worker.user.adapter import AccumulatesBy, Observer, Overlay, silence
 from autotune.worker.wrapping import around, on_import
 
 if TYPE_CHECKING:
@@ -35,92 +34,21 @@ _LEFT_OUT = (
 )  # fmt: skip
 # More than any trial trains for; schedules are made of it, so that it is no infinity.
 _MANY_EPOCHS = 1_000_000
-# Those with a dot are LightningCLI's.
-_OPTIONS = {
-    "batch": ("--batch_size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
-    "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
-    "precision": ("--precision", "--trainer.precision"),
-    "workers": ("--num_workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
-}
 
 
-def overlay(changes: Changes) -> None:
-    """Have every ``Trainer`` made with other settings."""
-    LightningOverlay(changes).install()
+class LightningOverlay(Overlay):
+    """What is put over every Lightning ``Trainer`` that is made in this process, and seen of it."""
 
-
-def measure(changes: Changes, steps: LoopSteps, output_dir: str, *, on_cpu: bool) -> None:
-    """Do that in a trial, and tell of the batches and steps."""
-    LightningOverlay(changes, _quiet(output_dir, on_cpu=on_cpu), steps=steps).install()
-
-
-def inspect(inspecting: ScriptInspection) -> Callable[[], bool]:
-    """Look at what the script trains with when its ``Trainer`` begins to, before any step."""
-
-    options = watch_options()
-
-    def on_start(trainer: Any, module: Any) -> None:
-        from autotune.worker.user.inspection import facts_of_script
-        from autotune.worker.user.loader_overlay import batch_of
-
-        precision = precision_names.OF_LIGHTNING.get(str(trainer.precision))
-        is_automatic = module.automatic_optimization
-        accumulation = trainer.accumulate_grad_batches if is_automatic else 1
-        seen = {"batch": batch_of(trainer.train_dataloader), "accumulation": accumulation}
-        facts = facts_of_script(
-            inspecting.source,
-            CodeInterface("lightning", flags=options.flags(_OPTIONS, seen)),
-            module,
-            trainer.train_dataloader,
-            accumulation=accumulation,
-            # Weights of 16 bits are computed in without an autocast.
-            precision=precision or "fp32",
-            takes_accumulation=is_automatic,
-            takes_precision=precision is not None,
-        )
-        inspecting.finish(facts)
-
-    quiet = _quiet(inspecting.output_dir, on_cpu=inspecting.work.devices.kind == "cpu")
-    LightningOverlay(Changes(), quiet, on_start).install()
-    return lambda: False
-
-
-def _quiet(output_dir: str, *, on_cpu: bool) -> dict[str, Any]:
-    """Return arguments with which a ``Trainer`` trains on without end, and does nothing else."""
-    return {
-        "default_root_dir": output_dir,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "fast_dev_run": False,
-        "profiler": None,
-        "barebones": False,
-        "max_epochs": _MANY_EPOCHS,
-        "max_steps": -1,
-        "max_time": None,
-        "devices": 1,
-        "num_nodes": 1,
-        **({"accelerator": "cpu"} if on_cpu else {}),
+    framework = "lightning"
+    # Those with a dot are LightningCLI's.
+    known_options: ClassVar = {
+        "batch": ("--batch_size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
+        "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
+        "precision": ("--precision", "--trainer.precision"),
+        "workers": ("--num_workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
     }
-
-
-class LightningOverlay:
-    """What is put over every Lightning ``Trainer`` that is made in this process."""
-
-    def __init__(
-        self,
-        changes: Changes,
-        quiet: dict[str, Any] | None = None,
-        on_start: Callable[[Any, Any], None] = lambda *_: None,
-        steps: LoopSteps | None = None,
-    ) -> None:
-        self._changes = changes
-        self._quiet = quiet
-        """What it is given beside, in a training that is only looked at; ``None`` in one that is for real."""
-        self._on_start = on_start
-        self._steps = steps
+    _trainer: Any = None
+    """The one that has begun to train."""
 
     def install(self) -> None:
         """Wrap the class wherever it is imported from, once it is."""
@@ -129,7 +57,7 @@ class LightningOverlay:
 
     def _wrap(self, package: str, module: ModuleType) -> None:
         kind: Any = module.Trainer
-        changes = self._changes
+        changes, observer = self._changes, self._observer
         wanted: dict[str, Any] = {}
         if changes.precision is not None:
             wanted["precision"] = precision_names.LIGHTNING[changes.precision]
@@ -138,15 +66,15 @@ class LightningOverlay:
 
         def made(make: Callable[..., None], trainer: Any, *words: Any, **options: Any) -> None:
             options = changes.over(options, wanted)
-            if self._quiet is not None:
+            if observer is not None:
                 given = options.get("callbacks") or []
                 callbacks = kept(package, [*given] if isinstance(given, list | tuple) else [given])
-                quiet, batches = dict(self._quiet), changes.epoch_batches
+                quiet, batches = _quiet(observer), changes.epoch_batches
                 if batches is not None:
                     del quiet["limit_val_batches"]
                     quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
                 logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
-                options |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package)]}
+                options |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
             make(trainer, *words, **options)
 
         def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
@@ -155,7 +83,7 @@ class LightningOverlay:
             begins = inner.on_fit_start
 
             def on_fit_start() -> None:
-                changes.apply_to(inner)
+                self._take_model(trainer, inner)
                 begins()
 
             inner.on_fit_start = on_fit_start
@@ -166,15 +94,15 @@ class LightningOverlay:
 
         around(kind, "__init__", made)
         around(kind, "fit", fitted)
-        if self._quiet is not None:
+        if observer is not None:
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
-    def _callback(self, package: str) -> Any:
+    def _callback(self, package: str, observer: Observer) -> Any:
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
         # Where there are none, the process ends as the training starts.
-        on_start, steps = self._on_start, cast("LoopSteps", self._steps)
+        overlay, steps = self, cast("LoopSteps", observer.steps)
 
         class Tells(base):  # type: ignore[misc]
             """Tells where the training, its batches and its steps begin and end."""
@@ -185,7 +113,8 @@ class LightningOverlay:
                 for config in trainer.lr_scheduler_configs:
                     # Metrics of a validation that is not run are missing.
                     config.strict = False
-                on_start(trainer, pl_module)
+                overlay._trainer = trainer
+                observer.begins(overlay, trainer.train_dataloader)
                 steps.begin()
                 self._asked = time.perf_counter()
 
@@ -207,6 +136,36 @@ class LightningOverlay:
                 steps.data_is_over()
 
         return Tells()
+
+    def precision(self, name: str) -> Precision | None:
+        """Return that of the ``Trainer``."""
+        return precision_names.OF_LIGHTNING.get(str(self._trainer.precision))
+
+    def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
+        """Return that of the ``Trainer``; a module that steps its optimizers itself steps them after each batch."""
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        return (None, self._trainer.accumulate_grad_batches) if is_automatic else ("script", 1)
+
+
+def _quiet(observer: Observer) -> dict[str, Any]:
+    """Return arguments with which a ``Trainer`` trains on without end, and does nothing else."""
+    return {
+        "default_root_dir": observer.output_dir,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "fast_dev_run": False,
+        "profiler": None,
+        "barebones": False,
+        "max_epochs": _MANY_EPOCHS,
+        "max_steps": -1,
+        "max_time": None,
+        "devices": 1,
+        "num_nodes": 1,
+        **({"accelerator": "cpu"} if observer.on_cpu else {}),
+    }
 
 
 def kept(package: str, callbacks: list[Any]) -> list[Any]:
