@@ -10,6 +10,7 @@ its seconds. Levers on what was measured come once that is so, from ``autotune.t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,12 +26,7 @@ from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
 from autotune.space.levers import memory_class, never_slower
-from autotune.space.space import LARGEST_FREE_BATCH, Space
-
-# First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.
-_FREE_START = 32
-# Largest ratio of two batches whose slope is used; that between nearer batches is mostly noise.
-_FAR_ENOUGH = 0.75
+from autotune.space.space import Space
 
 
 class Policy(Protocol):
@@ -40,32 +36,11 @@ class Policy(Protocol):
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
 
 
-class _ArmView:
-    """The trials of one arm by per-device batch."""
-
-    def __init__(self, space: Space, arm: Arm, history: History) -> None:
-        self._space, self._judge = space, Judge(space, history)
-        self.arm, self.history = arm, history
-        self.tried = {batch_of(t): t for t in history.tried if self._counts(t)}
-        self.feasible = {batch_of(t): t for t in history.believed() if self._counts(t)}
-        self.failed = {batch for batch, tried in self.tried.items() if failed_without_verdict(tried)}
-        self.pending = {c.per_device_train_batch_size for c in history.pending if c.arm == arm and space.contains(c)}
-        self.doubtful = self._judge.is_doubtful(arm)
-
-    def _counts(self, tried: Tried) -> bool:
-        return tried.candidate.arm == self.arm and self._space.contains(tried.candidate)
-
-    def open(self, batch: int) -> bool:
-        """Return whether the batch was neither tried, nor is it under way, nor ruled out."""
-        return self._judge.is_open(self._space.candidate(self.arm, batch))
-
-
 class MaxBatchPolicy:
     """Finds the largest batch that stays under the line, and shows that the next one does not.
 
     Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
-    batch so far. Between a batch that fits and one that does not, peak memory is nearly affine in the batch, so the
-    search aims at the boundary instead of bisecting.
+    batch so far. The largest batch that more likely fits than not is next. Where none is, it is the next larger one.
     """
 
     def __init__(self, space: Space) -> None:
@@ -78,82 +53,35 @@ class MaxBatchPolicy:
         for multiple in self._space.batches.levels():
             seen = set()
             for arm in self._arms:
-                if memory_class(arm) in seen:
+                tried = [t for t in history.tried if t.candidate.arm == arm and self._space.contains(t.candidate)]
+                if memory_class(arm) in seen or judge.is_doubtful(arm):
                     continue
-                view = _ArmView(self._space, arm, history)
-                if not view.doubtful:
-                    if not view.failed:
-                        # This arm may fail for reasons other than memory, where another of its memory class does not.
-                        seen.add(memory_class(arm))
-                    batch = self._next_batch(view, multiple)
-                    if batch is not None:
-                        return self._space.candidate(arm, batch)
-                    if view.pending:
-                        # Whether other arms can beat this one is known only after it is.
-                        return None
+                if not any(map(failed_without_verdict, tried)):
+                    # This arm may fail for reasons other than memory, where another of its memory class does not.
+                    seen.add(memory_class(arm))
+                if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
+                    return candidate
+                if any(c.arm == arm and self._space.contains(c) for c in history.pending):
+                    # Whether other arms can beat this one is known only after it is.
+                    return None
             if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
 
-    def _next_batch(self, view: _ArmView, multiple: int) -> int | None:
-        among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
-        largest = view.history.largest(among)
-        floor = batch_of(largest) if largest else 0
-        if self._space.batches.effective_batch is not None:
-            rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and view.open(b)]
-            return rungs[len(rungs) // 2] if rungs else None
-        over = view.history.smallest_over(view.arm, accumulates=False)
-        if len(view.failed) > 1:
-            # Failures at several batches are treated as a limit other than memory.
-            over = min([*view.failed, over or LARGEST_FREE_BATCH + 1])
-        least = (floor // multiple + 1) * multiple
-        most = self._space.batches.most
-        most = (most if over is None else min(most, over - 1)) // multiple * multiple
-        if least > most:
-            return None
-        predicted = view.history.memory and view.history.memory.largest_batch(view.arm)
-        if predicted and not view.tried:
-            aimed = max(predicted, least)
-        elif predicted and view.feasible and over is None and max(view.feasible) <= predicted:
-            # The prediction says that the next batch does not fit; a trial has to show it.
-            aimed = least
-        elif view.feasible:
-            aimed = self._aim(view, multiple, max(view.feasible), over)
-        elif predicted and over is not None:
-            # A batch that was aimed at did not fit: the boundary is near.
-            aimed = over - (multiple << (len(view.tried) - 1))
-        elif floor:
-            aimed = least
-        else:
-            aimed = max(multiple, _FREE_START) if over is None else over // 2
-        aimed = max(least, min(aimed // multiple * multiple, most))
-        # A failed batch says nothing about memory, so a neighbour is tried instead. Next to a running trial it is the
-        # larger neighbour: if the running one fits, the next has to be shown not to.
-        beside = (1, -1, 2, -2) if aimed in view.pending else (-1, 1, -2, 2)
-        near = (aimed + away * multiple for away in (0, *beside))
-        return next((b for b in near if least <= b <= most and b not in view.tried and b not in view.pending), None)
-
-    def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
-        """Return the batch at which the line through two measured peaks meets the ceiling's line."""
-        peaks: dict[int, int] = {
-            b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
-        }
-        far = [b for b in peaks if b <= _FAR_ENOUGH * fits]
-        above = [b for b in peaks if b > fits]
-        other = min(above) if above else max(far, default=None)
-        middle = fits * 2 if over is None else (fits + over) // 2
-        if other is None:
-            return middle
-        slope = (peaks[fits] - peaks[other]) / (fits - other)
-        line_bytes = view.history.ceiling.line_bytes
-        aimed = int(fits + (line_bytes - peaks[fits]) / slope) if slope > 0 else LARGEST_FREE_BATCH
-        if over is None:
-            return min(aimed, fits * 4)
-        if aimed < over:
-            return aimed
-        # A near miss: the boundary is just below it, nearer than the middle.
-        missed = sum(view.history.is_over(tried) for tried in view.tried.values())
-        return max(middle, over - (max(multiple, (over - fits) // 8) << max(0, missed - 1)))
+    def _next_of(self, arm: Arm, multiple: int, history: History, judge: Judge) -> Candidate | None:
+        """Return the candidate of an arm that is tried next; ``None`` where none is left that may be the largest."""
+        largest = history.largest(t.candidate for t in history.tried if self._space.contains(t.candidate))
+        batches = self._space.batches
+        every: Sequence[int] = range(multiple, batches.most + 1, multiple)
+        if batches.effective_batch is not None or batches.only is not None:
+            every = batches.at_level(multiple)
+        above = every[bisect_right(every, batch_of(largest) if largest else 0) :]
+        chances = Chances(history)
+        # How many likely run and fit.
+        likely = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
+        # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
+        near = (at for at in (max(0, likely - 1) + away for away in (0, 1, -1, 2, -2)) if 0 <= at < len(above))
+        return next((c for at in near if judge.is_open(c := self._space.candidate(arm, above[at]))), None)
 
 
 class ExhaustivePolicy:
@@ -187,6 +115,7 @@ _LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
+_SURELY = 0.9
 
 
 class Acquisition:
@@ -244,23 +173,20 @@ class Acquisition:
         return among[at] if values[at] > 0 else None
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return the candidates of a multiple; of a free batch also some between powers of two.
-
-        That is where the larger power was tried, or is unlikely to fit.
-        """
-        batches = set(space.batches.at_level(multiple))
+        """Return the candidates of a multiple; of a free batch also the largest that likely fit, and surely."""
+        batches, chances = set(space.batches.at_level(multiple)), Chances(history)
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
-        found, chances, judge = [], Chances(history), Judge(space, history)
+        every = range(multiple, space.batches.most + 1, multiple)
+        found = []
         for arm in space.arms:
             among = batches
             if is_free and space.batches.only is None:
-                doubled = [space.candidate(arm, 2 * batch) for batch in sorted(batches)]
-                below = [c for c in doubled if not judge.is_open(c) or chances.fits(c) < _LIKELY]
-                among = batches | {c.per_device_train_batch_size * 3 // 4 // multiple * multiple for c in below}
-                fitting = max((t.candidate.per_device_train_batch_size for t in history.feasible(arm)), default=0)
-                over = history.smallest_over(arm, accumulates=False)
-                if over is not None and fitting:
-                    among = among | {(fitting + over) // 2 // multiple * multiple}
+
+                def misfit(batch: int, arm: Arm = arm) -> float:
+                    return -chances.fits(space.candidate(arm, batch))
+
+                edges = [bisect_right(every, -chance, key=misfit) for chance in (_LIKELY, _SURELY)]
+                among = batches | {every[edge - 1] for edge in edges if 0 < edge < len(every)}
             found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
         return found
 
