@@ -10,8 +10,9 @@ its seconds. Levers on what was measured come once that is so, from ``autotune.t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Protocol
@@ -20,7 +21,6 @@ import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
-from autotune.core.stop import LeftOut
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
@@ -111,7 +111,7 @@ _GAIN_A_SECOND = 0.0005
 """What each second beyond a usual trial has to promise in addition: a minute 3 %. A choice."""
 _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
 """A trial without its steps, and how many it has: small models on an H200."""
-_LEAST_CHANCE = 0.03
+LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
@@ -216,7 +216,7 @@ def worth(
     steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:
-        return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
+        return np.asarray((chance > LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
     # Levers have to pay for their trials whole; without an answer to go on from, slow steps are no reason to stop.
     paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
     return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
@@ -259,38 +259,64 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
     return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
 
 
-def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
-    """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
-    judge, tried = Judge(space, history), {t.candidate.arm for t in history.tried}
-    reach = judge.batches_in_reach()
-    best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
-    untried = [
-        arm
-        for arm in space.arms
-        if arm not in tried and not judge.offloads_needlessly(space.candidate(arm, max(reach, default=1)))
-    ]
-    if not untried or not reach or best is None:
-        return ()
-    chances, model = Chances(history), SpeedModel(history)
-    too_large, slower, most = [], [], 0.0
-    for arm in untried:
-        candidates = [space.candidate(arm, batch) for batch in reach]
-        fitting = [c for c in candidates if judge.is_open(c) and chances.fits(c) > _LEAST_CHANCE]
-        if fitting:
-            slower.append(arm)
-            most = max(most, float(np.exp(-model.expected(fitting, speed_of(best))[1].min())) / speed_of(best))
-        else:
-            too_large.append(arm)
-    others, named = list(space.arms), []
-    whys = (
-        ("no batch of it fits", too_large),
-        (f"expected to be {most:.2f} × as fast as the best, or less: not worth a trial", slower),
-    )
-    for why, arms in whys:
-        if arms:
-            named.append(LeftOut(names_of_arms(arms, others, space.arms), why))
-            others = [arm for arm in others if arm not in arms]
-    return tuple(named)
+# At most so many rivals of the winner are measured again, and winner and rivals in so many processes each. The error of
+# a mean falls with the square root of their number. Choices.
+_MOST_RIVALS, _MOST_PROCESSES = 2, 3
+# Relative half-width of a winner's own mean above which it is measured once more.
+_UNCERTAIN = 0.05
+# From so many deviations between processes on, a promise rests on this machine rather than on those where the prior was
+# measured. Until then a process of the winner may take the share of the search. Choices.
+_FEW_DEVIATIONS, _FEW_SHARE = 2, 0.1
+# From so many on, the prior hardly counts: intervals hold in 93 to 97 % of simulated cases.
+_ENOUGH_DEVIATIONS, _CHEAP_SHARE = 12, 0.05
+
+
+def to_measure_again(
+    history: History, among: Iterable[Candidate], *, tells_apart: bool = True, share: float = math.inf
+) -> list[Candidate]:
+    """Return the candidates that are to be measured in one more process before a search ends, the next one first.
+
+    These are the winner and its rivals in alternation, so that a drift of the machine affects them alike, where
+    choosing another one is expected to gain more than the tolerance. The winner alone counts unless it is to be told
+    apart from them. One more process of it takes a ``share`` of the search's time.
+    """
+    among = set(among)
+    winner = history.winner(among)
+    if winner is None:
+        return []
+    rivals = _rivals(history, winner, among) if tells_apart else []
+    contenders = [winner.candidate, *rivals] if rivals else []
+    # Failed trials count as well, so that a failing candidate is not repeated forever.
+    owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
+    if not owed and history.attempts(winner.candidate) < _processes(history, winner, share):
+        return [winner.candidate]
+    return sorted(owed, key=history.attempts)
+
+
+def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
+    """Return the candidates that may be better than the winner, without those that would compile again."""
+    gains = {
+        tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
+        for tried in history.believed(among)
+        if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
+    }
+    possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
+    return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
+
+
+def _processes(history: History, winner: Tried, share: float) -> int:
+    """Return in how many processes the winner is to be measured. One of a host-bound step does not show how much they
+    differ; where it is cheap, more show it for this search and all later ones on the machine."""
+    candidate = winner.candidate
+    if candidate.arm.torch_compile:
+        return 1
+    degrees = history.pool.degrees(candidate)
+    seen = history.pool.processes(candidate) + history.pending.count(candidate)
+    if (history.is_host_bound(candidate) and seen < 2) or (degrees < _FEW_DEVIATIONS and share <= _FEW_SHARE):
+        return _MOST_PROCESSES
+    is_cheap = degrees < _ENOUGH_DEVIATIONS and share <= _CHEAP_SHARE
+    is_wide = winner.measurement is not None and winner.measurement.relative_spread > _UNCERTAIN
+    return 2 if is_cheap or is_wide or not winner.in_full else 1
 
 
 def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
@@ -300,46 +326,3 @@ def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Pol
     if sampler == "grid":
         return ExhaustivePolicy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)
-
-
-def _strategy(arm: Arm) -> str | None:
-    if arm.strategy is None:
-        return None
-    ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
-    return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
-
-
-# What arms may have in common, in the words for it.
-_IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
-    lambda arm: arm.precision,
-    lambda arm: "that sync each batch" if arm.sync_each_batch else None,
-    _strategy,
-    lambda arm: f"{arm.precision}, {_strategy(arm)}" if arm.strategy else None,
-)
-
-
-def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
-    """Return names for some arms, each ``Arm.describe`` or the words for several: ``all fp16``, ``all other fsdp × 2``.
-
-    Words name those of ``others``, which contain ``arms``, that have something in common. They say ``other`` where more
-    of ``every`` arm have it.
-    """
-    left = list(arms)
-    # Names in the order of the first arm that each stands for.
-    names: dict[int, str] = {}
-    while left:
-        shared = {
-            words: [arm for arm in others if has(arm) == words]
-            for has in _IN_COMMON
-            for words in dict.fromkeys(map(has, left))
-            if words is not None
-        }
-        whole = {words: of_it for words, of_it in shared.items() if len(of_it) > 1 and {*of_it} <= {*left}}
-        if not whole:
-            names.update((others.index(arm), arm.describe()) for arm in left)
-            break
-        words, named = max(whole.items(), key=lambda item: len(item[1]))
-        more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
-        names[others.index(named[0])] = f"all other {words}" if more else f"all {words}"
-        left = [arm for arm in left if arm not in named]
-    return tuple(names[place] for place in sorted(names))

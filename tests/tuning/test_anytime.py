@@ -19,6 +19,7 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
+from autotune.estimate.chance import Chances
 from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.execution.executor import TrialJob
@@ -633,20 +634,18 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     history = History(ceiling_of(24 * GIB))
     history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
-    assert levers.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
+    assert Chances(history).failing() == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
 
 def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
     compiled = Arm("bf16", torch_compile=True, regional_compilation=True)
     both = replace(compiled, cuda_graphs=True)
     history = History(ceiling_of(24 * GIB))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
     history.add(Tried("a", Candidate(both, 64), fault("no capture")))
     # One of three, nobody knows which.
-    assert levers.failures(history) == {}
+    assert Chances(history).failing() == {}
     history.add(Tried("b", Candidate(compiled, 64), Completed(measurement(Candidate(compiled, 64), 1.0, GIB, GIB))))
-    assert levers.failures(history) == {"cuda_graphs": "no capture"}
+    assert Chances(history).failing() == {"cuda_graphs": "no capture"}
 
 
 @pytest.mark.whole
