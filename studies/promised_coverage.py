@@ -28,7 +28,7 @@ from autotune.core.outcome import Completed, Measurement
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
-from autotune.tuning.remeasure import finals, shows_deviation
+from autotune.tuning.policy import to_measure_again
 
 SPREADS = (0.003, 0.007, 0.012, 0.025, 0.05)
 """Relative standard deviations between processes."""
@@ -104,7 +104,7 @@ def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: in
         history = History(Ceiling(None, 20 * GIB, 0), before=before)
         for candidate in candidates:
             history.add(machine.measure(candidate))
-        while owed := _owed(history, candidates, _CHEAP if cheap else math.inf):
+        while owed := to_measure_again(history, candidates, share=_CHEAP if cheap else math.inf):
             history.add(machine.measure(owed[0]))
         winner = history.fastest()
         assert winner is not None, "every candidate completed"
@@ -118,14 +118,6 @@ def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: in
         widths += width
         processes += len(history.tried)
     return Cell(spread, equal, known, cheap, runs, inside / runs, below / runs, widths / runs, processes / runs)
-
-
-def _owed(history: History, candidates: Sequence[Candidate], trial_share: float) -> list[Candidate]:
-    """Return what the search would measure again; a trial takes this share of the time that was spent."""
-    winner, owed = history.winner(candidates), finals(history, candidates)
-    if not owed and winner is not None and shows_deviation(history, winner, trial_share, 1.0):
-        return [winner.candidate]
-    return owed
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -46,11 +46,11 @@ from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
 from autotune.space.levers import excluding, levers_of, prediction_class, with_lever
 from autotune.store.records import TrialRecord
+from autotune.tuning.effort import effort_of
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare
-from autotune.tuning.remeasure import effort_of
 from autotune.tuning.request import SearchRequest
 
 _CONTEXT_BYTES = 600 * MIB

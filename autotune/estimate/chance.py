@@ -34,6 +34,8 @@ _SHARES = (0.003, 0.02, 0.1, 0.25, 0.4, 0.6, 0.8, 0.95)
 """Share of a peak that grows with the batch, each as likely, where one batch was measured."""
 _FACTORS = (0.4, 0.65, 1.0, 1.5)
 """What a sample of another memory class takes, over what is usual, each as likely."""
+_ANYWHERE = 0.02
+"""Weight of peaks that grow in no such way. A choice."""
 _USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
 """The batch that fits in one of two searches where nothing is known, and that below one that was too large. Choices."""
 
@@ -105,23 +107,21 @@ class _Peaks:
 
         def under(at: int, share: float, factor: float) -> float:
             times = 1 - share + share * factor * at / self.at
-            doubt = 0.04 + 0.02 * abs(math.log2(at / self.at))
+            doubt = 0.005 + 0.05 * abs(math.log2(at / self.at))
             return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
+        # Where the boundary is neither above what fits nor below what does not by a hypothesis, it is anywhere between.
+        anywhere = 0.5 if self.over is None else (self.over - batch) / (self.over - self.fitting)
         shares = _SHARES if self.slope is None else (self.slope,)
         factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
         total = likely = 1e-9
         for share in shares:
             for factor in factors:
-                weight = (1 - under(self.over, share, factor) if self.over else 1.0) + 0.02
-                weight *= under(self.fitting, share, factor) + 0.02 if self.fitting else 1.0
-                total += weight
-                likely += weight * under(batch, share, factor)
-        chance = likely / total
-        if self.over is not None and self.slope is not None and under(self.over, self.slope, 1.0) > 0.5:
-            # Not on the line through two: between the two batches anywhere.
-            chance = min(chance, 1 - (batch - self.fitting) / (self.over - self.fitting))
-        return chance
+                most = under(self.fitting, share, factor) if self.fitting else 1.0
+                least = under(self.over, share, factor) if self.over else 0.0
+                total += max(0.0, most - least) + _ANYWHERE
+                likely += max(0.0, under(batch, share, factor) - least) + _ANYWHERE * anywhere
+        return likely / total
 
 
 def _bytes(tried: Tried) -> int:
@@ -239,24 +239,30 @@ class Chances:
         return predicted.peak_reserved_bytes if predicted else None
 
     def _by_prediction(self, candidate: Candidate, predicted: float) -> float:
-        memory = self._history.memory
+        memory, arm = self._history.memory, candidate.arm
         assert memory is not None
         room = self._line - predicted
-        own = [ratio for arm, ratio in self._ratios if arm == memory_class(candidate.arm)]
-        alike = own or [ratio for arm, ratio in self._ratios if arm.torch_compile == candidate.arm.torch_compile]
-        if not own and levers_of(candidate.arm, PRIORS) and (alike or self._ratios):
+        ran_out = self._history.over_with_no_more(arm, accumulates=candidate.accumulates)
+        rooms = [self._line - math.log(p) for t in ran_out if (p := self._predicted_bytes(t.candidate))]
+
+        def under(mean: float, width: float) -> float:
+            # The boundary is below what ran out.
+            least = below((max(rooms) - mean) / width) if rooms else 0.0
+            return max(0.0, below((room - mean) / width) - least) / (1.0 - least + 1e-9)
+
+        own = [ratio for kind, ratio in self._ratios if kind == memory_class(arm)]
+        alike = own or [ratio for kind, ratio in self._ratios if kind.torch_compile == arm.torch_compile]
+        if not own and levers_of(arm, PRIORS) and (alike or self._ratios):
             # Untraced levers add a doubt of their own.
-            doubt = _UNTRACED * (1.0 if candidate.arm.torch_compile and not alike else 0.4)
-            return below((room - fmean(alike or [ratio for _, ratio in self._ratios])) / doubt)
-        if memory.trusted(candidate.arm):
-            width = _CHECKED * (1.5 if candidate.arm.gradient_checkpointing else 1.0)
-            return below((room - (fmean(own) if own else 0.005)) / width)
-        ratios = own or [ratio for _, ratio in self._ratios]
-        if ratios:
-            return min(self._by_peaks(candidate), 1.0) * 0.5 + 0.5 * below((room - fmean(ratios)) / _DISTRUSTED)
+            doubt = _UNTRACED * (1.0 if arm.torch_compile and not alike else 0.4)
+            return under(fmean(alike or [ratio for _, ratio in self._ratios]), doubt)
+        if memory.trusted(arm):
+            return under(fmean(own) if own else 0.005, _CHECKED * (1.5 if arm.gradient_checkpointing else 1.0))
+        if ratios := own or [ratio for _, ratio in self._ratios]:
+            return self._by_peaks(candidate) * 0.5 + 0.5 * under(fmean(ratios), _RIGHT if own else _DISTRUSTED)
         if self._contradicted:
-            return self._by_peaks(candidate) * min(1.0, 0.3 + below((room - 0.7) / _DISTRUSTED))
-        return _UNCHECKED_RIGHT * below((room - 0.005) / _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
+            return self._by_peaks(candidate) * min(1.0, 0.3 + under(0.7, _DISTRUSTED))
+        return _UNCHECKED_RIGHT * under(0.005, _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return how likely it fits by measured peaks."""

@@ -133,7 +133,7 @@ class History:
         gradients outlive the micro-step, and keeping activations needs more than recomputing them. Nothing is concluded
         the other way round: a batch of 8 with accumulation can peak above a batch of 16 without.
         """
-        for tried in self._over_with_no_more(candidate.arm, accumulates=candidate.accumulates):
+        for tried in self.over_with_no_more(candidate.arm, accumulates=candidate.accumulates):
             if tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size:
                 return tried
         return None
@@ -146,10 +146,10 @@ class History:
 
     def smallest_over(self, arm: Arm, *, accumulates: bool) -> int | None:
         """Return the smallest batch of an arm that ``ruled_out_by`` rules out; ``None`` where there is none."""
-        over = self._over_with_no_more(arm, accumulates=accumulates)
+        over = self.over_with_no_more(arm, accumulates=accumulates)
         return min((tried.candidate.per_device_train_batch_size for tried in over), default=None)
 
-    def _over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
+    def over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
         """Return the trials over the line whose arm needs no more memory than this one at the same batch."""
         own = memory_class(arm)
         return [
@@ -193,8 +193,8 @@ class History:
         """Return the candidate to recommend.
 
         The user's own settings, where the fastest is not distinguishably faster, and by no more than 10 %. Else the
-        least intrusive of those within the tolerance of the fastest; of two whose settings are equally convenient, that
-        with the lower peak.
+        least intrusive of those within the tolerance of the fastest. Of several whose settings are equally convenient
+        it is the fastest, or one with a lower peak that is expected to lose no more than the tolerance.
         """
         believed = self.believed(among)
         fastest = max(believed, key=speed_of, default=None)
@@ -205,13 +205,14 @@ class History:
         if own is not None and is_near_own and not self.pool.is_faster(fastest.candidate, own.candidate):
             return own
         near = [tried for tried in believed if speed_of(tried) >= speed_of(fastest) * (1 - self.tolerance)]
+        least = min(inconvenience(tried.candidate.arm) for tried in near)
+        alike = [tried for tried in near if inconvenience(tried.candidate.arm) == least]
+        fastest = max(alike, key=speed_of)
+        surely = [t for t in alike if self.pool.expected_gain(fastest.candidate, t.candidate) <= self.tolerance]
         return min(
-            near,
-            key=lambda t: (
-                inconvenience(t.candidate.arm),
-                t.measurement.judged_bytes(t.candidate.arm) if t.measurement else 0,
-            ),
-            default=None,
+            surely,
+            key=lambda t: t.measurement.judged_bytes(t.candidate.arm) if t.measurement else 0,
+            default=fastest,
         )
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:

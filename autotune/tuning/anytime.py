@@ -248,13 +248,9 @@ class Anytime:
         beside = [each for each in ladder if each > batch] if larger else [e for e in reversed(ladder) if e < batch]
         return [self._space.candidate(candidate.arm, each) for each in beside]
 
-    def failures(self, history: History) -> dict[str, str]:
-        """Return the levers that are taken to fail, each with the message of a trial."""
-        return Chances(history).failing()
-
     def left_out(self, history: History) -> tuple[LeftOut, ...]:
-        """Return the levers that failed, with the reason of each."""
-        return tuple(LeftOut((PRIORS[name].called,), why) for name, why in self.failures(history).items())
+        """Return the levers that are taken to fail, each with the message of a trial."""
+        return tuple(LeftOut((PRIORS[name].called,), why) for name, why in Chances(history).failing().items())
 
 
 def gain_given(idea: Idea, history: History, among: Collection[Candidate]) -> float | None:

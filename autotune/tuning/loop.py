@@ -34,15 +34,16 @@ from autotune.results.wording import rate_unit
 from autotune.space.features import compiled_recomputes
 from autotune.store.records import Stage, StudyRecord, TrialRecord, new_id, now
 from autotune.store.repository import Store
+from autotune.tuning.effort import effort_of, timeout_seconds
 from autotune.tuning.environment import is_of_kind
 from autotune.tuning.forecast import Forecast, LookAhead
 from autotune.tuning.interruption import Interruption
+from autotune.tuning.left_out import left_out_arms
 from autotune.tuning.look import Looker, Rehearse
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.plan import Plan, Step
-from autotune.tuning.policy import left_out_arms, make_policy
+from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study

@@ -21,9 +21,8 @@ from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.tuning.anytime import Anytime, Idea, gain_given
-from autotune.tuning.policy import Policy, pinned
+from autotune.tuning.policy import Policy, pinned, to_measure_again
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 
 _LEAST_TRAINED = 0.5
 """Share of the tensors that the baseline trains below which a trial trains something else. A choice."""
@@ -371,16 +370,17 @@ class Plan:
             # the user has without a search, a candidate may still be better.
             may_go_on = self.upcoming() is not None or self._draws
             is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
-            return None if is_all_there_is or not needs_another(self.history, best) else Step("final", best.candidate)
+            owed = to_measure_again(self.history, {best.candidate}, tells_apart=False)
+            return None if is_all_there_is or not owed else Step("final", best.candidate)
         if not self._is_settled:
             return None
         of_finals = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")
         most = max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds())
-        owed = finals(self.history, self.in_space, tells_apart=of_finals / len(self._request.slots) <= most)
         # A reused trial took no time.
         took = [trial.seconds for trial in self.records.values() if trial.candidate == best.candidate and trial.seconds]
-        if not owed and took and shows_deviation(self.history, best, max(took), self.elapsed_seconds()):
-            owed = [best.candidate]
+        share = max(took) / self.elapsed_seconds() if took and self.elapsed_seconds() else math.inf
+        tells_apart = of_finals / len(self._request.slots) <= most
+        owed = to_measure_again(self.history, self.in_space, tells_apart=tells_apart, share=share)
         if owed and self._next_idea() is not None:
             # What is measured again is the winner of all levers: on a noisy host six trials that measured again stood
             # before levers that doubled the speed.

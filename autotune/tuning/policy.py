@@ -10,7 +10,9 @@ its seconds. Levers on what was measured come once that is so, from ``autotune.t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Protocol
@@ -19,18 +21,12 @@ import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
-from autotune.core.stop import LeftOut
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
 from autotune.space.levers import memory_class, never_slower
-from autotune.space.space import LARGEST_FREE_BATCH, Space
-
-# First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.
-_FREE_START = 32
-# Largest ratio of two batches whose slope is used; that between nearer batches is mostly noise.
-_FAR_ENOUGH = 0.75
+from autotune.space.space import Space
 
 
 class Policy(Protocol):
@@ -40,32 +36,11 @@ class Policy(Protocol):
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
 
 
-class _ArmView:
-    """The trials of one arm by per-device batch."""
-
-    def __init__(self, space: Space, arm: Arm, history: History) -> None:
-        self._space, self._judge = space, Judge(space, history)
-        self.arm, self.history = arm, history
-        self.tried = {batch_of(t): t for t in history.tried if self._counts(t)}
-        self.feasible = {batch_of(t): t for t in history.believed() if self._counts(t)}
-        self.failed = {batch for batch, tried in self.tried.items() if failed_without_verdict(tried)}
-        self.pending = {c.per_device_train_batch_size for c in history.pending if c.arm == arm and space.contains(c)}
-        self.doubtful = self._judge.is_doubtful(arm)
-
-    def _counts(self, tried: Tried) -> bool:
-        return tried.candidate.arm == self.arm and self._space.contains(tried.candidate)
-
-    def open(self, batch: int) -> bool:
-        """Return whether the batch was neither tried, nor is it under way, nor ruled out."""
-        return self._judge.is_open(self._space.candidate(self.arm, batch))
-
-
 class MaxBatchPolicy:
     """Finds the largest batch that stays under the line, and shows that the next one does not.
 
     Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
-    batch so far. Between a batch that fits and one that does not, peak memory is nearly affine in the batch, so the
-    search aims at the boundary instead of bisecting.
+    batch so far. The largest batch that more likely fits than not is next. Where none is, it is the next larger one.
     """
 
     def __init__(self, space: Space) -> None:
@@ -78,82 +53,35 @@ class MaxBatchPolicy:
         for multiple in self._space.batches.levels():
             seen = set()
             for arm in self._arms:
-                if memory_class(arm) in seen:
+                tried = [t for t in history.tried if t.candidate.arm == arm and self._space.contains(t.candidate)]
+                if memory_class(arm) in seen or judge.is_doubtful(arm):
                     continue
-                view = _ArmView(self._space, arm, history)
-                if not view.doubtful:
-                    if not view.failed:
-                        # This arm may fail for reasons other than memory, where another of its memory class does not.
-                        seen.add(memory_class(arm))
-                    batch = self._next_batch(view, multiple)
-                    if batch is not None:
-                        return self._space.candidate(arm, batch)
-                    if view.pending:
-                        # Whether other arms can beat this one is known only after it is.
-                        return None
+                if not any(map(failed_without_verdict, tried)):
+                    # This arm may fail for reasons other than memory, where another of its memory class does not.
+                    seen.add(memory_class(arm))
+                if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
+                    return candidate
+                if any(c.arm == arm and self._space.contains(c) for c in history.pending):
+                    # Whether other arms can beat this one is known only after it is.
+                    return None
             if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
 
-    def _next_batch(self, view: _ArmView, multiple: int) -> int | None:
-        among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
-        largest = view.history.largest(among)
-        floor = batch_of(largest) if largest else 0
-        if self._space.batches.effective_batch is not None:
-            rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and view.open(b)]
-            return rungs[len(rungs) // 2] if rungs else None
-        over = view.history.smallest_over(view.arm, accumulates=False)
-        if len(view.failed) > 1:
-            # Failures at several batches are treated as a limit other than memory.
-            over = min([*view.failed, over or LARGEST_FREE_BATCH + 1])
-        least = (floor // multiple + 1) * multiple
-        most = self._space.batches.most
-        most = (most if over is None else min(most, over - 1)) // multiple * multiple
-        if least > most:
-            return None
-        predicted = view.history.memory and view.history.memory.largest_batch(view.arm)
-        if predicted and not view.tried:
-            aimed = max(predicted, least)
-        elif predicted and view.feasible and over is None and max(view.feasible) <= predicted:
-            # The prediction says that the next batch does not fit; a trial has to show it.
-            aimed = least
-        elif view.feasible:
-            aimed = self._aim(view, multiple, max(view.feasible), over)
-        elif predicted and over is not None:
-            # A batch that was aimed at did not fit: the boundary is near.
-            aimed = over - (multiple << (len(view.tried) - 1))
-        elif floor:
-            aimed = least
-        else:
-            aimed = max(multiple, _FREE_START) if over is None else over // 2
-        aimed = max(least, min(aimed // multiple * multiple, most))
-        # A failed batch says nothing about memory, so a neighbour is tried instead. Next to a running trial it is the
-        # larger neighbour: if the running one fits, the next has to be shown not to.
-        beside = (1, -1, 2, -2) if aimed in view.pending else (-1, 1, -2, 2)
-        near = (aimed + away * multiple for away in (0, *beside))
-        return next((b for b in near if least <= b <= most and b not in view.tried and b not in view.pending), None)
-
-    def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
-        """Return the batch at which the line through two measured peaks meets the ceiling's line."""
-        peaks: dict[int, int] = {
-            b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
-        }
-        far = [b for b in peaks if b <= _FAR_ENOUGH * fits]
-        above = [b for b in peaks if b > fits]
-        other = min(above) if above else max(far, default=None)
-        middle = fits * 2 if over is None else (fits + over) // 2
-        if other is None:
-            return middle
-        slope = (peaks[fits] - peaks[other]) / (fits - other)
-        line_bytes = view.history.ceiling.line_bytes
-        aimed = int(fits + (line_bytes - peaks[fits]) / slope) if slope > 0 else LARGEST_FREE_BATCH
-        if over is None:
-            return min(aimed, fits * 4)
-        if aimed < over:
-            return aimed
-        # A near miss: the boundary is just below it, nearer than the middle.
-        missed = sum(view.history.is_over(tried) for tried in view.tried.values())
-        return max(middle, over - (max(multiple, (over - fits) // 8) << max(0, missed - 1)))
+    def _next_of(self, arm: Arm, multiple: int, history: History, judge: Judge) -> Candidate | None:
+        """Return the candidate of an arm that is tried next; ``None`` where none is left that may be the largest."""
+        largest = history.largest(t.candidate for t in history.tried if self._space.contains(t.candidate))
+        batches = self._space.batches
+        every: Sequence[int] = range(multiple, batches.most + 1, multiple)
+        if batches.effective_batch is not None or batches.only is not None:
+            every = batches.at_level(multiple)
+        above = every[bisect_right(every, batch_of(largest) if largest else 0) :]
+        chances = Chances(history)
+        # How many likely run and fit.
+        likely = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
+        # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
+        near = (at for at in (max(0, likely - 1) + away for away in (0, 1, -1, 2, -2)) if 0 <= at < len(above))
+        return next((c for at in near if judge.is_open(c := self._space.candidate(arm, above[at]))), None)
 
 
 class ExhaustivePolicy:
@@ -183,10 +111,11 @@ _GAIN_A_SECOND = 0.0005
 """What each second beyond a usual trial has to promise in addition: a minute 3 %. A choice."""
 _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
 """A trial without its steps, and how many it has: small models on an H200."""
-_LEAST_CHANCE = 0.03
+LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
+_SURELY = 0.9
 
 
 class Acquisition:
@@ -244,23 +173,20 @@ class Acquisition:
         return among[at] if values[at] > 0 else None
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return the candidates of a multiple; of a free batch also some between powers of two.
-
-        That is where the larger power was tried, or is unlikely to fit.
-        """
-        batches = set(space.batches.at_level(multiple))
+        """Return the candidates of a multiple; of a free batch also the largest that likely fit, and surely."""
+        batches, chances = set(space.batches.at_level(multiple)), Chances(history)
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
-        found, chances, judge = [], Chances(history), Judge(space, history)
+        every = range(multiple, space.batches.most + 1, multiple)
+        found = []
         for arm in space.arms:
             among = batches
             if is_free and space.batches.only is None:
-                doubled = [space.candidate(arm, 2 * batch) for batch in sorted(batches)]
-                below = [c for c in doubled if not judge.is_open(c) or chances.fits(c) < _LIKELY]
-                among = batches | {c.per_device_train_batch_size * 3 // 4 // multiple * multiple for c in below}
-                fitting = max((t.candidate.per_device_train_batch_size for t in history.feasible(arm)), default=0)
-                over = history.smallest_over(arm, accumulates=False)
-                if over is not None and fitting:
-                    among = among | {(fitting + over) // 2 // multiple * multiple}
+
+                def misfit(batch: int, arm: Arm = arm) -> float:
+                    return -chances.fits(space.candidate(arm, batch))
+
+                edges = [bisect_right(every, -chance, key=misfit) for chance in (_LIKELY, _SURELY)]
+                among = batches | {every[edge - 1] for edge in edges if 0 < edge < len(every)}
             found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
         return found
 
@@ -290,7 +216,7 @@ def worth(
     steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:
-        return np.asarray((chance > _LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
+        return np.asarray((chance > LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
     # Levers have to pay for their trials whole; without an answer to go on from, slow steps are no reason to stop.
     paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
     return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
@@ -333,38 +259,64 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
     return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
 
 
-def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
-    """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
-    judge, tried = Judge(space, history), {space.plain(t.candidate.arm) for t in history.tried}
-    reach = judge.batches_in_reach()
-    best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
-    untried = [
-        arm
-        for arm in space.arms
-        if arm not in tried and not judge.offloads_needlessly(space.candidate(arm, max(reach, default=1)))
-    ]
-    if not untried or not reach or best is None:
-        return ()
-    chances, model = Chances(history), SpeedModel(history)
-    too_large, slower, most = [], [], 0.0
-    for arm in untried:
-        candidates = [space.candidate(arm, batch) for batch in reach]
-        fitting = [c for c in candidates if judge.is_open(c) and chances.fits(c) > _LEAST_CHANCE]
-        if fitting:
-            slower.append(arm)
-            most = max(most, float(np.exp(-model.expected(fitting, speed_of(best))[1].min())) / speed_of(best))
-        else:
-            too_large.append(arm)
-    others, named = list(space.arms), []
-    whys = (
-        ("no batch of it fits", too_large),
-        (f"expected to be {most:.2f} × as fast as the best, or less: not worth a trial", slower),
-    )
-    for why, arms in whys:
-        if arms:
-            named.append(LeftOut(names_of_arms(arms, others, space.arms), why))
-            others = [arm for arm in others if arm not in arms]
-    return tuple(named)
+# At most so many rivals of the winner are measured again, and winner and rivals in so many processes each. The error of
+# a mean falls with the square root of their number. Choices.
+_MOST_RIVALS, _MOST_PROCESSES = 2, 3
+# Relative half-width of a winner's own mean above which it is measured once more.
+_UNCERTAIN = 0.05
+# From so many deviations between processes on, a promise rests on this machine rather than on those where the prior was
+# measured. Until then a process of the winner may take the share of the search. Choices.
+_FEW_DEVIATIONS, _FEW_SHARE = 2, 0.1
+# From so many on, the prior hardly counts: intervals hold in 93 to 97 % of simulated cases.
+_ENOUGH_DEVIATIONS, _CHEAP_SHARE = 12, 0.05
+
+
+def to_measure_again(
+    history: History, among: Iterable[Candidate], *, tells_apart: bool = True, share: float = math.inf
+) -> list[Candidate]:
+    """Return the candidates that are to be measured in one more process before a search ends, the next one first.
+
+    These are the winner and its rivals in alternation, so that a drift of the machine affects them alike, where
+    choosing another one is expected to gain more than the tolerance. The winner alone counts unless it is to be told
+    apart from them. One more process of it takes a ``share`` of the search's time.
+    """
+    among = set(among)
+    winner = history.winner(among)
+    if winner is None:
+        return []
+    rivals = _rivals(history, winner, among) if tells_apart else []
+    contenders = [winner.candidate, *rivals] if rivals else []
+    # Failed trials count as well, so that a failing candidate is not repeated forever.
+    owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
+    if not owed and history.attempts(winner.candidate) < _processes(history, winner, share):
+        return [winner.candidate]
+    return sorted(owed, key=history.attempts)
+
+
+def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
+    """Return the candidates that may be better than the winner, without those that would compile again."""
+    gains = {
+        tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
+        for tried in history.believed(among)
+        if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
+    }
+    possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
+    return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
+
+
+def _processes(history: History, winner: Tried, share: float) -> int:
+    """Return in how many processes the winner is to be measured. One of a host-bound step does not show how much they
+    differ; where it is cheap, more show it for this search and all later ones on the machine."""
+    candidate = winner.candidate
+    if candidate.arm.torch_compile:
+        return 1
+    degrees = history.pool.degrees(candidate)
+    seen = history.pool.processes(candidate) + history.pending.count(candidate)
+    if (history.is_host_bound(candidate) and seen < 2) or (degrees < _FEW_DEVIATIONS and share <= _FEW_SHARE):
+        return _MOST_PROCESSES
+    is_cheap = degrees < _ENOUGH_DEVIATIONS and share <= _CHEAP_SHARE
+    is_wide = winner.measurement is not None and winner.measurement.relative_spread > _UNCERTAIN
+    return 2 if is_cheap or is_wide or not winner.in_full else 1
 
 
 def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
@@ -374,46 +326,3 @@ def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Pol
     if sampler == "grid":
         return ExhaustivePolicy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)
-
-
-def _strategy(arm: Arm) -> str | None:
-    if arm.strategy is None:
-        return None
-    ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
-    return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
-
-
-# What arms may have in common, in the words for it.
-_IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
-    lambda arm: arm.precision,
-    lambda arm: "that sync each batch" if arm.sync_each_batch else None,
-    _strategy,
-    lambda arm: f"{arm.precision}, {_strategy(arm)}" if arm.strategy else None,
-)
-
-
-def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
-    """Return names for some arms, each ``Arm.describe`` or the words for several: ``all fp16``, ``all other fsdp × 2``.
-
-    Words name those of ``others``, which contain ``arms``, that have something in common. They say ``other`` where more
-    of ``every`` arm have it.
-    """
-    left = list(arms)
-    # Names in the order of the first arm that each stands for.
-    names: dict[int, str] = {}
-    while left:
-        shared = {
-            words: [arm for arm in others if has(arm) == words]
-            for has in _IN_COMMON
-            for words in dict.fromkeys(map(has, left))
-            if words is not None
-        }
-        whole = {words: of_it for words, of_it in shared.items() if len(of_it) > 1 and {*of_it} <= {*left}}
-        if not whole:
-            names.update((others.index(arm), arm.describe()) for arm in left)
-            break
-        words, named = max(whole.items(), key=lambda item: len(item[1]))
-        more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
-        names[others.index(named[0])] = f"all other {words}" if more else f"all {words}"
-        left = [arm for arm in left if arm not in named]
-    return tuple(names[place] for place in sorted(names))

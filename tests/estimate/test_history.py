@@ -157,14 +157,31 @@ class TestWinner:
             (completed(FP16, 32, speed=100), completed(TF32, 32, speed=101)),
             (completed(TF32, 32, speed=100), completed(FP32, 32, speed=101)),
             (completed(BF16, 32, speed=100, peak_bytes=3 * GIB), completed(CHECKPOINTED, 32, speed=101)),
-            (completed(BF16, 32, speed=100), completed(BF16, 64, speed=101, peak_bytes=2 * GIB)),
-            # In this order: precision, then checkpointing, then headroom.
+            # In this order: precision, then checkpointing.
             (completed(CHECKPOINTED, 32, speed=100, peak_bytes=3 * GIB), completed(FP16, 32, speed=101)),
         ],
     )
     def test_within_the_tolerance_the_more_comfortable(self, preferred: Tried, other: Tried) -> None:
         assert history_of(preferred, other).winner() is preferred
         assert history_of(other, preferred).winner() is preferred
+
+    @pytest.mark.parametrize(("speed", "error", "is_smaller"), [(100.4, 0.002, True), (100.4, 0.03, False)])
+    def test_headroom_counts_where_it_is_expected_to_lose_no_more_than_the_tolerance(
+        self, speed: float, error: float, is_smaller: bool
+    ) -> None:
+        smaller, larger = completed(BF16, 32, speed=100), completed(BF16, 64, speed=speed, peak_bytes=2 * GIB)
+        steps = [1 - error, 1 + error, 1 - error, 1 + error]
+        measured = [
+            tried_with(
+                t.candidate,
+                Completed(dataclasses.replace(m, step_seconds_each=tuple(m.step_seconds * s for s in steps))),
+            )
+            for t in (smaller, larger)
+            if (m := t.measurement)
+        ]
+        found = history_of(*measured).winner()
+        assert found is not None
+        assert found.candidate == (smaller if is_smaller else larger).candidate
 
     @pytest.mark.parametrize(("speed", "is_own"), [(103.0, True), (130.0, False)])
     def test_ones_own_settings_where_nothing_is_distinguishably_faster(self, speed: float, is_own: bool) -> None:

@@ -19,6 +19,7 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB
+from autotune.estimate.chance import Chances
 from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.estimate.speed_model import extra_seconds
@@ -28,6 +29,7 @@ from autotune.space.levers import PRIORS, levers_of
 from autotune.space.space import Batches, Space
 from autotune.tuning import anytime, policy
 from autotune.tuning.anytime import Anytime
+from autotune.tuning.left_out import left_out_arms
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
@@ -324,7 +326,7 @@ class TestPrecisions:
     def test_an_arm_that_ran_with_a_lever_alone_is_not_called_untried(self) -> None:
         captured = replace(self.GRAPHS, arm=replace(self.GRAPHS.arm, precision="bf16"))
         history = self.history((Candidate(Arm("tf32"), 32), 0.041, 0.47), (captured, 0.018, 0.6))
-        assert [each.arms for each in policy.left_out_arms(self.SPACE, history)] == [("fp32",)]
+        assert [each.arms for each in left_out_arms(self.SPACE, history)] == [("fp32",)]
 
 
 def test_what_is_compiled_for_another_batch_is_not_taken_to_be_cached() -> None:
@@ -675,20 +677,18 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     history = History(ceiling_of(24 * GIB))
     history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
-    assert levers.failures(history) == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
+    assert Chances(history).failing() == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
 
 def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
     compiled = Arm("bf16", torch_compile=True, regional_compilation=True)
     both = replace(compiled, cuda_graphs=True)
     history = History(ceiling_of(24 * GIB))
-    levers = Anytime(Space((Arm("bf16"),), Batches(64), late=frozenset(LATE)))
     history.add(Tried("a", Candidate(both, 64), fault("no capture")))
     # One of three, nobody knows which.
-    assert levers.failures(history) == {}
+    assert Chances(history).failing() == {}
     history.add(Tried("b", Candidate(compiled, 64), Completed(measurement(Candidate(compiled, 64), 1.0, GIB, GIB))))
-    assert levers.failures(history) == {"cuda_graphs": "no capture"}
+    assert Chances(history).failing() == {"cuda_graphs": "no capture"}
 
 
 @pytest.mark.whole

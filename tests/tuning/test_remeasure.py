@@ -19,7 +19,8 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
 from autotune.execution.executor import TrialJob
-from autotune.tuning.remeasure import effort_of, finals, shows_deviation, timeout_seconds
+from autotune.tuning.effort import effort_of, timeout_seconds
+from autotune.tuning.policy import to_measure_again
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)
@@ -54,18 +55,18 @@ class Told:
 
 
 def test_one_that_is_slower_beyond_what_processes_differ_by_is_no_rival() -> None:
-    assert finals(Told().measured(COMFORTABLE, 100.0).measured(RIVAL, 98.5).history, ALL) == []
+    assert to_measure_again(Told().measured(COMFORTABLE, 100.0).measured(RIVAL, 98.5).history, ALL) == []
 
 
 def test_where_the_host_limits_the_same_difference_leaves_it_open() -> None:
     told = Told().measured(COMFORTABLE, 100.0, busy_share=0.5).measured(RIVAL, 98.5, busy_share=0.5)
-    assert set(finals(told.history, ALL)) == {COMFORTABLE, RIVAL}
+    assert set(to_measure_again(told.history, ALL)) == {COMFORTABLE, RIVAL}
 
 
 def test_winner_and_rival_are_measured_in_alternation_a_bounded_number_of_times() -> None:
     told = Told().measured(COMFORTABLE, 100.0, busy_share=0.4).measured(RIVAL, 99.0, busy_share=0.4)
     order = []
-    while owed := finals(told.history, ALL):
+    while owed := to_measure_again(told.history, ALL):
         order.append(owed[0])
         told.measured(owed[0], 100.0 if owed[0] == COMFORTABLE else 99.0, busy_share=0.4)
         assert len(order) < 10
@@ -84,38 +85,36 @@ def test_all_measurements_count_together() -> None:
 
 def test_a_host_bound_winner_is_measured_in_two_processes() -> None:
     told = Told().measured(COMFORTABLE, 100.0, busy_share=0.5)
-    assert finals(told.history, ALL) == [COMFORTABLE]
+    assert to_measure_again(told.history, ALL) == [COMFORTABLE]
     told.measured(COMFORTABLE, 90.0, busy_share=0.5)
-    assert finals(told.history, ALL) == []
+    assert to_measure_again(told.history, ALL) == []
 
 
 def test_a_winner_measured_in_part_is_owed_a_whole_measurement_once() -> None:
     told = Told().measured(COMFORTABLE, 100.0, run=1)
-    assert finals(told.history, ALL) == [COMFORTABLE]
+    assert to_measure_again(told.history, ALL) == [COMFORTABLE]
     told.history.add(Tried("fault", COMFORTABLE, Failed("error", "broken")))
-    assert finals(told.history, ALL) == []
+    assert to_measure_again(told.history, ALL) == []
 
 
 @pytest.mark.parametrize(("spread", "is_owed"), [(0.049, False), (0.051, True)])
 def test_a_winner_less_certain_than_is_promised_is_measured_once_more(spread: float, is_owed: bool) -> None:
     told = Told().measured(COMFORTABLE, 100.0, spread=spread)
-    assert finals(told.history, ALL) == ([COMFORTABLE] if is_owed else [])
+    assert to_measure_again(told.history, ALL) == ([COMFORTABLE] if is_owed else [])
     told.measured(COMFORTABLE, 98.0, spread=spread)
-    assert finals(told.history, ALL) == []
+    assert to_measure_again(told.history, ALL) == []
 
 
 def test_what_compiles_is_not_compiled_again_for_that() -> None:
     compiled = Candidate(Arm("bf16", torch_compile=True), 64, 1)
-    assert finals(Told().measured(compiled, 100.0, spread=0.2).history, [compiled]) == []
+    assert to_measure_again(Told().measured(compiled, 100.0, spread=0.2).history, [compiled]) == []
 
 
 def test_the_winner_is_measured_again_where_that_is_cheap_and_tells_something() -> None:
     told = Told().measured(COMFORTABLE, 100.0)
-    winner = told.history.winner(ALL)
-    assert winner is not None
 
     def is_measured(told: Told, trial_seconds: float) -> bool:
-        return shows_deviation(told.history, winner, trial_seconds, spent_seconds=100.0)
+        return bool(to_measure_again(told.history, [COMFORTABLE], share=trial_seconds / 100.0))
 
     # Until the machine has shown two deviations, a trial may take a tenth of the search.
     assert (is_measured(told, 9.0), is_measured(told, 11.0)) == (True, False)
@@ -157,7 +156,7 @@ def test_measuring_again_ends_where_it_takes_as_long_as_the_search(
 
 
 def test_nothing_is_owed_where_nothing_is_known() -> None:
-    assert finals(History(ceiling_of(24 * GIB)), ALL) == []
+    assert to_measure_again(History(ceiling_of(24 * GIB)), ALL) == []
 
 
 class TestTimeLimit:

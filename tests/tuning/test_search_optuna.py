@@ -104,7 +104,7 @@ class TestOptunasView:
         theirs = optuna_trials_by_id(run)
         assert theirs[run.best.id].value == run.best.candidate.per_device_train_batch_size
         over = [t for t in run.trials if theirs[t.id].constraints[CONSTRAINT] > 0]
-        assert [t.candidate.per_device_train_batch_size for t in over] == [224]
+        assert [t.candidate.per_device_train_batch_size for t in over] == [320, 224]
 
 
 @pytest.mark.parametrize(

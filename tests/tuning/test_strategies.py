@@ -25,8 +25,9 @@ from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
 from autotune.tuning.allowed import check_request
 from autotune.tuning.forecast import forecast_of
+from autotune.tuning.left_out import left_out_arms
 from autotune.tuning.optuna_study import candidate_of, distributions, params_of
-from autotune.tuning.policy import Acquisition, left_out_arms
+from autotune.tuning.policy import Acquisition
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 

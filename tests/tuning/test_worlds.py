@@ -27,10 +27,10 @@ from autotune.estimate.noise import too_noisy
 from autotune.execution import TrialJob
 from autotune.execution.gpu_monitor import WatchedExecutor
 from autotune.store.records import TrialRecord
+from autotune.tuning.effort import effort_of
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
-from autotune.tuning.remeasure import effort_of
 
 
 @pytest.fixture(scope="module")

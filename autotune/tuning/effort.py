@@ -1,14 +1,9 @@
-"""Decide how long a trial measures, and which candidates are measured again before a search ends.
-
-Each measurement is a new process. The winner and candidates that may be faster are measured in alternation, so that a
-drift of the machine affects them alike, until the expected gain of choosing another one is below the tolerance, or each
-was measured in its share of processes.
-"""
+"""Decide how long a trial measures, and when it is ended."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autotune.core.candidate import Candidate
@@ -46,27 +41,12 @@ _LEAST_TOKENS = 256
 # Factor by which a trial's steps may exceed their expected time: machines slow down, and new shapes compile kernels.
 _TIMEOUT_TIMES = 4.0
 
-_MOST_RIVALS = 2
-# Processes for each of winner and rivals. The error of a mean falls with the square root of their number. A choice.
-_MOST_PROCESSES = 3
-# A host-bound winner is measured in at least two processes, since one does not show how much processes differ.
-_HOST_BOUND_PROCESSES = 2
-# From so many deviations of a kind on, the prior hardly counts: intervals hold in 93 to 97 % of simulated cases.
-_ENOUGH_DEVIATIONS = 12
-# Until then one more process of the winner is measured where that takes no longer than this share of the search.
-_CHEAP_SHARE = 0.05
-# From so many deviations on, a promise rests on this machine rather than on those where the prior was measured. A
-# process that is missing for that may take a larger share of the search.
-_FEW_DEVIATIONS = 2
-_FEW_SHARE = 0.1
 # A GPU that reaches its power limit slows down within a second of work. Qwen2.5-0.5B compiled and in CUDA graphs ran at
 # 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
 # 2026).
 _SUSTAINED_SECONDS, _SUSTAINED_STEPS = 1.5, 150
 # As many as show a slow step that comes at least every so manyth time. A choice.
 _FINAL_STEPS = 20
-# Relative half-width of a winner's own mean above which it is measured once more.
-_UNCERTAIN = 0.05
 
 
 def effort_of(
@@ -154,65 +134,3 @@ def timeout_seconds(
     most = min(effort.max_steps, 2 + _TIMEOUT_TIMES * effort.max_seconds / step_seconds)
     limit += (effort.warmup_steps + effort.busy_steps + most) * step_seconds
     return min(limit, _MOST_SECONDS) if speed is None else limit
-
-
-def finals(history: History, among: Iterable[Candidate], *, tells_apart: bool = True) -> list[Candidate]:
-    """Return the candidates that are still to be measured again, the next one first.
-
-    The winner alone counts unless it is to be told apart from its rivals.
-    """
-    among = set(among)
-    winner = history.winner(among)
-    if winner is None:
-        return []
-    rivals = _rivals(history, winner, among) if tells_apart else []
-    contenders = [winner.candidate, *rivals] if rivals else []
-    # Failed trials count as well, so that a failing candidate is not repeated forever.
-    owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
-    if owed:
-        return sorted(owed, key=history.attempts)
-    return [winner.candidate] if needs_another(history, winner) else []
-
-
-def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
-    """Return the candidates worth measuring again: choosing one may gain more than the tolerance on average.
-
-    Compiled candidates are left out, since they would compile again.
-    """
-    gains = {
-        tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
-        for tried in history.believed(among)
-        if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
-    }
-    possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
-    return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
-
-
-def shows_deviation(history: History, winner: Tried, trial_seconds: float, spent_seconds: float) -> bool:
-    """Return whether one more process of the winner is cheap, and tells how processes deviate on this machine.
-
-    That makes the promises of this search and of all later ones on the machine more certain. The first search on a
-    machine measures its winner in three processes, later ones in two until enough is known.
-    """
-    candidate, degrees = winner.candidate, history.pool.degrees(winner.candidate)
-    if candidate.arm.torch_compile:
-        return False
-    if degrees < _FEW_DEVIATIONS:
-        return history.attempts(candidate) < _MOST_PROCESSES and trial_seconds <= _FEW_SHARE * spent_seconds
-    is_new = history.attempts(candidate) < _HOST_BOUND_PROCESSES and degrees < _ENOUGH_DEVIATIONS
-    return is_new and trial_seconds <= _CHEAP_SHARE * spent_seconds
-
-
-def needs_another(history: History, winner: Tried) -> bool:
-    """Return whether the winner has to be measured in one more process."""
-    candidate = winner.candidate
-    done = history.attempts(candidate)
-    if candidate.arm.torch_compile or done >= _MOST_PROCESSES:
-        return False
-    if not winner.in_full and done < 2:
-        return True
-    processes = history.pool.processes(candidate) + history.pending.count(candidate)
-    if history.is_host_bound(candidate) and processes < _HOST_BOUND_PROCESSES:
-        return True
-    measured = winner.measurement
-    return measured is not None and done < 2 and measured.relative_spread > _UNCERTAIN

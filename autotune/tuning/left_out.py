@@ -1,0 +1,93 @@
+"""Say why arms of a search had no trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from autotune.core.candidate import Arm
+from autotune.core.stop import LeftOut
+from autotune.estimate.chance import Chances
+from autotune.estimate.feasibility import Judge
+from autotune.estimate.history import History, speed_of
+from autotune.estimate.speed_model import SpeedModel
+from autotune.space.space import Space
+from autotune.tuning.policy import LEAST_CHANCE
+
+
+def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
+    """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
+    judge, tried = Judge(space, history), {space.plain(t.candidate.arm) for t in history.tried}
+    reach = judge.batches_in_reach()
+    best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
+    untried = [
+        arm
+        for arm in space.arms
+        if arm not in tried and not judge.offloads_needlessly(space.candidate(arm, max(reach, default=1)))
+    ]
+    if not untried or not reach or best is None:
+        return ()
+    chances, model = Chances(history), SpeedModel(history)
+    too_large, slower, most = [], [], 0.0
+    for arm in untried:
+        candidates = [space.candidate(arm, batch) for batch in reach]
+        fitting = [c for c in candidates if judge.is_open(c) and chances.fits(c) > LEAST_CHANCE]
+        if fitting:
+            slower.append(arm)
+            most = max(most, float(np.exp(-model.expected(fitting, speed_of(best))[1].min())) / speed_of(best))
+        else:
+            too_large.append(arm)
+    others, named = list(space.arms), []
+    whys = (
+        ("no batch of it fits", too_large),
+        (f"expected to be {most:.2f} × as fast as the best, or less: not worth a trial", slower),
+    )
+    for why, arms in whys:
+        if arms:
+            named.append(LeftOut(names_of_arms(arms, others, space.arms), why))
+            others = [arm for arm in others if arm not in arms]
+    return tuple(named)
+
+
+def _strategy(arm: Arm) -> str | None:
+    if arm.strategy is None:
+        return None
+    ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
+    return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
+
+
+# What arms may have in common, in the words for it.
+_IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
+    lambda arm: arm.precision,
+    lambda arm: "that sync each batch" if arm.sync_each_batch else None,
+    _strategy,
+    lambda arm: f"{arm.precision}, {_strategy(arm)}" if arm.strategy else None,
+)
+
+
+def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
+    """Return names for some arms, each ``Arm.describe`` or the words for several: ``all fp16``, ``all other fsdp × 2``.
+
+    Words name those of ``others``, which contain ``arms``, that have something in common. They say ``other`` where more
+    of ``every`` arm have it.
+    """
+    left = list(arms)
+    # Names in the order of the first arm that each stands for.
+    names: dict[int, str] = {}
+    while left:
+        shared = {
+            words: [arm for arm in others if has(arm) == words]
+            for has in _IN_COMMON
+            for words in dict.fromkeys(map(has, left))
+            if words is not None
+        }
+        whole = {words: of_it for words, of_it in shared.items() if len(of_it) > 1 and {*of_it} <= {*left}}
+        if not whole:
+            names.update((others.index(arm), arm.describe()) for arm in left)
+            break
+        words, named = max(whole.items(), key=lambda item: len(item[1]))
+        more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
+        names[others.index(named[0])] = f"all other {words}" if more else f"all {words}"
+        left = [arm for arm in left if arm not in named]
+    return tuple(names[place] for place in sorted(names))
