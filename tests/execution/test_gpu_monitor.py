@@ -149,7 +149,8 @@ answer = [run().disturbed, run().disturbed, len(notes)]"""
 few = watch._FEWEST_SAMPLES
 executor, run = watched(Trials(COMPLETED, readings=few))
 first = run().disturbed
-executor._executor = Trials(COMPLETED, readings=few, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
+# Before the trial: one reading of the clock as it was would count as its fastest.
+os.environ.update(STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
 answer = [first, run().disturbed]"""
         assert ask_watched(machine, code) == [[], why]
 
