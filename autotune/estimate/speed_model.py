@@ -370,11 +370,11 @@ def extra_seconds(history: History, candidate: Candidate) -> float:
     That is the last trial of the same shapes, whose code may be cached, or else the longest: BERT-large took 10.9 s to
     compile, 2.3 s at the same batch without graphs, and 9.2 s at another one (H200, 28 November 2026).
     """
-    has = levers_of(candidate.arm, PRIORS)
+    has, compiler = levers_of(candidate.arm, PRIORS), _compiler(candidate.arm)
     if has and compiles(candidate.arm):
-        alike = [t for t in history.tried if _compiler(t.candidate.arm) == _compiler(candidate.arm)]
-        took = [(t.candidate, t.measurement.compile_seconds) for t in alike if t.measurement]
-        known = [(_shape(each), seconds) for each, seconds in took if seconds is not None]
+        measured = [(t.candidate, t.measurement.compile_seconds) for t in history.tried if t.measurement]
+        took = [(one, seconds) for one, seconds in measured if seconds is not None]
+        known = [(_shape(one), seconds) for one, seconds in took if _compiler(one.arm) == compiler]
         same = [seconds for shape, seconds in known if shape == _shape(candidate)]
         if known:
             return same[-1] if same else max(seconds for _, seconds in known)

@@ -20,7 +20,18 @@ from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried, speed_of
 from autotune.estimate.speed_model import SpeedModel, extra_seconds
-from autotune.space.levers import BY_NAME, LEVERS, PRIORS, Lever, changed, excluding, levers_of, with_lever, without
+from autotune.space.levers import (
+    BY_NAME,
+    LEVERS,
+    PRIORS,
+    Lever,
+    changed,
+    excluding,
+    faster_precision,
+    levers_of,
+    with_lever,
+    without,
+)
 from autotune.space.space import Space
 from autotune.tuning.policy import is_beaten, worth
 
@@ -185,10 +196,7 @@ class Anytime:
         """Return a candidate in each other precision of the space, but those that another one replaces."""
         among = {arm.precision for arm in self._space.arms}
         others = [changed(candidate.arm, precision=each) for each in sorted(among - {candidate.arm.precision})]
-        faster = BY_NAME["precision"].never_slower
-        assert faster is not None
-        kept = [arm for arm in others if faster(arm) == arm.precision or faster(arm) not in among]
-        return [replace(candidate, arm=arm) for arm in kept]
+        return [replace(candidate, arm=arm) for arm in others if faster_precision(arm) not in among - {arm.precision}]
 
     def _changes(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
