@@ -55,6 +55,8 @@ class _Peaks:
     """Share that grows with the batch, where two batches were measured."""
     factor: float
     """Of the part that grows, over that of the class in which it was measured; 1 in the class itself."""
+    octaves: float = 0.0
+    """How many times the batch doubled between the smallest and the largest that were measured in the class."""
 
     @classmethod
     def of(cls, history: History, candidate: Candidate) -> _Peaks:
@@ -79,7 +81,8 @@ class _Peaks:
         if below := [b for b in like if b <= 0.75 * max(like)]:
             top = max(like)
             grows = max(0.0, (like[top] - like[max(below)]) / (top - max(below)))
-            return cls(fitting, over, top, math.log(like[top]), min(1.0, grows * top / like[top]), 1.0)
+            share = min(1.0, grows * top / like[top])
+            return cls(fitting, over, top, math.log(like[top]), share, 1.0, math.log2(top / min(like)))
         if not measured:
             tops = [
                 t.candidate.per_device_train_batch_size * _activations(t.candidate.arm) / _activations(own)
@@ -107,7 +110,8 @@ class _Peaks:
 
         def under(at: int, share: float, factor: float) -> float:
             times = 1 - share + share * factor * at / self.at
-            doubt = 0.005 + 0.05 * abs(math.log2(at / self.at))
+            # The wider the batches that were measured, the farther they tell.
+            doubt = 0.005 + 0.05 * abs(math.log2(at / self.at)) / (1 + self.octaves)
             return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
         # Where the boundary is neither above what fits nor below what does not by a hypothesis, it is anywhere between.

@@ -467,7 +467,7 @@ class TestOnFormulas:
         line = ceiling_of(CAP_BYTES).line_bytes
         fitting = [b for b in range(multiple, 50000, multiple) if int((base_mib + mib_a_sample * b) * MIB) <= line]
         assert largest_batch_found(history) == max(fitting, default=None)
-        assert len(history.tried) <= 12
+        assert len(history.tried) <= 11
         if fitting:
             assert is_proven(history, max(fitting), multiple)
 
@@ -478,6 +478,7 @@ class TestOnFormulas:
         tooth_mib=st.integers(0, 300),
     )
     @example(floor_mib=5200, base_mib=-200000, mib_a_sample=223, tooth_mib=0)
+    @example(floor_mib=22943, base_mib=0, mib_a_sample=2.0, tooth_mib=0)
     @settings(max_examples=150)
     def test_a_floor_and_a_saw_tooth_are_met_exactly_where_peaks_grow(
         self, floor_mib: int, base_mib: int, mib_a_sample: float, tooth_mib: int
@@ -500,7 +501,7 @@ class TestOnFormulas:
         else:
             assert found is None or found < 8
         # Thousands of batches lie on the flattest of these floors; halving alone would take 13 after climbing.
-        assert len(history.tried) <= 40
+        assert len(history.tried) <= 32
 
     @given(st.lists(st.integers(0, 1500), min_size=100, max_size=100), st.integers(60, 800))
     @settings(max_examples=60)
