@@ -334,9 +334,11 @@ LEVERS: tuple[Lever, ...] = (
         option="uncached_casts", is_resort=True,
         prior=Prior("uncached casts", "by the sizes of tensors: up to 2 bytes a parameter less memory, the same speed"),
     ),
-    # Graphs keep a memory pool of their own, so that they need at least as much memory.
+    # Graphs keep a memory pool of their own, so that they need at least as much memory. Compiled layers were 1.04 to 1.4
+    # times as fast in graphs (bert-base, BERT-large, Qwen2.5-0.5B; H200, 28 November 2026).
     Lever(
         "cuda_graphs", is_applied=True, saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
+        never_slower=lambda arm: arm.cuda_graphs or arm.regional_compilation,
         excludes=("torch_compile_mode", "offload_activations", "use_liger_kernel"), option="cuda_graphs",
         obstacles=(
             _without_gpu("CUDA graphs"), _without_trainer("only the steps of a Trainer are captured"),
@@ -566,17 +568,16 @@ def needs_at_least(arm: Arm, other: Arm) -> bool:
     return True
 
 
-def never_slower(arm: Arm, *, allows: Callable[[Arm], bool]) -> frozenset[Arm]:
+@cache
+def never_slower(arm: Arm) -> frozenset[Arm]:
     """Return the arms that are never slower than another one at the same batch, that arm left out.
 
-    An arm that differs in several settings is never slower either. Another precision counts where it ``allows`` the
-    arm.
+    An arm that differs in several settings is never slower either.
     """
     arms = {arm}
     for row in LEVERS:
         if row.never_slower is not None:
-            better = {changed(one, **{row.name: row.never_slower(one)}) for one in arms}
-            arms |= {one for one in better if row.name != "precision" or allows(one)}
+            arms |= {changed(one, **{row.name: row.never_slower(one)}) for one in arms}
     return frozenset(arms - {arm})
 
 

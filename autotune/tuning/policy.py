@@ -14,7 +14,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -202,6 +201,15 @@ def worth(
     chances = Chances(history)
     fits, runs = (np.array([told(each) for each in among]) for told in (chances.fits, chances.runs))
     chance = fits * runs
+    at = {(c.arm, c.per_device_train_batch_size): fits_and_runs for c, fits_and_runs in zip(among, chance, strict=True)}
+
+    def is_dominated(candidate: Candidate) -> bool:
+        """Return whether an arm that is never slower may be tried at the same batch, and is no less likely to run."""
+        batch = candidate.per_device_train_batch_size
+        own = at[candidate.arm, batch]
+        return any(at.get((arm, batch), 0.0) >= own for arm in never_slower(candidate.arm))
+
+    chance = chance * [not is_dominated(each) for each in among]
     # What more likely fits than not is tried before what surely does and is slower.
     likely = np.minimum(1.0, 2 * fits) * runs
     wanted = best if best is not None else 1.0
@@ -222,11 +230,6 @@ def worth(
     return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
 
 
-@cache
-def _never_slower(arm: Arm) -> frozenset[Arm]:
-    return never_slower(arm, allows=lambda _: True)
-
-
 def is_beaten(history: History, candidate: Candidate) -> bool:
     """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
 
@@ -234,7 +237,7 @@ def is_beaten(history: History, candidate: Candidate) -> bool:
     shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less memory is
     spared.
     """
-    faster, batch = _never_slower(candidate.arm), candidate.per_device_train_batch_size
+    faster, batch = never_slower(candidate.arm), candidate.per_device_train_batch_size
     if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
         return True
     return any(
@@ -262,6 +265,8 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
 # At most so many rivals of the winner are measured again, and winner and rivals in so many processes each. The error of
 # a mean falls with the square root of their number. Choices.
 _MOST_RIVALS, _MOST_PROCESSES = 2, 3
+# A step of another process may be faster by this factor. Processes differed by 1.25 at most (bert-base, 128 tokens; H200).
+_FAR_BEHIND = 1.3
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 # From so many deviations between processes on, a promise rests on this machine rather than on those where the prior was
@@ -294,14 +299,27 @@ def to_measure_again(
 
 
 def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
-    """Return the candidates that may be better than the winner, without those that would compile again."""
+    """Return the candidates that may be better than the winner, without those that would compile again.
+
+    Two steps of which one is slow leave a mean that may be anything: a candidate whose fastest step is far behind the
+    winner is no rival.
+    """
     gains = {
         tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
         for tried in history.believed(among)
-        if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
+        if tried.candidate != winner.candidate
+        and not tried.candidate.arm.torch_compile
+        and _FAR_BEHIND * _fastest(tried) > speed_of(winner)
     }
     possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
     return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
+
+
+def _fastest(tried: Tried) -> float:
+    """Return the speed of the fastest step, in samples a second."""
+    assert tried.measurement is not None
+    seconds = min(tried.measurement.step_seconds_each, default=tried.measurement.step_seconds)
+    return tried.candidate.samples_per_step / seconds
 
 
 def _processes(history: History, winner: Tried, share: float) -> int:

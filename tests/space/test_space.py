@@ -292,10 +292,6 @@ FIELDS = {field.name: field for field in dataclasses.fields(Arm)}
 PLAIN = Arm("bf16")
 
 
-def anything(arm: Arm) -> bool:
-    return True
-
-
 class TestTable:
     def test_has_a_row_for_every_setting_in_its_order(self) -> None:
         assert [row.name for row in LEVERS] == list(FIELDS)
@@ -362,11 +358,16 @@ class TestWhatFollows:
         assert as_asked(ddp) == Arm("bf16", strategy="ddp", ranks=2)
 
     def test_an_arm_that_is_slower_in_two_ways_is_never_faster(self) -> None:
-        faster = never_slower(Arm("fp16", True, expandable_segments=True), allows=anything)
+        faster = never_slower(Arm("fp16", True, expandable_segments=True))
         assert {PLAIN, Arm("bf16", True)} <= faster
         assert Arm("tf32") not in faster
-        assert never_slower(PLAIN, allows=anything) == frozenset()
-        assert never_slower(Arm("fp32"), allows=lambda arm: False) == frozenset()
+        assert never_slower(PLAIN) == frozenset()
+
+    def test_compiled_layers_are_never_slower_in_cuda_graphs(self) -> None:
+        compiled = Arm("bf16", torch_compile=True, regional_compilation=True)
+        in_graphs = Arm("bf16", torch_compile=True, regional_compilation=True, cuda_graphs=True)
+        assert never_slower(compiled) == {in_graphs}
+        assert never_slower(in_graphs) == frozenset()
 
     def test_of_equals_the_one_with_less_to_set_is_preferred(self) -> None:
         in_order = [

@@ -35,7 +35,7 @@ from autotune.worker.trial.training_watch import StepCounts
 _FAR_MORE = 2
 # Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
 # those with new shapes are as many times ``max_steps``. Choices.
-_PATIENCE = 3.0
+_PATIENCE = 1.5
 _MOST_NEW = 2
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
