@@ -265,7 +265,7 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
 # At most so many rivals of the winner are measured again, and winner and rivals in so many processes each. The error of
 # a mean falls with the square root of their number. Choices.
 _MOST_RIVALS, _MOST_PROCESSES = 2, 3
-# A step of another process may be faster by this factor. Processes differed by 1.25 at most (bert-base, 128 tokens; H200).
+# A step of another process may be faster by this factor. Processes of bert-base at 128 tokens differed by 1.25 (H200).
 _FAR_BEHIND = 1.3
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
