@@ -27,6 +27,8 @@ class Promise:
     """Share of the GPU's rated arithmetic at that speed; ``None`` where it is not known."""
     runs_file: str | None = None
     """Gets a line for each run, see ``WatchedRun``."""
+    warm_steps: int = 10
+    """Optimizer steps at the start of a run that are not compared with the promise."""
 
 
 @dataclass(frozen=True, slots=True)

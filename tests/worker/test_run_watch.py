@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reported import completed, report, trial
 from server_client import ServerClient
 from test_real_training import FIELDS, TRAINER, inspected, run
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -16,7 +17,7 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.real_training import Promise, RealTraining
 from autotune.core.training_source import find_script
 from autotune.core.units import GIB
-from autotune.results.training import watched_line
+from autotune.results.training import promise_of, watched_line
 from autotune.space.training_arguments import training_arguments
 from autotune.worker.user.run_watch import LoopWatch, RunWatch, watch_trainer
 
@@ -58,6 +59,31 @@ class Watched:
     def end(self) -> None:
         """End the training."""
         self._call("on_train_end")
+
+
+@pytest.mark.parametrize(
+    ("batches_vary", "arm", "warm_steps"),
+    [
+        (False, Arm("bf16", cuda_graphs=True), 10),
+        (True, Arm("bf16"), 10),
+        (True, Arm("bf16", cuda_graphs=True), 100),
+        (True, Arm("bf16", torch_compile=True), 100),
+    ],
+)
+def test_steps_in_which_lengths_are_compiled_or_captured_are_not_judged(
+    batches_vary: bool, arm: Arm, warm_steps: int, tmp_path: Path
+) -> None:
+    done = completed(100.0)
+    winner = trial(1, arm, 8, replace(done, measurement=replace(done.measurement, batches_vary=batches_vary)))
+    promise = promise_of(report(trial(0, Arm("fp32"), 8, completed(20.0)), winner), None)
+    assert promise is not None
+    assert promise.warm_steps == warm_steps
+    watched = Watched(tmp_path, replace(PROMISE, warm_steps=warm_steps))
+    watched.steps(warm_steps, 0.5)
+    watched.steps(100, 0.08)
+    watched.end()
+    (summary,) = watched.said
+    assert "100 steps at 100.0 samples/s, as promised" in summary
 
 
 def test_logs_get_speed_utilization_and_the_time_left_without_evaluations(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.meter import growth_of
 from autotune.worker.wrapping import around, on_import
 
-# Steps that are left out at the start, those after which a speed is judged, and the seconds that they take. Choices.
+# Steps after which a loop's data is known, steps after which a speed is judged, and how long they take. Choices.
 _WARM_STEPS, _FEWEST_STEPS, _FEWEST_SECONDS = 10, 20, 5.0
 # Seconds after which a loop is judged that writes no logs we know of. A choice.
 _EVERY_SECONDS = 10.0
@@ -61,7 +61,7 @@ class RunWatch:
         """Count a step."""
         now = self.clock()
         self._seen += 1
-        if self._seen > _WARM_STEPS:
+        if self._seen > self.promise.warm_steps:
             self.steps += 1
             self.seconds += now - self.since
             self._waited += self.wait
