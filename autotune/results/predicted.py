@@ -12,7 +12,7 @@ from autotune.core.schema import decode, make_record, record_fields
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHECKED_AGAINST
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer, in_order, pareto_front, rank
+from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.estimate.step_time import Limiter, StepTime
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ def advice_document(offers: list[Offer], workload: Workload, samples: float, pri
         workload={name: value for name, value in workload.document().items() if name != "config"},
         samples=samples,
         prices=PricesDocument(prices.unit, prices.source),
-        gpus=[_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
+        gpus=[_row(offer, workload, rank(offer, offers), offer in front) for offer in sort_offers(offers)],
     )
 
 

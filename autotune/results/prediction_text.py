@@ -9,7 +9,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.units import format_bytes, format_rate
 from autotune.core.workload import Workload
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer, in_order, pareto_front, rank
+from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
 from autotune.results.predicted import ArmView, BatchView, GpuView
@@ -329,7 +329,7 @@ def advice_lines(
         f"{workload.model} ({workload.task}, {workload.seq_len} tokens); {workload.describe_numerics()}; "
         f"effective batch {effective_batch}, {samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
     ]
-    front, ordered = pareto_front(offers), in_order(offers)
+    front, ordered = pareto_front(offers), sort_offers(offers)
     has_prices = any(offer.cost is not None for offer in offers)
     grades = {offer.graded.grade for offer in offers if offer.graded is not None}
     head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]

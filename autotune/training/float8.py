@@ -20,13 +20,14 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def _fits(module: torch.nn.Module, _name: str) -> bool:
+    """Return whether a module is a linear layer with dimensions that FP8 kernels support."""
     return isinstance(module, torch.nn.Linear) and not (
         module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
     )
 
 
 def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
-    """Have the linear layers within a ``Trainer``'s repeated layers multiply in FP8; ``config`` is for torchao's.
+    """Make the linear layers within a ``Trainer``'s repeated layers multiply in FP8. ``config`` is for torchao.
 
     Embeddings and output layers, which lie outside, stay in 16 bits. Raises ``SettingUnavailableError`` where torchao
     is not installed, the GPU has no FP8 units, or no layer has fitting dimensions.

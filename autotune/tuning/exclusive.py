@@ -29,7 +29,7 @@ MakeNames = Callable[[], Iterator[str]]
 
 
 def waits_with(note: Note) -> Wait:
-    """Return what says as a note what is waited for."""
+    """Return a function that reports a wait as a note."""
     return lambda text: note(text) if text is not None else None
 
 
@@ -53,13 +53,12 @@ def take_turn(
     note: Note,
     is_taken: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Turn]:
-    """Hold the devices and the study for as long as the block lasts.
+    """Lock the devices and the study for the duration of the block.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
-    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search
-    holds them, its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a
-    ``StorageError``. A CPU may be shared, which is said. So is a folder in which no lock can be kept, and then nothing
-    is held.
+    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds them,
+    its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a ``StorageError``. A CPU may
+    be shared, which is said. So is a folder in which no lock can be kept, and then nothing is held.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False
@@ -75,9 +74,9 @@ def take_turn(
 
 @contextlib.contextmanager
 def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = None, note: Note) -> Iterator[None]:
-    """Hold the devices alone for as long as the block lasts, to measure again what a search has found.
+    """Lock the devices for the duration of the block, to measure a search's winner again.
 
-    Without ``wait`` a GPU that a search holds is a ``DeviceError``.
+    Without ``wait``, a GPU that a search has locked is a ``DeviceError``.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -88,6 +87,7 @@ def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = N
 
 
 def _say_without_lock(error: LockError, note: Note) -> None:
+    """Warn that no lock could be made, so that other searches go unnoticed."""
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
@@ -103,7 +103,7 @@ def _hold_devices(
     note: Note,
     hint: str = _BUSY_HINT,
 ) -> bool:
-    """Take the locks of all devices; whether that took waiting."""
+    """Lock all devices. Return whether another search had to end first."""
     has_waited = False
     # In one order everywhere, and after that of the study, so that no two searches wait for each other. Ranks may share
     # the CPU.
@@ -128,7 +128,7 @@ def _hold_study(
     *,
     wait: Wait | None,
 ) -> tuple[str, bool]:
-    """Take the lock of the study; its name, and whether that took waiting."""
+    """Lock the study. Return its name, and whether another search had to end first."""
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
         if wait is not None:
@@ -153,7 +153,7 @@ def _study_lock(study: str, database: str) -> Lock:
 
 
 def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
-    """Wait until the lock is free; whether it was not."""
+    """Wait until the lock is free. Return whether another search held it."""
     holders: list[Holder] = []
 
     def on_wait(holder: Holder) -> None:
@@ -167,6 +167,7 @@ def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
 
 
 def _study_is_taken(study: str, holder: str) -> AutotuneError:
+    """Return the error that another process searches the study."""
     return StorageError(
         f"the study {study!r} is searched by {holder}", "add --wait to wait for its end, or name another"
     )
@@ -174,10 +175,10 @@ def _study_is_taken(study: str, holder: str) -> AutotuneError:
 
 @contextlib.contextmanager
 def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]:
-    """Hold the lease of a study for as long as the block lasts; yields whether another search had to end first.
+    """Hold the lease of a study for the duration of the block; yield whether another search had to end first.
 
-    The store then refuses writes to records of studies once the lease is lost. Without ``wait`` a lease that another
-    process has is a ``StorageError``.
+    The store then refuses writes to records of studies once the lease is lost. Without ``wait``, a lease of another
+    process is a ``StorageError``.
     """
     from autotune.core.owner import this_owner
     from autotune.store.leases import name_of_study, renewed
