@@ -238,7 +238,7 @@ search.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _given(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments that say something; ``None`` and ``fresh=False`` do not, as on a command line."""
+    """Return the checked arguments without defaults: ``None`` and ``fresh=False`` are left out."""
     values = check_arguments(named)
     return {
         name: value
@@ -262,7 +262,7 @@ def _observer(progress: Any) -> Observer:
 
 
 def _check_is_outermost() -> None:
-    """Raise ``InvalidRequestError`` in a trial that imports a file which searches itself, or searches would nest."""
+    """Raise ``InvalidRequestError`` in a trial whose imported file starts a search, since searches would nest."""
     if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
         raise InvalidRequestError(
             f"a search began while trials ran {source}",
@@ -271,7 +271,7 @@ def _check_is_outermost() -> None:
 
 
 def _verify(result: Result, observer: Observer) -> None:
-    """Verify a result and report it; raise ``PromiseMissedError`` where the promise was not kept."""
+    """Verify a result and report it. Raises ``PromiseMissedError`` for a missed promise."""
     observer.note("training with a stock Trainer …")
     verification = result.verify()
     observer.note(str(verification))

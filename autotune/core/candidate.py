@@ -175,10 +175,7 @@ class Arm:
 
     @property
     def data_parallel(self) -> int:
-        """Number of groups of ranks with different samples.
-
-        A group is one rank, unless context parallelism splits samples.
-        """
+        """Number of groups of ranks with different samples; the ranks of a group share theirs."""
         return self.ranks // self.context_parallel
 
     @property

@@ -58,10 +58,7 @@ def hold_data(folder: Path) -> HeldData | None:
 
 
 def publish_data(partial: Path, folder: Path) -> DataFacts | None:
-    """Move a prepared dataset to its final folder.
-
-    Where another search published it first, keep that folder and return its facts.
-    """
+    """Move a prepared dataset to its final folder. If another search was first, return the facts of its folder."""
     with _only_change_in(folder.parent):
         facts = facts_in(folder)
         if facts is not None:

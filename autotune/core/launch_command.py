@@ -216,10 +216,7 @@ def find_command(name: str) -> str | None:
 
 
 def _without_python(words: list[str], command: str) -> list[str]:
-    """Return the words without the interpreter and its options.
-
-    Raises ``InvalidRequestError`` where they are not a command of one process.
-    """
+    """Return the words without interpreter and its options. Raises an error for a command of several processes."""
     if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
         raise InvalidRequestError(
             f"{command[:80]!r} begins with a variable of the environment, which is not a script",

@@ -60,10 +60,7 @@ class SampleLengths:
         return len(self.counts) > 1
 
     def long_in_row(self, batch: int, tokens: int) -> int:
-        """Return how many of the longest samples a row of ``tokens`` tokens contains, with average samples beside them.
-
-        The row holds ``batch`` samples in all.
-        """
+        """Return how many of the longest samples, among average ones, a row of ``batch`` samples has at this length."""
         usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
         many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
         return min(batch, max(1, math.floor(many)))
@@ -91,10 +88,7 @@ class Batching:
     """Padded lengths, and rows, are filled up to a multiple of it."""
 
     def padded(self, lengths: Any, longest: int) -> Any:
-        """Return the padded lengths of micro-batches.
-
-        ``lengths`` is an array (…, samples) of tokens; the result is an array (…).
-        """
+        """Return padded lengths (…) of micro-batches, from an array (…, samples) of tokens."""
         import numpy as np
 
         if self.padding == "max_length":

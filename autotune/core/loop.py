@@ -118,10 +118,7 @@ def listen(listener: Listener) -> None:
 
 
 def steps(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches of a loader, one for each forward and backward pass.
-
-    The loop itself calls the optimizer.
-    """
+    """Yield the batches of a loader, one for each forward and backward pass. The loop calls the optimizer."""
     return _listeners[0].batches(loader) if _listeners else iter(loader)
 
 

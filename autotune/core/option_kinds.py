@@ -238,11 +238,7 @@ HEADROOM = _quantity("share|size", parse_headroom, Headroom)
 WORDS = words()
 
 
-def _accept_given_levers(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 LEVERS = choice("auto", "off")
 """A dict of levers is taken apart before; see ``autotune.core.options.check_arguments``."""
-GIVEN_LEVERS = Kind("words", _accept_given_levers)
+GIVEN_LEVERS = Kind("words", lambda value: (value,) if isinstance(value, str) else tuple(value))
 """``NAME[=VALUE]``, each."""

@@ -77,10 +77,7 @@ class TrainingSource:
         return dataclasses.replace(self, argv=mask_secrets(self.argv))
 
     def as_it_is_now(self) -> TrainingSource:
-        """Return the source with the current hash of its file.
-
-        Raises ``InvalidRequestError`` where the file is gone.
-        """
+        """Return the source with its file's current hash. Raises ``InvalidRequestError`` where the file is gone."""
         if not Path(self.file).is_file():
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
         return dataclasses.replace(self, digest=_digest(Path(self.file), self.template.files))

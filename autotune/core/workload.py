@@ -108,10 +108,7 @@ class Workload:
         return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype
 
     def data_folder(self, logs: Path) -> Path:
-        """Return the folder for the prepared dataset, beside the logs.
-
-        Workloads with the same data share the folder.
-        """
+        """Return the folder of the prepared dataset, beside the logs. Workloads with the same data share it."""
         assert self.data is not None
         # Of models of images and text, that of the text.
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")

@@ -128,7 +128,6 @@ class Offer:
         return self._hours(low), self._hours(high)
 
     def _hours(self, step_seconds: float) -> float:
-        """Return the duration of the job with steps of this time."""
         assert self.best is not None
         return self.samples / self.best.candidate.samples_per_step * step_seconds / _SECONDS_PER_HOUR
 

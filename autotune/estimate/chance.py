@@ -209,11 +209,7 @@ class Chances:
         return max(measured, default=None)
 
     def _by_checkpointed_layers(self, candidate: Candidate) -> float:
-        """Return the probability from trials that differ only in the number of checkpointed layers.
-
-        The smallest number that fits is equally likely anywhere between the largest that ran out and the smallest that
-        fits.
-        """
+        """Return the probability to fit, interpolated between trials with other numbers of checkpointed layers."""
         layers = self._history.layers
 
         def alike(tried: Tried) -> bool:
@@ -230,10 +226,7 @@ class Chances:
         return min(1.0, (candidate.arm.checkpointed_layers - max(over)) / max(1, min(fits) - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
-        """Return the predicted peak of a candidate; ``None`` without a prediction.
-
-        Compiled steps and optional levers are predicted from the plain step.
-        """
+        """Return the predicted peak of a candidate, or ``None``. Compiled steps are derived from plain ones."""
         memory = self._history.memory
         if memory is None:
             return None
@@ -300,10 +293,7 @@ class Chances:
         return chance * runs / total
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
-        """Return the likelihood of an arm's trials if the arm is broken and if it is not.
-
-        Batches from ``limit`` on always fail.
-        """
+        """Return the likelihood of an arm's trials if it is broken and if not, where batches from ``limit`` on fail."""
         failed, completed = self._failures.get(arm, []), self._completed.get(arm, [])
         if any(batch >= limit for batch in completed):
             return 0.0, 0.0

@@ -135,10 +135,7 @@ class Deviations(NamedTuple):
 
 
 def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
-    """Return the deviations between processes by kind.
-
-    Each sequence has the completed trials of one candidate.
-    """
+    """Return the deviations between processes by kind. Each sequence has the completed trials of one candidate."""
     by_kind: dict[Kind, list[tuple[float, float, int]]] = {}
     for trials in repeated:
         processes = list({process_of(t.trial_id, t.outcome): t for t in trials}.values())
@@ -153,10 +150,7 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
 
 
 def _sum_deviations(parts: Iterable[tuple[float, float, int]]) -> Deviations:
-    """Add up deviations between processes without the part that the noise of steps explains.
-
-    At least half is left: the noise of few steps is not exact.
-    """
+    """Add up deviations between processes, less the noise of steps, but at least half of them."""
     squares, within, degrees = map(math.fsum, zip(*parts, strict=True))
     return Deviations(max(squares - within, squares / 2), degrees)
 

@@ -57,10 +57,10 @@ class ModelSource:
 
 
 def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
-    """Return the config that ``name`` stands for; ``allow_hub=False`` makes no request.
+    """Return the config of a model's name; ``allow_hub=False`` makes no request.
 
-    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` where nothing has this name,
-    or its config cannot be built.
+    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` for an unknown name, or where
+    its config cannot be built.
     """
     if not name.strip():
         raise UnknownModelError(f"{name!r} is not a model name", _NEXT_STEP)
@@ -104,7 +104,7 @@ def _unknown(name: str, reason: str) -> UnknownModelError:
 
 
 def _refuse_path(name: str, folder: str) -> None:
-    """Raise ``UnknownModelError`` for what can only be a path, and holds no ``config.json``."""
+    """Raise ``UnknownModelError`` for a name that must be a path but has no ``config.json``."""
     if os.path.isdir(folder):
         raise UnknownModelError(
             f"the folder {name!r} has no {CONFIG_FILE}",
@@ -117,7 +117,7 @@ def _refuse_path(name: str, folder: str) -> None:
 
 
 def _read_config(name: str, file: Path) -> dict[str, Any]:
-    """Return the config in a file; raises ``UnknownModelError`` unless an architecture can be built from it."""
+    """Return the config in a file. Raises ``UnknownModelError`` unless an architecture can be built from it."""
     where = f"{str(file)!r}, the config of model {name!r},"
     hint = f"save_pretrained writes a {CONFIG_FILE} that works; 'autotune models' lists architectures that need none"
     try:
@@ -168,7 +168,7 @@ def _hub_file(name: str, allow_hub: bool) -> str:
     if constants.HF_HUB_OFFLINE:
         raise _unknown(name, f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE)")
     try:
-        return _within(_HUB_DEADLINE_SECONDS, lambda: _download(name))
+        return _with_timeout(_HUB_DEADLINE_SECONDS, lambda: _download(name))
     except errors.GatedRepoError as error:
         raise UnknownModelError(
             f"model {name!r} is gated: the hub gives it only to users who accepted its terms",
@@ -199,8 +199,8 @@ def _download(name: str) -> str:
             enable_progress_bars()
 
 
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """Return the result of ``work``, or raise ``TimeoutError``. A thread that goes on does not delay the exit."""
+def _with_timeout(seconds: float, work: Callable[[], str]) -> str:
+    """Return the result of ``work``, or raise ``TimeoutError``. A thread that continues does not delay the exit."""
     results: list[str] = []
     errors: list[Exception] = []
 

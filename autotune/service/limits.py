@@ -17,7 +17,7 @@ _QUIET_SECONDS = 60.0
 
 
 def raise_open_files() -> int:
-    """Let this process open as many files as it may; return how many."""
+    """Raise this process's limit of open files to the maximum; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft < most:
@@ -27,9 +27,9 @@ def raise_open_files() -> int:
 
 
 def limited_protocol(open_files: int) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a limit on clients that have not asked for anything yet.
+    """Return uvicorn's protocol with a limit on connections that have not sent a request yet.
 
-    A quarter of what may be open is for them: whoever comes then takes the place of the one that has waited longest.
+    A quarter of the open files is for them. A connection beyond that replaces the one that has waited longest.
     """
     most = max(16, open_files // 4)
     waiting: dict[Any, asyncio.TimerHandle] = {}
@@ -49,6 +49,7 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
                 self.transport.abort()
 
         def _has_asked(self) -> None:
+            """Remove the connection from the waiting ones."""
             timer = waiting.pop(self, None)
             if timer is not None:
                 timer.cancel()
@@ -73,7 +74,7 @@ class OncePerMinute(logging.Filter):
         self._said_at = -_QUIET_SECONDS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
+        """Return whether to log a record."""
         if "socket.accept()" not in record.getMessage():
             return True
         is_due = time.monotonic() - self._said_at >= _QUIET_SECONDS

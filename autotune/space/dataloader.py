@@ -58,10 +58,7 @@ def next_loader(
 
 
 def patience(effort: Effort, arm: Arm) -> Effort:
-    """Return the effort with more steps for an arm with data loader workers.
-
-    Workers deliver batches in bursts, as many at once as there are workers.
-    """
+    """Return an effort with more steps for data loader workers, which deliver batches in bursts."""
     if not arm.dataloader_num_workers:
         return effort
     return dataclasses.replace(

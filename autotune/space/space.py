@@ -112,10 +112,7 @@ class Batches:
         return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
 
     def levels(self) -> tuple[int, ...]:
-        """Return the multiples to search, in descending order.
-
-        A lower multiple is used only where no batch of a higher one fits.
-        """
+        """Return the multiples to search, descending. A lower one is used only where no batch of a higher one fits."""
         if self.multiple:
             return (self.multiple,)
         return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
@@ -187,7 +184,6 @@ class Batches:
 
 
 def _divisors(number: int) -> list[int]:
-    """Return all divisors of a number, in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -255,10 +251,7 @@ class Space:
         )
 
     def has_arm(self, arm: Arm) -> bool:
-        """Return whether an arm is in this space, with or without late settings.
-
-        Memory-saving late settings do not count.
-        """
+        """Return whether an arm is in this space, with or without late settings except memory-saving ones."""
         return without(plain_loader(arm), self.late - self.resorts) in self.arms
 
     def baseline(self, attn_implementation: str) -> Candidate:
@@ -285,10 +278,7 @@ def _precisions_for_dtype(workload: Workload) -> tuple[Precision, ...]:
 def choose_precisions(
     asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
 ) -> tuple[Precision, ...]:
-    """Return the precisions to search, best first.
-
-    Raises ``InvalidRequestError`` where a requested precision is impossible.
-    """
+    """Return the precisions to search, best first. Raises ``InvalidRequestError`` for an impossible request."""
     usable = _precisions_for_dtype(workload)
     for precision in asked or ():
         if precision not in device_has:

@@ -56,7 +56,7 @@ class Location:
 
     @property
     def another(self) -> str:
-        """The last resort of a hint."""
+        """The advice to choose another database, for the end of a hint."""
         return f"choose another {'file' if self.path is not None else 'database'} with --storage"
 
     def beside(self, name: str) -> Location:
@@ -101,7 +101,7 @@ def resolve_location(location: str) -> Location:
 
 
 def plain_path(location: str) -> Path | None:
-    """Return the path of a location that names a SQLite file and nothing else; ``None`` where that is not certain."""
+    """Return the path of a location that is certainly a plain SQLite file, else ``None``."""
     text = location.strip()
     name = text.removeprefix(_PLAIN_URL)
     if not name or name.startswith((":", "sqlite:", "file:")) or _UNCERTAIN.search(name) or _surrogates(name):
@@ -113,6 +113,7 @@ def plain_path(location: str) -> Path | None:
 
 
 def _file_location(url: URL, name: str, label: str) -> Location:
+    """Return the location of a SQLite file. Raises ``StorageError`` for a path that no URL can contain."""
     from sqlalchemy import make_url
 
     try:
@@ -129,18 +130,18 @@ def _file_location(url: URL, name: str, label: str) -> Location:
 
 
 def shown_location(location: str) -> str:
-    """Return a location as it was written, but without a password; for commands that are shown."""
+    """Return a location without its password, for messages."""
     return _without_password(location) if _URL_START.match(location.strip()) else location
 
 
 def _without_password(text: str) -> str:
-    """Return the text of a URL, valid or not, with stars for the password."""
+    """Replace the password in a URL, valid or not, by stars."""
     text = re.sub(r"(://[^:/@]*:).*@", r"\1***@", text)
     return re.sub(rf"([?&](?:{'|'.join(sorted(_SECRET_ARGUMENTS))})=)[^&]*", r"\1***", text)
 
 
 def _surrogates(text: str) -> bool:
-    """Return whether a path has surrogates, which stand for bytes that are not UTF-8; no URL can contain them."""
+    """Return whether a path has surrogate characters, for bytes that are not UTF-8. No URL can contain them."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

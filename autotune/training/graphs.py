@@ -210,9 +210,7 @@ class GraphedSteps:
         return self._shapes.setdefault(key, _Shape(size))
 
     def _may_capture(self, shape: _Shape, *, is_first: bool) -> bool:
-        """Return whether a shape can be captured in this micro-step.
-
-        Drop the graphs of smaller shapes if it is a first one.
+        """Return whether this shape can be captured now. A larger one first drops the graphs of smaller shapes.
 
         A graph that adds to gradients can only be captured while these are in the tensors that graphs write.
         """

@@ -116,10 +116,7 @@ def add_piece(
     divisor: torch.Tensor,
     piece: _Piece,
 ) -> None:
-    """Add the loss and gradients of a chunk of tokens that begins at ``start``.
-
-    Its temporary memory is freed at the end.
-    """
+    """Add the loss and gradients of a chunk of tokens from ``start`` on, and free its temporary memory."""
     hidden = hidden.to(weight.dtype)
     entropy, gradient = piece(hidden, weight, bias, labels, divisor)
     sums.loss += entropy
@@ -384,11 +381,9 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
 def fuse_loss(trainer: Trainer) -> None:
     """Make a causal language model compute its loss without all logits while it trains.
 
-    It then returns no logits. Evaluations without metrics return none either, since they would need more memory than
-    training.
-
-    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where the loss
-    or gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
+    It then returns no logits, nor in evaluations without metrics, which would need more memory than training. Raises
+    ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where the loss or
+    gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
     vocabulary), or computes its loss by itself. The user's own ``compute_loss`` may read logits.
     """
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)

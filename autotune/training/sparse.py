@@ -30,10 +30,7 @@ _ALIKE = 0.05
 
 
 def positions_to_compute(tokens: int, labelled: int) -> int:
-    """Return for how many of a batch's tokens to compute logits: the labelled ones, rounded up to a share.
-
-    Few different numbers mean few shapes.
-    """
+    """Return the number of tokens to compute logits for: the labelled ones, rounded up to have few shapes."""
     share = -(-tokens // _SHARES)
     return min(tokens, max(1, -(-labelled // share)) * share)
 

@@ -242,10 +242,7 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
-    """Return the predictions for GPUs of this kind.
-
-    In float32 those of either kind serve: flash attention computes in 16 bits only.
-    """
+    """Return the predictions for this kind of GPU; in float32 of either kind, since flash attention needs 16 bits."""
     own = models.get(chip.has_flash_attention)
     # fp32 is in 16 bits where the weights are, and then predicted for each kind.
     if arm.precision in ("fp16", "bf16") or (own is not None and own.operations(arm) is not None):

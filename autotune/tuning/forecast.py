@@ -110,10 +110,7 @@ class Forecast:
         patience_seconds: float = math.inf,
         asks_ahead: bool = False,
     ) -> None:
-        """Look up answers in the cache, and queue the questions without one.
-
-        At most ``parallel`` questions run at once. The search waits ``patience_seconds`` for answers in all.
-        """
+        """Look up answers in the cache, and queue the other questions. ``parallel`` is the limit of jobs at once."""
         self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
         self._submitter = submitter
         self._kept = kept

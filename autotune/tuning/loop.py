@@ -576,10 +576,7 @@ class Search:
         )
 
     def _reusable_outcome(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """Return the outcome of a candidate from earlier studies, if there is one.
-
-        A second measurement is always a new process.
-        """
+        """Return the outcome of a candidate from earlier studies; a second measurement needs a new process."""
         if self._library is None:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}

@@ -133,10 +133,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
 
 
 def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: int) -> tuple[int, int | None]:
-    """Return the number of images in a sample, and their side in pixels.
-
-    Raises an error where the tokens do not fit.
-    """
+    """Return the number of images in a sample and their side in pixels. Raises an error for too many tokens."""
     asked, side = options.get("images"), options.get("image_size")
     if task != "image-text-to-text":
         for name in ("images", "image_size"):

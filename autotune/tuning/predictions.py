@@ -183,10 +183,7 @@ def of_ranks(space: Space, count: int) -> Space:
 
 
 def batches_of(space: Space) -> list[int]:
-    """Return all per-device batches of an effective batch.
-
-    Empty where the batch is free, since then only the largest batch is predicted.
-    """
+    """Return all per-device batches of an effective batch; empty for a free batch, which only needs the largest."""
     if space.batches.effective_batch is None:
         return []
     return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))

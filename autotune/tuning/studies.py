@@ -121,7 +121,6 @@ def check_source(store: Store, name: str, request: SearchRequest) -> None:
 
 
 def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
-    """Raise ``InvalidRequestError`` where there are changes."""
     if changed:
         raise InvalidRequestError(
             f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",

@@ -51,7 +51,7 @@ async def submit(request: Request, token: Submitter, searches: Known) -> Respons
 
 @router.get("/command", include_in_schema=False)
 def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
-    """Return the command that asks for the same as the form, what is wrong with it, and what it would wait for."""
+    """Return the form as a command, its error, and what the search would wait for."""
     form = request.query_params
     answer: Document = {
         "command": command_of(form, str(request.base_url)),
@@ -70,7 +70,7 @@ def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
 
 @router.get("/parts/home", include_in_schema=False)
 async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLResponse:
-    """Return what changes of the page."""
+    """Return the changing parts of the page."""
     return HTMLResponse(await _rendered_parts(request, searches))
 
 

@@ -24,8 +24,7 @@ _PARTS_OF_PEFT = (".lora_", ".modules_to_save.")
 
 
 def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
-    """Replace the linear layers that bitsandbytes would quantize by fakes, on the ``meta`` device, also within
-    adapters."""
+    """Replace linear layers that bitsandbytes would quantize by fake ones on ``meta``, also within adapters."""
     base = model.get_base_model() if workload.peft else model  # type: ignore[operator]
     skipped = workload.bits_arguments().get("llm_int8_skip_modules")
     spared = HfQuantizer.get_modules_to_not_convert(base, skipped, base._keep_in_fp32_modules)
@@ -93,7 +92,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _dequantized(size: tuple[int, int], scales: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole weight; its scales are there while it is made."""
+    """Return the dequantized weight, with its scales in memory meanwhile."""
     in_full = torch.zeros(scales)
     weight = torch.zeros(size, dtype=dtype)
     del in_full
@@ -156,7 +155,7 @@ class FewBitsOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state of every parameter with a gradient, and read and write what an update does."""
+        """Allocate the optimizer state of each parameter with a gradient, and touch the memory of an update."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
