@@ -187,7 +187,7 @@ def search(
     """
     if unknown := options.keys() - SearchOptions.__annotations__.keys():
         raise TypeError(f"search() got an unexpected keyword argument {min(unknown)!r}")
-    observer = _observer(progress)
+    observer = _as_observer(progress)
     given = _given({"model": model, "effective_batch": effective_batch, **options})
     _check_is_outermost()
     place, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
@@ -253,7 +253,7 @@ def _absolute(storage: str) -> str:
     return storage if path is None else str(path)
 
 
-def _observer(progress: Any) -> Observer:
+def _as_observer(progress: Any) -> Observer:
     if isinstance(progress, bool):
         return Narrator(lambda text, style: print(text, file=sys.stderr) if progress else None)
     if not isinstance(progress, Observer):

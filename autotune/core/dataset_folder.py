@@ -93,7 +93,6 @@ def _only_change_in(parent: Path) -> Iterator[None]:
 
 
 def _name_before_removal(folder: Path) -> Path:
-    """Return the name that a folder gets before it is deleted."""
     return folder.with_name(f"{folder.name}.removed-{os.getpid()}")
 
 

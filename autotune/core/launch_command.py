@@ -365,7 +365,6 @@ def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
 
 
 def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
-    """Raise the error for a command line that a shell runs."""
     raise launch.refused(
         "is run by a shell, which starts other processes that cannot be measured from within",
         "give the line with python that it contains: -- python train.py …",

@@ -143,7 +143,7 @@ def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
     return Difference("loss", f"has {loss}") if loss_gap > most_loss else None
 
 
-def _pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
+def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
     """Yield name and both gradients of each parameter that has a gradient in both steps."""
     for name, mine in asked.gradients.items():
         if mine is not None and (theirs := other.gradients.get(name)) is not None:
@@ -153,7 +153,7 @@ def _pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, 
 def _factor(asked: FirstStep, other: FirstStep) -> float:
     """Return the least-squares factor by which the first step's gradients match the other's."""
     products = squares = 0.0
-    for _, mine, theirs in _pairs(asked, other):
+    for _, mine, theirs in _gradient_pairs(asked, other):
         products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))
         squares += sum(a * a for a in mine.sketch)
     return products / squares if squares else 1.0
@@ -165,7 +165,7 @@ def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0, *, whole: boo
     With ``whole``, the distance over all parameters together: in 16 bits the gradients of single parameters are mostly
     rounding.
     """
-    pairs = list(_pairs(asked, other))
+    pairs = list(_gradient_pairs(asked, other))
     norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))
     squares = {
         name: sum((b - factor * a) ** 2 for a, b in zip(mine.sketch, theirs.sketch, strict=True)) / PROJECTIONS

@@ -151,7 +151,7 @@ class NvmlSession:
         handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
         index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
         bus_id = getattr(pci, "busId", None)
-        return None if index is None else int(index), None if bus_id is None else _text(bus_id)
+        return None if index is None else int(index), None if bus_id is None else _as_text(bus_id)
 
     def condition(self, uuid: str) -> Condition | None:
         """Return the state of a GPU now; ``None`` without NVML or such a GPU."""
@@ -234,13 +234,13 @@ class NvmlSession:
 
     def _uuid(self, handle: Any) -> str | None:
         uuid = self._optional("nvmlDeviceGetUUID", handle)
-        return None if uuid is None else _text(uuid)
+        return None if uuid is None else _as_text(uuid)
 
     def _device(self, index: int | None, handle: Any) -> Device | None:
         """Return a GPU as a device; record a problem and return ``None`` without name or memory size."""
         try:
-            uuid = _text(self._binding.nvmlDeviceGetUUID(handle))
-            name = _text(self._binding.nvmlDeviceGetName(handle))
+            uuid = _as_text(self._binding.nvmlDeviceGetUUID(handle))
+            name = _as_text(self._binding.nvmlDeviceGetName(handle))
             memory = self._memory(handle)
         except self._errors as error:
             where = "a MIG instance" if index is None else f"cuda:{index}"
@@ -263,7 +263,7 @@ class NvmlSession:
             memory_reserved_bytes=reserved_bytes,
             memory_used_bytes=used_bytes,
             memory_free_bytes=free_bytes,
-            driver=None if driver is None else _text(driver),
+            driver=None if driver is None else _as_text(driver),
             capability=self._capability(handle),
             neighbours=self._neighbours(handle),
         )
@@ -319,7 +319,7 @@ class NvmlSession:
         processes = []
         for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
-            processes.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
+            processes.append(Neighbour(pid, _as_text(name) or None if name is not None else None, size_bytes))
         return tuple(processes)
 
     def _two_numbers(self, name: str, handle: Any) -> tuple[int, int] | None:
@@ -433,7 +433,7 @@ def _code(error: Exception) -> int | None:
 # The rest of this file is for the differences between nvidia-ml-py and nvidia-ml-py3 of 2017.
 
 
-def _text(value: str | bytes) -> str:
+def _as_text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

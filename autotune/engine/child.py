@@ -65,7 +65,7 @@ class Teller(Narrator):
     def waits(self, text: str | None) -> None:
         """Report what the search waits for before it begins."""
         super().waits(text)
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """Report what is searched, and its memory ceiling."""
@@ -89,12 +89,12 @@ class Teller(Narrator):
         """Report which trial begins."""
         super().trial_begins(number, candidate, stage)
         self._say_message("trial_begins", {"number": number, "stage": stage, "description": candidate.describe()})
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
     def progress(self, number: int, progress: Progress) -> None:
         """Report the phase or step of a trial."""
         super().progress(number, progress)
-        self._show()
+        self._send_status()
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """Report how a trial ended."""
@@ -117,10 +117,9 @@ class Teller(Narrator):
                 "seconds": trial.seconds,
             },
         )
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
-    def _show(self, *, is_urgent: bool = False) -> None:
-        """Send the status, at most once per interval unless urgent."""
+    def _send_status(self, *, is_urgent: bool = False) -> None:
         moment = time.monotonic()
         if is_urgent or moment - self._shown_at >= _STATUS_SECONDS:
             self._shown_at = moment
@@ -153,7 +152,7 @@ class _Child:
                 self._warm.prepare(Placement.of(self._device), os.environ)
             for name in _OF_A_SEARCH:
                 importlib.import_module(name)
-            self._say("", "ready", {})
+            self._send("", "ready", {})
             while not self._is_stopping and (work := self._waiting.get()) is not None:
                 self._do(work)
                 if self._device is not None and not self._is_stopping:
@@ -195,8 +194,7 @@ class _Child:
             if self._current == work_id:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, work_id: str, kind: str, document: Document) -> None:
-        """Send a message about work to the parent process."""
+    def _send(self, work_id: str, kind: str, document: Document) -> None:
         self._sink.write(json.dumps({"work": work_id, "kind": kind, "document": document}) + "\n")
         self._sink.flush()
 
@@ -204,7 +202,7 @@ class _Child:
         """Run a search or a verification, and report how it ended."""
 
         def say(kind: str, document: Document) -> None:
-            self._say(work.id, kind, document)
+            self._send(work.id, kind, document)
 
         end: Document = {"state": "failed", "problem": None}
         try:

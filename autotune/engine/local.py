@@ -200,15 +200,15 @@ class LocalEngine:
 
     def hosts(self) -> Sequence[Host]:
         """See ``Engine.hosts``."""
-        return [Host(self._name, tuple(device for device in self._devices if self._is_up(device)))]
+        return [Host(self._name, tuple(device for device in self._devices if self._is_running(device)))]
 
-    def _is_up(self, device: Device) -> bool:
+    def _is_running(self, device: Device) -> bool:
         child = self._children.get(device.uuid)
         return child is not None and child.is_alive
 
     def problems(self) -> Sequence[str]:
         """See ``Engine.problems``."""
-        down = [device.label for device in self._devices if not self._is_up(device)]
+        down = [device.label for device in self._devices if not self._is_running(device)]
         return [f"the process for searches on {label} has ended and is started again" for label in down]
 
     def start(self, work: Work, host: Host) -> Run:

@@ -51,15 +51,14 @@ class RayRun:
             ticket, self._ticket = self._ticket, None
             messages: list[Document] = self._cluster.get(ticket)
         except NodeLostError as error:
-            return self._end(after, str(error))
+            return self._lost_message(after, str(error))
         except ServiceError as error:
             return self._wait_for_the_cluster(after, error)
         self._away_since = None
         return [decode(message, Message) for message in messages]
 
     @staticmethod
-    def _end(after: int, why: str) -> list[Message]:
-        """Return the message that the search was lost."""
+    def _lost_message(after: int, why: str) -> list[Message]:
         return [Message(after + 1, "end", {"state": "lost", "why": f"its node was lost: {why}"})]
 
     def _wait_for_the_cluster(self, after: int, error: ServiceError) -> list[Message]:
@@ -70,7 +69,7 @@ class RayRun:
             self._away_since = moment
             log.info("the cluster is away: %s", error.message)
         if moment - self._away_since > self._patience_seconds:
-            return self._end(after, error.message)
+            return self._lost_message(after, error.message)
         try:
             self._cluster.connect_again()
             actor = self._cluster.find(self._work_id)
@@ -78,7 +77,7 @@ class RayRun:
             time.sleep(_AWAY_SECONDS)
             return []
         if actor is None:
-            return self._end(after, "the cluster does not know it any more")
+            return self._lost_message(after, "the cluster does not know it any more")
         self._actor = actor
         return []
 

@@ -115,7 +115,7 @@ class RayCluster:
         try:
             import grpc
         except ImportError as error:
-            raise _not_installed() from error
+            raise _ray_missing_error() from error
         target = self.address.removeprefix(SCHEME)
         if target == "auto":
             target = _current_cluster()
@@ -124,7 +124,7 @@ class RayCluster:
         try:
             import ray
         except ImportError as error:
-            raise _not_installed() from error
+            raise _ray_missing_error() from error
         self.ray = ray
         self._target = target if is_control_server else self.address
         if not ray.is_initialized():
@@ -314,7 +314,7 @@ _NAMESPACE = "autotune"
 _FETCH_SECONDS = 60.0
 
 
-def _not_installed() -> InvalidRequestError:
+def _ray_missing_error() -> InvalidRequestError:
     return InvalidRequestError("--executor ray://… needs Ray, which is not installed", how_to_add("ray"))
 
 
@@ -327,7 +327,7 @@ def _current_cluster() -> str:
         # ray.util.get... has no public way to ask before one is connected.
         from ray._private.services import get_ray_address_from_environment
     except ImportError as error:
-        raise _not_installed() from error
+        raise _ray_missing_error() from error
     try:
         address = get_ray_address_from_environment("auto", None)
     except (ConnectionError, ValueError) as error:

@@ -72,7 +72,7 @@ class _Peaks:
         ]
         fitting = max(fits, default=0)
         like = {
-            t.candidate.per_device_train_batch_size: _bytes(t)
+            t.candidate.per_device_train_batch_size: _peak_bytes(t)
             for t in measured
             if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
         }
@@ -95,7 +95,7 @@ class _Peaks:
 
         near = min(measured, key=distance)
         factor = _activations(own) / _activations(near.candidate.arm)
-        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_bytes(near)), None, factor)
+        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_peak_bytes(near)), None, factor)
 
     def fits(self, batch: int, line: float) -> float:
         """Return the probability that a batch stays under a line, given as the logarithm of bytes."""
@@ -126,8 +126,7 @@ class _Peaks:
         return likely / total
 
 
-def _bytes(tried: Tried) -> int:
-    """Return the peak memory of a completed trial."""
+def _peak_bytes(tried: Tried) -> int:
     assert tried.measurement is not None
     return tried.measurement.judged_bytes(tried.candidate.arm)
 
@@ -326,7 +325,9 @@ class Chances:
         ]
         weights: dict[frozenset[str], float] = {}
         for broken in map(frozenset, chain.from_iterable(combinations(suspects, n) for n in range(len(suspects) + 1))):
-            weight = math.prod(_fails(name) if name in broken else 1 - _fails(name) for name in suspects)
+            weight = math.prod(
+                _failure_prior(name) if name in broken else 1 - _failure_prior(name) for name in suspects
+            )
             weights[broken] = weight * math.prod(1.0 if names & broken else _BY_ITSELF for names in failed)
         total = sum(weights.values())
         return {broken: weight / total for broken, weight in weights.items()}
@@ -335,7 +336,7 @@ class Chances:
         """Return the probability that none of some levers is broken."""
         suspected = frozenset().union(*self._broken_levers)
         chance = sum(weight for broken, weight in self._broken_levers.items() if not broken & levers)
-        return chance * math.prod(1 - _fails(name) for name in levers - suspected - self._proven)
+        return chance * math.prod(1 - _failure_prior(name) for name in levers - suspected - self._proven)
 
     def failing(self, least: float = 0.5) -> dict[str, str]:
         """Return the levers that are probably broken, each with the error message of a trial."""
@@ -354,6 +355,5 @@ _BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
 """How likely a candidate fails with whole levers, and how many may be the cause. Choices."""
 
 
-def _fails(lever: str) -> float:
-    """Return the prior probability that a lever is broken."""
+def _failure_prior(lever: str) -> float:
     return _COMPILED_FAILS if PRIORS[lever].seconds > 0 else _LEVER_FAILS

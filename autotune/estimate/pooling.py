@@ -144,7 +144,7 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
             squares = squares_about_mean([_log_sample_seconds(tried) for tried in processes])[1]
             # The means of a few steps differ even where processes do not.
             within = math.fsum(_variance_of_steps(tried) for tried in processes) * degrees / len(processes)
-            kind = _kind(trials[0].candidate, _busy_share(trials))
+            kind = _kind(trials[0].candidate, _last_busy_share(trials))
             by_kind.setdefault(kind, []).append((squares, within, degrees))
     return {kind: _sum_deviations(parts) for kind, parts in by_kind.items()}
 
@@ -178,7 +178,7 @@ class Pool:
 
     def busy_share(self, candidate: Candidate) -> float | None:
         """Return the last measured share of a step in which the GPU computes; ``None`` without a measurement."""
-        return _busy_share(self._trials.get(candidate, ()))
+        return _last_busy_share(self._trials.get(candidate, ()))
 
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Return whether the step was measured to be host-bound, rather than waiting for data."""
@@ -282,7 +282,7 @@ def _counting(trials: Sequence[Tried]) -> list[Tried]:
     return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
 
-def _busy_share(trials: Iterable[Tried]) -> float | None:
+def _last_busy_share(trials: Iterable[Tried]) -> float | None:
     shares = [t.measurement.gpu_busy_share for t in trials if t.measurement and t.measurement.gpu_busy_share]
     return shares[-1] if shares else None
 

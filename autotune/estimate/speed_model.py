@@ -412,7 +412,6 @@ def _usual_effect(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
 
 
 def _effect_of_factor(factor: float) -> Effect:
-    """Return the effect of a lever that usually multiplies the time by ``factor``."""
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
 

@@ -294,11 +294,11 @@ class StepTimeModel:
             others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
             total = sum(gpu.by_kind.values())
             casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
-            gpu = replace(_scaled(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
+            gpu = replace(_scaled_gpu_time(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
         ranks = candidate.arm.ranks
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
-            step_seconds(operations, _scaled(gpu, gpu_factor), host.scaled(host_factor), accumulation)
+            step_seconds(operations, _scaled_gpu_time(gpu, gpu_factor), host.scaled(host_factor), accumulation)
             for gpu_factor, host_factor in zip(self._doubt.gpu, self._doubt.host, strict=True)
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
@@ -340,7 +340,7 @@ class StepTimeModel:
         )
 
 
-def _scaled(gpu: GpuTime, factor: float) -> GpuTime:
+def _scaled_gpu_time(gpu: GpuTime, factor: float) -> GpuTime:
     return replace(
         gpu,
         forward=gpu.forward * factor,

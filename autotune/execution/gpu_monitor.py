@@ -133,7 +133,7 @@ class WatchedExecutor:
         while True:
             now = device_condition(gpu.uuid)
             _check_is_there(gpu, now)
-            if now is None or not _is_short(now, needed_bytes):
+            if now is None or not _lacks_memory(now, needed_bytes):
                 return now
             if time.monotonic() >= deadline or self._is_ending():
                 if has_said_so or self._patience_seconds <= _RETURN_SECONDS:
@@ -168,7 +168,7 @@ def _check_is_there(gpu: Device, now: Condition | None) -> None:
         )
 
 
-def _is_short(now: Condition, needed_bytes: int) -> bool:
+def _lacks_memory(now: Condition, needed_bytes: int) -> bool:
     return now.free_bytes is not None and now.free_bytes + _SLACK_BYTES < needed_bytes
 
 
@@ -245,9 +245,9 @@ class _Watch:
             case Completed():
                 busy = current_session().busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
-                drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
+                drawing = frozenset(pid for sample in (self._before, *self._conditions) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
-                slowed = clocks.slowed(self._gpu, self._before, self._samples)
+                slowed = clocks.slowed(self._gpu, self._before, self._conditions)
                 why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
                 shown = {pid: share for pid, share in neighbours.items() if _share_lines({pid: share}, drawing)}
                 others_share = min(1.0, sum(shown.values()) / 100) or None
@@ -255,7 +255,7 @@ class _Watch:
         return outcome
 
     @property
-    def _samples(self) -> list[Condition]:
+    def _conditions(self) -> list[Condition]:
         return [reading.condition for reading in self._readings if reading.condition is not None]
 
     def _newcomers(self) -> frozenset[int]:
@@ -264,7 +264,7 @@ class _Watch:
         Where NVML uses the host's process ids, the trial's id is unknown; it is then the newcomer that was there the
         longest.
         """
-        seen = Counter(pid for sample in self._samples for pid in sample.pids if pid not in self._before.pids)
+        seen = Counter(pid for sample in self._conditions for pid in sample.pids if pid not in self._before.pids)
         own_pids = frozenset(pid for reading in self._readings for pid in reading.own)
         own = own_pids & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
@@ -272,10 +272,10 @@ class _Watch:
     def _missing(self, after: Condition) -> list[str]:
         """Return a line where less memory was free than a trial may reserve, before or after it."""
         deadline = time.monotonic() + _RETURN_SECONDS
-        while _is_short(after, self._needed_bytes) and time.monotonic() < deadline:
+        while _lacks_memory(after, self._needed_bytes) and time.monotonic() < deadline:
             time.sleep(_INTERVAL_SECONDS)
             after = device_condition(self._gpu.uuid) or self._before
-        short = [condition for condition in (self._before, after) if _is_short(condition, self._needed_bytes)]
+        short = [condition for condition in (self._before, after) if _lacks_memory(condition, self._needed_bytes)]
         missing = [self._needed_bytes - (condition.free_bytes or 0) for condition in short]
         return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
 

@@ -195,7 +195,7 @@ class ServerProcess:
         return said
 
     def release(self) -> None:
-        """Return an idle server for the next search; end a busy one."""
+        """Hand an idle server back for the next search; end a busy one."""
         server = self._server
         if self._warm is None or server is None or not server.is_ready or self._children:
             self.close()

@@ -153,9 +153,9 @@ class TrialServer:
 
     def begin(self, job: Job) -> None:
         """Send a job to the server, after its imports, without waiting for the job."""
-        self._begin(job, is_beside=False)
+        self._send_job(job, is_beside=False)
 
-    def _begin(self, job: Job, *, is_beside: bool) -> None:
+    def _send_job(self, job: Job, *, is_beside: bool) -> None:
         if self._process.await_ready():
             self._lose_jobs(overdue=False)
         if self.workload.source is not None:
@@ -274,15 +274,15 @@ class TrialServer:
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a prediction job, after the server's imports, without waiting; see ``ended``."""
         log_path = self._prediction_log(job_id)
-        self._begin(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
+        self._send_job(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the prediction jobs ended since the last call, waiting at most ``wait_seconds`` for the first."""
         deadline = time.monotonic() + wait_seconds
-        while self._beside(has_ended=False) and not self._beside(has_ended=True):
+        while self._prediction_jobs(has_ended=False) and not self._prediction_jobs(has_ended=True):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
                 break
-        ended = {job_id: self._jobs[job_id].answer for job_id in self._beside(has_ended=True)}
+        ended = {job_id: self._jobs[job_id].answer for job_id in self._prediction_jobs(has_ended=True)}
         for job_id in ended:
             del self._jobs[job_id]
         return {
@@ -295,8 +295,7 @@ class TrialServer:
     def _prediction_log(self, job_id: str) -> Path:
         return self._log_folder / f"predict-{job_id}.log"
 
-    def _beside(self, *, has_ended: bool) -> list[str]:
-        """Return the ids of prediction jobs that have ended or not."""
+    def _prediction_jobs(self, *, has_ended: bool) -> list[str]:
         return [job_id for job_id, job in self._jobs.items() if job.is_beside and job.has_ended is has_ended]
 
     # Questions before the first trial
@@ -379,7 +378,7 @@ class TrialServer:
         try:
             answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:
-            raise self._not_inspected(str(error), log_path) from error
+            raise self._inspection_error(str(error), log_path) from error
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, answered.problem, log_path, timeout_seconds)
         if answered.inspection is not None and answered.inspection.model is not None and self._protection is not None:
@@ -389,7 +388,7 @@ class TrialServer:
                 answered, inspection=replace(answered.inspection, model=replace(model, interface=interface))
             )
         if answered.inspection is None:
-            raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
+            raise self._inspection_error(how_it_ended(answer, str(log_path)), log_path)
         return merged(answered.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
 
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
@@ -403,7 +402,7 @@ class TrialServer:
         answer = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
         return Rehearsal(problem=answer) if isinstance(answer, str) else answer
 
-    def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
+    def _inspection_error(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(
             f"the device {self.placement.label} could not be inspected: {why}",
             f"see {log_path} and {self.server_log}",

@@ -33,7 +33,7 @@ def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
     model_type = str(config.get("model_type"))
     vision = config.get("vision_config") or {}
     if model_type in _MERGING:
-        step = _step(config)
+        step = _token_side(config)
         side = asked or _USUAL_SIDE // step * step
         if side % step:
             near = [whole for whole in (side // step * step, (side // step + 1) * step) if whole]
@@ -60,8 +60,8 @@ def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
 def tokens_of_image(config: dict[str, Any], side: int) -> int:
     """Return the number of tokens of a square image."""
     if config["model_type"] in _MERGING:
-        return (side // _step(config)) ** 2
-    patches = (side // _patch(config)) ** 2
+        return (side // _token_side(config)) ** 2
+    patches = (side // _patch_side(config)) ** 2
     return int(patches / int(config.get("scale_factor", _DEFAULT_SCALE)) ** 2)
 
 
@@ -75,13 +75,12 @@ def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: in
         )
 
 
-def _step(config: dict[str, Any]) -> int:
-    """Return the side in pixels of the square that becomes one token."""
+def _token_side(config: dict[str, Any]) -> int:
     vision = config.get("vision_config") or {}
-    return _patch(config) * int(vision.get("spatial_merge_size", 2))
+    return _patch_side(config) * int(vision.get("spatial_merge_size", 2))
 
 
-def _patch(config: dict[str, Any]) -> int:
+def _patch_side(config: dict[str, Any]) -> int:
     vision = config.get("vision_config") or {}
     return int(vision.get("patch_size", _DEFAULT_PATCH[str(config["model_type"])]))
 

@@ -128,7 +128,7 @@ def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool 
     """
     if report.history.is_ruled_out(larger):
         return False
-    points = _points(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
+    points = _values_by_batch(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
     if len(points) < 2:
         return None
     (b1, y1), (b2, y2) = points[-2:]
@@ -141,15 +141,16 @@ def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
 
     ``None`` where the larger batch took no longer: then the difference is noise.
     """
-    points = _points(tried, larger.arm, lambda m: 1 / m.samples_per_second)
+    points = _values_by_batch(tried, larger.arm, lambda m: 1 / m.samples_per_second)
     (b1, s1), (b2, s2) = points[-2:]
     slope = (b2 * s2 - b1 * s1) / (b2 - b1)
     batch = larger.per_device_train_batch_size
     return batch / (b2 * s2 + slope * (batch - b2)) if slope > 0 else None
 
 
-def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]) -> list[tuple[int, float]]:
-    """Return pairs of batch and a measured value of an arm, sorted by batch."""
+def _values_by_batch(
+    tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]
+) -> list[tuple[int, float]]:
     # A batch may be measured with more than one accumulation; the last of them counts.
     points = {
         t.candidate.per_device_train_batch_size: value(t.measurement)

@@ -288,7 +288,7 @@ def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> l
 
 
 def _notes_outside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Return these notes, before control characters are escaped."""
+    """Return the notes of ``beside_lines`` before control characters are escaped."""
     several = _process_notes(export, form)
     if form != "torchrun" and not (form == "cli" and export.template is not None):
         set_them = "start the training with {}={} in its environment"

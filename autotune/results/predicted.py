@@ -199,7 +199,6 @@ class AdviceDocument:
 
 
 def advice_document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> AdviceDocument:
-    """Return the JSON document of ``advise``."""
     front = pareto_front(offers)
     return AdviceDocument(
         predicted=True,

@@ -346,7 +346,7 @@ def advice_lines(
         rows.append((row, offer))
 
     def table(*, with_ends: bool) -> list[str]:
-        cells = [[*row, _cost(offer, with_ends=with_ends)][: len(head)] for row, offer in rows]
+        cells = [[*row, _cost_cell(offer, with_ends=with_ends)][: len(head)] for row, offer in rows]
         return narrow_table_lines(head, cells, columns, (), folds=1)
 
     shown = table(with_ends=True)
@@ -363,8 +363,7 @@ def advice_lines(
     return lines
 
 
-def _cost(offer: Offer, *, with_ends: bool) -> str:
-    """Return the cost in words, with the ends of its interval if wanted."""
+def _cost_cell(offer: Offer, *, with_ends: bool) -> str:
     if offer.cost is None or offer.interval_cost is None:
         return ""
     return _with_ends(offer.cost, offer.interval_cost) if with_ends else format_rate(offer.cost)

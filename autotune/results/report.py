@@ -40,10 +40,10 @@ class Report:
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
-        return None if trial_id is None else self._by_id.get(trial_id)
+        return None if trial_id is None else self._trials_by_id.get(trial_id)
 
     @functools.cached_property
-    def _by_id(self) -> dict[str, TrialRecord]:
+    def _trials_by_id(self) -> dict[str, TrialRecord]:
         return {trial.id: trial for trial in self.trials}
 
     @property

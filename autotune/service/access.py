@@ -127,7 +127,7 @@ def access_of(request: Request) -> Access:
 
 
 # FastAPI runs a dependency that is not asynchronous in a thread, which takes longer than what these do.
-async def _known(request: Request) -> Searches:
+async def _searches_of(request: Request) -> Searches:
     return cast(Searches, request.app.state.searches)
 
 
@@ -143,7 +143,7 @@ async def _reader(request: Request) -> TokenRecord:
     return token
 
 
-async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
+async def _writer(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
     if not token.may_write:
         raise ServiceError(
             f"the token {token.name!r} may only read", "ask the operator for one with the role run", status=403
@@ -151,12 +151,12 @@ async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecor
     return token
 
 
-async def _submitter(request: Request, token: Annotated[TokenRecord, Depends(_runner)]) -> TokenRecord:
+async def _counted_submitter(request: Request, token: Annotated[TokenRecord, Depends(_writer)]) -> TokenRecord:
     access_of(request).count_submission(token)
     return token
 
 
 Reader = Annotated[TokenRecord, Depends(_reader)]
-Writer = Annotated[TokenRecord, Depends(_runner)]
-Submitter = Annotated[TokenRecord, Depends(_submitter)]
-Known = Annotated[Searches, Depends(_known)]
+Writer = Annotated[TokenRecord, Depends(_writer)]
+Submitter = Annotated[TokenRecord, Depends(_counted_submitter)]
+Known = Annotated[Searches, Depends(_searches_of)]

@@ -54,15 +54,15 @@ def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
     try:
         data = json.dumps(document, allow_nan=False)
     except ValueError:
-        data = json.dumps(_finite(document), allow_nan=False)
+        data = json.dumps(_null_for_nonfinite(document), allow_nan=False)
     return format_sse_event(data_str=data, event=kind, id=str(number) if number is not None else None)
 
 
-def _finite(value: Any) -> Any:
+def _null_for_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _null_for_nonfinite(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_null_for_nonfinite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -146,7 +146,7 @@ class _Search(_Shared):
     async def _follow(self) -> None:
         while not self.searches.is_closing:
             changed = self.searches.changes.next_event(self.key)
-            job, found = await run_in_threadpool(self._look)
+            job, found = await run_in_threadpool(self._read_news)
             for event in found:
                 data = {**event.document, "at": event.created_at.isoformat()}
                 self._events.append(encoded(event.kind, data, event.number))
@@ -158,7 +158,7 @@ class _Search(_Shared):
             if not found:
                 await wait_for(changed, _POLL_SECONDS)
 
-    def _look(self) -> tuple[JobRecord, list[JobEvent]]:
+    def _read_news(self) -> tuple[JobRecord, list[JobEvent]]:
         job = self.searches.job(self.key)
         return job, self.searches.store.queue.events(self.key, len(self._events), _MOST_AT_ONCE)
 

@@ -51,31 +51,31 @@ class VerifyingDocument(SearchDocument):
     missed: FailureDocument | None
 
 
-def _json(kind: Any) -> dict[str, Any]:
+def _json_content(kind: Any) -> dict[str, Any]:
     return {"application/json": kind}
 
 
 _EVENTS = "text/event-stream"
 _Answer = dict[int, dict[str, Any]]
 _ANSWERS: dict[tuple[str, str], _Answer] = {
-    ("get", "/healthz"): {200: _json(HealthDocument)},
+    ("get", "/healthz"): {200: _json_content(HealthDocument)},
     ("get", "/metrics"): {200: {"text/plain": str}},
-    ("post", "/v1/searches"): {202: _json(SearchDocument), 200: _json(SearchDocument)},
-    ("get", "/v1/searches"): {200: _json(SearchesDocument)},
-    ("get", "/v1/searches/{search}"): {200: _json(SearchDocument)},
-    ("delete", "/v1/searches/{search}"): {202: _json(SearchDocument)},
-    ("get", "/v1/searches/{search}/trials"): {200: _json(TrialsDocument)},
+    ("post", "/v1/searches"): {202: _json_content(SearchDocument), 200: _json_content(SearchDocument)},
+    ("get", "/v1/searches"): {200: _json_content(SearchesDocument)},
+    ("get", "/v1/searches/{search}"): {200: _json_content(SearchDocument)},
+    ("delete", "/v1/searches/{search}"): {202: _json_content(SearchDocument)},
+    ("get", "/v1/searches/{search}/trials"): {200: _json_content(TrialsDocument)},
     ("get", "/v1/searches/{search}/trials/{number}/log"): {200: {"text/plain": str}},
     ("get", "/v1/searches/{search}/report"): {
         200: {"application/json": StudyDocument, "text/plain": str, "text/html": str}
     },
     ("get", "/v1/searches/{search}/export"): {200: {"text/plain": str}},
     ("get", "/v1/searches/{search}/events"): {200: {_EVENTS: str}},
-    ("post", "/v1/predict"): {200: _json(PredictionDocument)},
-    ("post", "/v1/advise"): {200: _json(AdvisedDocument)},
-    ("post", "/v1/verify"): {202: _json(VerifyingDocument), 200: _json(VerifyingDocument)},
-    ("get", "/v1/verify/{verification}"): {200: _json(VerifyingDocument)},
-    ("get", "/v1/devices"): {200: _json(DevicesDocument)},
+    ("post", "/v1/predict"): {200: _json_content(PredictionDocument)},
+    ("post", "/v1/advise"): {200: _json_content(AdvisedDocument)},
+    ("post", "/v1/verify"): {202: _json_content(VerifyingDocument), 200: _json_content(VerifyingDocument)},
+    ("get", "/v1/verify/{verification}"): {200: _json_content(VerifyingDocument)},
+    ("get", "/v1/devices"): {200: _json_content(DevicesDocument)},
     ("get", "/v1/events"): {200: {_EVENTS: str}},
 }
 # Fields whose types are made of the fields of others while the program runs, so that no annotation can name them.

@@ -111,7 +111,7 @@ class Runner:
         self._thread.start()
 
     def _settle(self) -> None:
-        """Find the runs of jobs recorded as running; return jobs without a run to the queue."""
+        """Find the runs of jobs recorded as running; put jobs without a run back into the queue."""
         with self._guard:
             known = set(self._running)
         for job in self.store.queue.jobs(states=["running"], most=_MOST_AT_ONCE):
@@ -122,7 +122,7 @@ class Runner:
                 self._put_back(job, "the service was started again", is_lost=False)
             else:
                 device = job.device or {}
-                self._follow_soon(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
+                self._follow_in_thread(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
                 if job.is_cancel_asked:
                     self.cancel(job.id)
         self._is_settled = True
@@ -190,7 +190,7 @@ class Runner:
         if started is None:
             return
         running = _Running(started, host.name, uuids)
-        log.info("search started", extra={"fields": _fields(started, device=devices[0].name, host=host.name)})
+        log.info("search started", extra={"fields": _log_fields(started, device=devices[0].name, host=host.name)})
         with self._guard:
             self._running[job.id] = running
         self.changes.notify(job.id)
@@ -207,7 +207,7 @@ class Runner:
             return
         if running.is_cancelled:
             running.run.cancel()
-        self._follow_soon(running)
+        self._follow_in_thread(running)
 
     def _work(self, job: JobRecord, uuids: tuple[str, ...]) -> Work:
         """Return the work to send to the engine for a job."""
@@ -227,7 +227,7 @@ class Runner:
 
     # Following
 
-    def _follow_soon(self, running: _Running) -> None:
+    def _follow_in_thread(self, running: _Running) -> None:
         running.thread = threading.Thread(target=self._follow, args=(running,), name="follow", daemon=True)
         with self._guard:
             self._running[running.job.id] = running
@@ -244,12 +244,12 @@ class Runner:
                     self._hold(stack, job.study)
                 goes_on = not self._take_all(job, run)
         except AttemptOverError:
-            log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
+            log.warning("what a former attempt said is left out", extra={"fields": _log_fields(job)})
         except StorageError as error:
-            log.warning("what a search says is not recorded: %s", error, extra={"fields": _fields(job)})
+            log.warning("what a search says is not recorded: %s", error, extra={"fields": _log_fields(job)})
             self._is_settled = False
         except Exception:
-            log.exception("following a search failed", extra={"fields": _fields(job)})
+            log.exception("following a search failed", extra={"fields": _log_fields(job)})
             self._is_settled = False
         finally:
             if not goes_on:
@@ -306,7 +306,7 @@ class Runner:
                     messages = [each for each in messages if each.kind == "end" or each.number > known.heard]
                 return self._record(job, messages)
             except InvalidRequestError as error:
-                log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
+                log.warning("a record is refused: %s", error, extra={"fields": _log_fields(job)})
                 messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": error.document()})]
             except StorageError as error:
                 is_sure = False
@@ -352,13 +352,13 @@ class Runner:
     def _end(self, job: JobRecord, state: Any, problem: Document | None) -> None:
         with contextlib.suppress(AttemptOverError):
             self.store.queue.end(job.id, job.attempts, state, problem)
-            log.info("search ended", extra={"fields": _fields(job, state=state)})
+            log.info("search ended", extra={"fields": _log_fields(job, state=state)})
         self.changes.notify(job.id)
 
     def _put_back(self, job: JobRecord, why: str, *, is_lost: bool) -> None:
         with contextlib.suppress(AttemptOverError):
             state = self.store.queue.put_back(job.id, job.attempts, why, is_lost=is_lost)
-            log.info("search put back", extra={"fields": _fields(job, state=state, why=why)})
+            log.info("search put back", extra={"fields": _log_fields(job, state=state, why=why)})
         self.changes.notify(job.id)
 
 
@@ -376,7 +376,7 @@ def _attempt_id(job: JobRecord) -> str:
     return f"{job.id}-{job.attempts}"
 
 
-def _fields(job: JobRecord, **more: object) -> Document:
+def _log_fields(job: JobRecord, **more: object) -> Document:
     return {"search": job.id, "study": job.study, "attempt": job.attempts, **more}
 
 

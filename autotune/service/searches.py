@@ -106,7 +106,7 @@ class Searches:
         offers = offers_of(self.engine.hosts())
         fitting = [device for offer, device in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
-        self._check_length()
+        self._check_queue_length()
         with self._naming:
             study = choose_study(
                 submission, lambda name: bool(self.store.study(name) or self.store.queue.jobs(study=name, most=1))
@@ -133,7 +133,7 @@ class Searches:
         submission = read_verification(document)
         report = load_report(self.store, submission.study)
         verifiable_export(report)
-        self._check_length()
+        self._check_queue_length()
         needs = needs_of_study(report.environment)
         job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)
         if not is_new:
@@ -156,7 +156,7 @@ class Searches:
             self.runner.wake()
         return job, is_new
 
-    def _check_length(self) -> None:
+    def _check_queue_length(self) -> None:
         if self.store.queue.count_queued() >= MOST_QUEUED:
             raise ServiceError(
                 f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
@@ -300,7 +300,7 @@ class Searches:
             await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
 
     def forget(self, keep: timedelta) -> int:
-        """Delete searches that ended before ``keep``, with their events; return their number.
+        """Delete searches that ended longer ago than ``keep``, with their events; return their number.
 
         The logs of a study are deleted with its last search. Studies stay: their measurements answer and shorten later
         searches.

@@ -130,7 +130,7 @@ def require(package: str, lever: str) -> None:
 
 
 def require_compiler(device_kind: str, lever: str) -> None:
-    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no C++ or CUDA compiler on this machine.
+    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no C or C++ compiler on this machine.
 
     Where it looks: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for a GPU.
     """

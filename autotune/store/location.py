@@ -79,7 +79,7 @@ def resolve_location(location: str) -> Location:
         raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
     if not _URL_START.match(text):
         if text == ":memory:" or text.startswith(("sqlite:", "file:")):
-            raise _not_a_file(text)
+            raise _not_a_file_error(text)
         return _file_location(URL.create("sqlite"), text, text)
     try:
         url = make_url(text)
@@ -96,7 +96,7 @@ def resolve_location(location: str) -> Location:
         return Location(url, None, shown.render_as_string(hide_password=True))
     database = url.database or ""
     if url.drivername not in _SQLITE_DRIVERS or database in ("", ":memory:") or database.startswith("file:"):
-        raise _not_a_file(text)
+        raise _not_a_file_error(text)
     return _file_location(url, database, text)
 
 
@@ -145,7 +145,7 @@ def _surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _not_a_file(text: str) -> StorageError:
+def _not_a_file_error(text: str) -> StorageError:
     return StorageError(
         f"{text!r} does not name a SQLite file", "give a path such as studies/autotune.db, or sqlite:///path/to/file.db"
     )

@@ -258,15 +258,17 @@ class Queue:
             same_key = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
             row = connection.execute(same_key.returning(*_JOB.c), values).first()
             if row is None:
-                return _job(connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()), False
+                return _record_of(
+                    connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()
+                ), False
             self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
-            return _job(row), True
+            return _record_of(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that was submitted under this key."""
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job with this id, or the latest job of the study with this name."""
@@ -275,7 +277,7 @@ class Queue:
             return None
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def jobs(
         self,
@@ -299,7 +301,7 @@ class Queue:
         # State by state, in the order of their index; with IN all jobs of the states would be read and sorted.
         queries = [query.where(_JOB.c.state == state) for state in states] or [query]
         with self._transaction(is_single=len(queries) == 1) as connection:
-            jobs = [_job(row) for each in queries for row in connection.execute(each)]
+            jobs = [_record_of(row) for each in queries for row in connection.execute(each)]
         return sorted(jobs, key=lambda job: -job.number)[:most]
 
     def listed(
@@ -330,12 +332,12 @@ class Queue:
         key = keys[order].asc() if is_ascending else keys[order].desc()
         query = query.order_by(key.nulls_last(), _JOB.c.number.desc()).offset(skip).limit(most)
         with self._transaction(is_single=True) as connection:
-            return [_job(row) for row in connection.execute(query)]
+            return [_record_of(row) for row in connection.execute(query)]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
         """Return the queued jobs that start next, in order."""
         with self._transaction(is_single=True) as connection:
-            return [_job(row) for row in connection.execute(_IN_TURN, {"most": most})]
+            return [_record_of(row) for row in connection.execute(_IN_TURN, {"most": most})]
 
     def counts(self) -> dict[str, int]:
         """Return the number of jobs in each state."""
@@ -377,7 +379,7 @@ class Queue:
             running = and_(_JOB.c.id == job_id, _JOB.c.state == "running")
             connection.execute(update(_JOB).where(running).values(is_cancel_asked=True))
             found = connection.execute(_JOBS.where(_JOB.c.id == job_id)).first()
-        return None if found is None else _job(found)
+        return None if found is None else _record_of(found)
 
     def forget(self, ended_before: datetime, most: int = 500) -> dict[str, str]:
         """Delete jobs that ended before a moment, with their events; return their studies by job id."""
@@ -400,7 +402,7 @@ class Queue:
         }
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_NEXT, offered).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def start(self, job_id: str, device: Document) -> JobRecord | None:
         """Record that a queued job starts on these devices; return ``None`` if it is no longer queued."""
@@ -410,7 +412,7 @@ class Queue:
             row = connection.execute(_START, given).first()
             if row is None:
                 return None
-            job = _job(row)
+            job = _record_of(row)
             self._insert_events(connection, job.id, job.events, [("state", {"state": "running", "device": device})])
         return job
 
@@ -436,7 +438,7 @@ class Queue:
             pass
 
     def put_back(self, job_id: str, attempt: int, why: str, *, is_lost: bool) -> JobState:
-        """Return a job to the queue after an attempt without a result; return its new state.
+        """Put a job back into the queue after an attempt without a result; return its new state.
 
         A job to be cancelled is cancelled. A job that has lost too many attempts has failed. Raises
         ``AttemptOverError`` where another attempt runs the job.
@@ -446,7 +448,7 @@ class Queue:
             row = connection.execute(_JOBS.where(_running(job_id, attempt)).with_for_update()).first()
             if row is None:
                 raise AttemptOverError(job_id)
-            job = _job(row)
+            job = _record_of(row)
             losses = job.losses + is_lost
             state: JobState = "queued"
             problem: Document | None = None
@@ -586,7 +588,7 @@ def _write_running(names: tuple[str, ...]) -> Update:
     return statement.values(events=_JOB.c.events + bindparam("added", type_=Integer)).returning(_JOB.c.events)
 
 
-def _job(row: Row[Any]) -> JobRecord:
+def _record_of(row: Row[Any]) -> JobRecord:
     columns = row._mapping
     needs = Needs(columns["needs_kind"], columns["needs_gpu"], columns["needs_memory_bytes"], columns["needs_count"])
     return JobRecord(needs=needs, **{name: columns[name] for name in _JOB_FIELDS if name != "needs"})

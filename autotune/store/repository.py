@@ -100,19 +100,19 @@ class Store:
 
     def intern_environment(self, document: Document, fingerprint: str) -> str:
         """Return the id of the environment with this fingerprint, recording it if it is new."""
-        return self._intern(EnvironmentRow, document, fingerprint)
+        return self._intern_row(EnvironmentRow, document, fingerprint)
 
     def intern_workload(self, document: Document, fingerprint: str) -> str:
         """Return the id of the workload with this fingerprint, recording it if it is new."""
-        return self._intern(WorkloadRow, document, fingerprint)
+        return self._intern_row(WorkloadRow, document, fingerprint)
 
     def environment(self, environment_id: str) -> Document:
         """Return the environment with this id. Raises ``ValueError`` for an unknown id."""
-        return self._document(EnvironmentRow, environment_id)
+        return self._document_of_row(EnvironmentRow, environment_id)
 
     def workload_of(self, study: StudyRecord) -> Document:
         """Return a study's workload, with the paths of this study's dataset. Studies may share a workload."""
-        workload = self._document(WorkloadRow, study.workload_id)
+        workload = self._document_of_row(WorkloadRow, study.workload_id)
         place = study.request.get("data_at")
         return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
 
@@ -168,7 +168,7 @@ class Store:
             states = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
             counts = {(study_id, state): count for study_id, state, count in connection.execute(states)}
             best_ids = select(StudyRow.best_trial_id).where(StudyRow.best_trial_id.is_not(None))
-            best = {trial.id: trial for trial in _trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
+            best = {trial.id: trial for trial in _read_trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
         studies = [_study_record(row._mapping) for row in rows]
         return [
             StudySummary(
@@ -250,14 +250,14 @@ class Store:
     def trial(self, trial_id: str) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
         with self._transaction() as connection:
-            trials = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
+            trials = _read_trials(connection, _TRIALS.where(TrialRow.id == trial_id))
         return trials[0] if trials else None
 
     def trials(self, study_id: str) -> list[TrialRecord]:
         """Return the study's trials in their order."""
         of_study = _TRIALS.where(TrialRow.study_id == study_id).order_by(TrialRow.number, TrialRow.started_at)
         with self._transaction() as connection:
-            return _trials(connection, of_study)
+            return _read_trials(connection, of_study)
 
     def trials_of_winners(self) -> dict[str, list[TrialRecord]]:
         """Return the trials of every study with a winner, in order, by the study's id.
@@ -322,14 +322,14 @@ class Store:
                 fields, others = row[: len(_TRIAL_FIELDS)], row[len(_TRIAL_FIELDS) :]
                 yield _trial_record(fields), *others
 
-    def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
+    def _intern_row(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
         row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}
         with self._transaction(writes=True) as connection:
             if insert_if_absent(connection, table, row):
                 return str(row["id"])
             return str(connection.execute(select(table.id).where(table.fingerprint == fingerprint)).scalar_one())
 
-    def _document(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
+    def _document_of_row(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
         with self._transaction(is_single=True) as connection:
             document: Document | None = connection.execute(select(table.document).where(table.id == row_id)).scalar()
         if document is None:
@@ -386,7 +386,7 @@ def _trial_record(row: Sequence[Any]) -> TrialRecord:
     return TrialRecord(**fields)
 
 
-def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
+def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     try:
         return [_trial_record(row) for row in rows]

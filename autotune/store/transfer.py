@@ -45,7 +45,7 @@ _INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRON
 def read_study(store: Store, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
     """Return a study and its trials, optionally only ``trial_ids``, as JSON; ``None`` for an unknown name."""
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
-        return _read(connection, name, trial_ids)
+        return _read_document(connection, name, trial_ids)
 
 
 def related_studies(store: Store, model: str) -> list[Document]:
@@ -54,7 +54,7 @@ def related_studies(store: Store, model: str) -> list[Document]:
     ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
         names = [name for name, workload in connection.execute(ended) if workload.get("model") == model]
-        documents = [_read(connection, name) for name in names[:_MOST_RELATED]]
+        documents = [_read_document(connection, name) for name in names[:_MOST_RELATED]]
     return [document for document in documents if document is not None]
 
 
@@ -65,7 +65,7 @@ def studies_for(store: Store, study: str, options: Document) -> tuple[Document, 
     return (*([own] if own is not None else []), *(each for each in related if each["study"]["name"] != study))
 
 
-def _read(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
+def _read_document(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None

@@ -142,7 +142,7 @@ class GraphedSteps:
         loss = self._run_eagerly(model, inputs, num_items_in_batch)
         if recomputing and not torch.equal(drawn, torch.cuda.get_rng_state(self._trainer.args.device)):
             raise SettingUnavailableError(
-                f"{type(_unwrapped(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
+                f"{type(_original(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
                 "draw the same again in a CUDA graph; train without dropout, or without cuda_graphs"
             )
         return loss
@@ -240,7 +240,7 @@ class GraphedSteps:
                 raise
             why = f"{type(began).__name__}: {began}".splitlines()[0]
             raise SettingUnavailableError(
-                f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: {why}"
+                f"a micro-step of {type(_original(model)).__name__} cannot be captured as a CUDA graph: {why}"
             ) from error
         tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         graph = _Graph(captured, tensors, loss)
@@ -249,7 +249,7 @@ class GraphedSteps:
         else:
             shape.writing, self._gradients = graph, self._created_gradients(model)
         loss = self._replay(model, graph, tensors, is_first=True)
-        self._compare(model, expected, (loss, self._norms()))
+        self._compare(model, expected, (loss, self._gradient_norms()))
         if before:
             torch._foreach_add_(list(self._gradients), before)
         return loss
@@ -294,20 +294,19 @@ class GraphedSteps:
         buffers = [buffer.clone() for buffer in model.buffers()]
         on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
         loss = self._run_eagerly(model, inputs, num_items_in_batch)
-        norms = self._norms()
+        norms = self._gradient_norms()
         self._forget_gradients()
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         torch.cuda.set_rng_state(on_device, device)
         if _random_state(device) != on_host:
             raise SettingUnavailableError(
-                f"{type(_unwrapped(model)).__name__} draws random numbers on the host, as layers that are left out at "
+                f"{type(_original(model)).__name__} draws random numbers on the host, as layers that are left out at "
                 "random do (layerdrop), and a graph would always run what was drawn first"
             )
         return loss, norms
 
-    def _norms(self) -> torch.Tensor:
-        """Return the norms of all gradients."""
+    def _gradient_norms(self) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
 
@@ -317,7 +316,7 @@ class GraphedSteps:
             off = float((other - one).float().norm() / one.float().norm().clamp_min(1e-12))
             if not off <= _TOLERANCE and bool(one.isfinite().all()):
                 raise SettingUnavailableError(
-                    f"the {what} of {type(_unwrapped(model)).__name__} in a CUDA graph differ from those of an eager "
+                    f"the {what} of {type(_original(model)).__name__} in a CUDA graph differ from those of an eager "
                     f"step by {off:.1%}; train without cuda_graphs"
                 )
 
@@ -392,8 +391,7 @@ def _original_error(error: RuntimeError) -> RuntimeError:
     return began
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that ``torch.compile`` wrapped."""
+def _original(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 

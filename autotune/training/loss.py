@@ -296,7 +296,7 @@ class _FewTokens:
             scale = self._scale
             hook = self._layer.register_forward_pre_hook(lambda _, given: (given[0] * scale, *given[1:]))
             try:
-                loss = self._loss()
+                loss = self._loss_of_tokens()
                 gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             finally:
                 hook.remove()
@@ -315,12 +315,12 @@ class _FewTokens:
         hook = self._layer.register_forward_hook(lambda _, __, logits: largest.append(float(logits.abs().max())))
         try:
             with torch.no_grad():
-                self._loss()
+                self._loss_of_tokens()
         finally:
             hook.remove()
         return _LARGE / max(largest, default=1.0) if max(largest, default=0.0) else 1.0
 
-    def _loss(self) -> Any:
+    def _loss_of_tokens(self) -> Any:
         device = next(self._model.parameters()).device
         tokens = torch.arange(8, device=device).reshape(2, 4) % self._layer.weight.shape[0]
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
@@ -353,7 +353,7 @@ def _layer_of(model: Any) -> Any:
 
 
 def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
-    """Make a model compute its loss without all logits, and return the switch for this.
+    """Make a model compute its loss without all logits, and return the object that controls this.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
     """

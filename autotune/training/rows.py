@@ -434,7 +434,7 @@ def _attend_by_borders(model: Any) -> Callable[[], None]:
 
     @functools.wraps(whole)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _attend_by(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
+        _set_attention(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
         return whole(self, *args, **kwargs)
 
     forward._attends_as_told = True  # type: ignore[attr-defined]
@@ -444,14 +444,13 @@ def _attend_by_borders(model: Any) -> Callable[[], None]:
         del model.forward
         if earlier is not None:
             model.forward = earlier
-        _attend_by(model, "sdpa")
+        _set_attention(model, "sdpa")
 
     return undo
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by(model: Any, implementation: str) -> None:
-    """Set the attention implementation of a model."""
+def _set_attention(model: Any, implementation: str) -> None:
     for config in (model.config, model.config.get_text_config()):
         if config._attn_implementation in ("sdpa", ATTENTION) and config._attn_implementation != implementation:
             config._attn_implementation = implementation
@@ -463,7 +462,7 @@ def _restore_sdpa(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _attend_by(model, "sdpa")
+        _set_attention(model, "sdpa")
 
 
 @torch.no_grad()

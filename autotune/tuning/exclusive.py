@@ -66,7 +66,7 @@ def take_turn(
             name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait)
             has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
-            _say_without_lock(error, note)
+            _note_missing_lock(error, note)
             free = iter((study,)) if isinstance(study, str) else (each for each in study() if not is_taken(each))
             name = name or next(free)
         yield Turn(name, has_waited)
@@ -82,12 +82,11 @@ def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = N
         try:
             _hold_devices(stack, devices, study, wait=wait, note=note, hint="verify again when that has ended")
         except LockError as error:
-            _say_without_lock(error, note)
+            _note_missing_lock(error, note)
         yield
 
 
-def _say_without_lock(error: LockError, note: Note) -> None:
-    """Warn that no lock could be made, so that other searches go unnoticed."""
+def _note_missing_lock(error: LockError, note: Note) -> None:
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
@@ -135,7 +134,7 @@ def _hold_study(
             return study, _wait_for(lock, study, f"the study {study}", wait)
         if (holder := lock.acquire(study)) is not None:
             # The message names the study already.
-            raise _study_is_taken(study, replace(holder, study=None).describe())
+            raise _study_taken_error(study, replace(holder, study=None).describe())
         return study, False
     for name in study():
         # A new study never waits for a name: there is always another one.
@@ -166,8 +165,7 @@ def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
     return bool(holders)
 
 
-def _study_is_taken(study: str, holder: str) -> AutotuneError:
-    """Return the error that another process searches the study."""
+def _study_taken_error(study: str, holder: str) -> AutotuneError:
     return StorageError(
         f"the study {study!r} is searched by {holder}", "add --wait to wait for its end, or name another"
     )
@@ -187,7 +185,7 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
     name, token, has_waited = name_of_study(study), new_id(), False
     while (holder := store.leases.take(name, this_owner(), token)) is not None:
         if wait is None:
-            raise _study_is_taken(study, holder.describe())
+            raise _study_taken_error(study, holder.describe())
         if not has_waited:
             wait(f"waiting for the study {study}, which {holder.describe()} searches")
             has_waited = True

@@ -256,7 +256,7 @@ def _batch_in_words(candidate: Candidate, like: Candidate | None = None) -> str:
 
 
 def _undivided_loss(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:
-    """Say which training does not divide its loss by the accumulation; ``None`` where both or neither do."""
+    """Say which training does not divide its loss by the accumulation; ``None`` where this explains no difference."""
     if of_split.kind != "scale":
         return None
     times, (one, more) = of_split.factor, (each.gradient_accumulation_steps for each in (asked, other))

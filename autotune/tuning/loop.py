@@ -110,7 +110,6 @@ class Search:
         looker: Looker | None = None,
         rehearse: Rehearse | None = None,
     ) -> None:
-        """Start a search that is not opened yet. ``clock`` returns seconds."""
         self._prepared = prepared
         self._looker, self._rehearse = looker, rehearse
         self._died: list[tuple[list[Tried], Rehearsal]] = []
@@ -164,7 +163,7 @@ class Search:
         except BaseException as error:
             self._stop_after(error)
             raise
-        self._close(stop)
+        self._record_end(stop)
         if self._study.state == "finished" and self._plan.best() is None:
             raise _no_result(self._history, self._request, stop, log_folder=self._log_folder)
         return self._study
@@ -221,8 +220,7 @@ class Search:
             if isinstance(outcome, Completed) and outcome.measurement.fits(trial.candidate.arm, self._history.ceiling):
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
-    def _close(self, stop: Stop) -> None:
-        """Record the end of the search."""
+    def _record_end(self, stop: Stop) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
@@ -257,7 +255,7 @@ class Search:
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
                 self._store.finish_trial(trial.record.id, outcome, seconds)
-            self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
+            self._record_end(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
                 self._observer.note(f"the end of the search is not recorded: {second.message}")

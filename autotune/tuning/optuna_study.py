@@ -48,7 +48,8 @@ class PlanSampler(BaseSampler):
         if self.next is not None:
             params = params_of(self.next, self._names)
             # What the study does not know is drawn, and the trial teaches nothing.
-            return {name: value for name, value in params.items() if _knows(self._names[name], value)}
+            kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
+            return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
         return self._other.sample_relative(study, trial, search_space)
 
     def sample_independent(
@@ -97,7 +98,7 @@ class OptunaStudy:
                 return Step("search", candidate), trial
             known = refusal.known if refusal is not None else None
             excess = over_line_gib(known, self._ceiling) if known is not None else None
-            self._tell(trial, TrialState.PRUNED, None, excess)
+            self._report(trial, TrialState.PRUNED, None, excess)
         return None
 
     def tell(self, trial: optuna.Trial, candidate: Candidate, outcome: Outcome) -> None:
@@ -106,9 +107,9 @@ class OptunaStudy:
             self._study.tell(trial, state=TrialState.FAIL)
             return
         state, value = state_and_value(candidate, outcome, self._objective)
-        self._tell(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
+        self._report(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
 
-    def _tell(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
+    def _report(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
         if excess is not None:
             trial.set_constraint(CONSTRAINT, excess)
         self._study.tell(trial, value, state)
@@ -186,11 +187,6 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
     """Return a candidate as Optuna's parameters."""
     parameters = candidate.parameters()
     return {name: parameters[name] for name in names}
-
-
-def _knows(values: BaseDistribution, value: Any) -> bool:
-    """Return whether a distribution contains a value."""
-    return not isinstance(values, CategoricalDistribution) or value in values.choices
 
 
 def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSampler:

@@ -82,8 +82,8 @@ class Library:
         is_second = bool(not_from)
         # The oldest first.
         exact = [
-            dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
-            for past, outcome in self._alike(candidate)
+            dataclasses.replace(outcome, source=_source_of(past, derived=False), phase_seconds={})
+            for past, outcome in self._at_any_accumulation(candidate)
             if past.trial.candidate == candidate and past.trial.id not in not_from
         ]
         # Each process of earlier searches counts, however few steps it measured, as it did there.
@@ -105,19 +105,18 @@ class Library:
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
         """Return the latest measurement at another accumulation, converted to this accumulation."""
         converted: Completed | None = None
-        for past, outcome in self._alike(candidate):
+        for past, outcome in self._at_any_accumulation(candidate):
             other = past.trial.candidate
             if other == candidate or not (other.accumulates and candidate.accumulates):
                 continue
             measured = derive(outcome.measurement, other, candidate)
             if measured is not None:
-                worked_out = Completed(measured, source=_source(past, derived=True))
+                worked_out = Completed(measured, source=_source_of(past, derived=True))
                 if _measured_long_enough(worked_out, candidate, effort):
                     converted = worked_out
         return converted
 
-    def _alike(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
-        """Yield the completed trials with the candidate's arm and batch, at any accumulation."""
+    def _at_any_accumulation(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
         for past in self._completed.get((candidate.arm, candidate.per_device_train_batch_size), ()):
             assert isinstance(past.trial.outcome, Completed)
             yield past, past.trial.outcome
@@ -130,9 +129,9 @@ class Library:
             return None
         past = self._sources[tried.trial_id]
         if same:
-            return dataclasses.replace(tried.outcome, source=_source(past, derived=False), phase_seconds={})
+            return dataclasses.replace(tried.outcome, source=_source_of(past, derived=False), phase_seconds={})
         message = f"needs no less than {tried.candidate.describe()}, which ran out of memory"
-        return OutOfMemory(message, source=_source(past, derived=True))
+        return OutOfMemory(message, source=_source_of(past, derived=True))
 
 
 def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:
@@ -222,5 +221,5 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
 
 
-def _source(past: PastTrial, *, derived: bool) -> Source:
+def _source_of(past: PastTrial, *, derived: bool) -> Source:
     return Source(past.trial.id, past.study, past.trial.number, derived)

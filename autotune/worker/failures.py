@@ -74,13 +74,13 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
     text = str(error).lower()
     if any(fragment in text for fragment in (*_DEVICE_FRAGMENTS, *_HOST_FRAGMENTS)):
         return True
-    if _is_onednns(text):
+    if _is_onednn_error(text):
         return True
     near = fraction_used >= _NEAR_LIMIT
     return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
 
 
-def _is_onednns(text: str) -> bool:
+def _is_onednn_error(text: str) -> bool:
     return text.strip().partition("\n")[0] == _ONEDNN_LINE
 
 
@@ -144,7 +144,7 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()
     on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in _HOST_FRAGMENTS)
-    on_host = on_host or _is_onednns(text)
+    on_host = on_host or _is_onednn_error(text)
     return OutOfMemory(
         first_line(culprit),
         where="host" if on_host and not on_cpu else "device",

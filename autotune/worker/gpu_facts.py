@@ -134,14 +134,14 @@ def _best_seconds(
 ) -> tuple[float, float]:
     """Return the shortest time of a run, averaged over runs issued together, and the time to issue one."""
     work()
-    _wait(devices)
+    _synchronize_all(devices)
     run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
     while True:
         started = time.perf_counter()
         for _ in range(together):
             work()
         issued = min(issued, (time.perf_counter() - started) / together)
-        _wait(devices)
+        _synchronize_all(devices)
         run = min(run, (time.perf_counter() - started) / together)
         if time.perf_counter() > deadline:
             return run, issued
@@ -195,7 +195,7 @@ def _with_time_limit(seconds: float, measure: Callable[[], T]) -> T | None:
     return told[0] if told else None
 
 
-def _wait(devices: Sequence[torch.device]) -> None:
+def _synchronize_all(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

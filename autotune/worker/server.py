@@ -197,9 +197,9 @@ class Server:
 
     def report(self, line: ServerLine) -> None:
         """Send a line to the controller, now or as soon as it reads again."""
-        self._put(encode(line))
+        self._send_document(encode(line))
 
-    def _put(self, document: dict[str, Any]) -> None:
+    def _send_document(self, document: dict[str, Any]) -> None:
         self._reports.put(json.dumps(document).encode())
 
     def serve(self) -> None:
@@ -427,7 +427,7 @@ class Server:
             elif rank.number == 0:
                 job.has_result = job.has_result or "result" in message
                 said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
-                self._put({**said, "id": job.id})
+                self._send_document({**said, "id": job.id})
 
 
 def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:

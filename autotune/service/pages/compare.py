@@ -77,10 +77,10 @@ class Group:
     @property
     def drawing(self) -> Markup:
         """The chart of the speeds."""
-        return draw_intervals(self.rate_unit, [_interval(each, number) for number, each in enumerate(self.members)])
+        return draw_intervals(self.rate_unit, [_interval_row(each, number) for number, each in enumerate(self.members)])
 
 
-def _interval(each: Compared, number: int) -> IntervalRow:
+def _interval_row(each: Compared, number: int) -> IntervalRow:
     speed = each.best.speed
     low, high = speed.interval()
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
@@ -127,7 +127,7 @@ def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str]
     jobs = [searches.job(name) for name in names]
     if like:
         one = searches.job(like)
-        jobs += [one, *(job for job in known if _trained(job) == _trained(one))]
+        jobs += [one, *(job for job in known if _training_key(job) == _training_key(one))]
     # Jobs of one study, which went on in the later ones, have one result.
     by_study: dict[str, JobRecord] = {}
     for job in jobs:
@@ -135,7 +135,7 @@ def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str]
     return list(by_study.values())[:_MOST_COMPARED]
 
 
-def _trained(job: JobRecord) -> tuple[object, object]:
+def _training_key(job: JobRecord) -> tuple[object, object]:
     return job.request.get("model"), job.request.get("code")
 
 

@@ -42,7 +42,7 @@ def show(request: Request, search: str, visitor: Visitor, searches: Known) -> Re
         return sign_in_page()
     try:
         job = searches.job(search)
-        parts = _parts(searches, job, visitor, str(request.base_url))
+        parts = _render_parts(searches, job, visitor, str(request.base_url))
     except AutotuneError as error:
         return error_page(error, visitor)
     return frame.page("search.html", token=visitor, job=job, parts=parts)
@@ -80,7 +80,9 @@ async def parts(request: Request, search: str, token: Reader, searches: Known) -
     # Whoever may start searches sees buttons that others do not; the command names the host that was asked.
     url = str(request.base_url)
     key = f"{token.role} {token.name} {url} {search}"
-    return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token, url)))
+    return HTMLResponse(
+        await rendered_of(request).get(key, lambda: _render_parts(searches, searches.job(search), token, url))
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _asked(job: JobRecord, url: str) -> _Asked:
     return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}", not_in_fields(job))
 
 
-def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
+def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None

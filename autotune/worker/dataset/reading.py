@@ -348,7 +348,7 @@ def load(spec: DataSpec, folder: Path) -> Any:
         raise
     except Exception as error:
         if _NO_DATA in str(error):
-            raise _is_empty(spec) from error
+            raise _empty_dataset_error(spec) from error
         hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
         if spec.kind == "hub":
             hint += "; no file or folder has this name"
@@ -362,11 +362,11 @@ def load(spec: DataSpec, folder: Path) -> Any:
             )
         loaded = loaded[spec.split]
     if len(loaded) == 0:
-        raise _is_empty(spec)
+        raise _empty_dataset_error(spec)
     return in_stored_order(loaded)
 
 
-def _is_empty(spec: DataSpec) -> InvalidRequestError:
+def _empty_dataset_error(spec: DataSpec) -> InvalidRequestError:
     return InvalidRequestError(
         f"--dataset {spec.label} has no samples (split {spec.split})", "give a dataset or split with samples"
     )

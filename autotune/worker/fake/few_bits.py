@@ -53,7 +53,7 @@ class _FewBits(torch.nn.Module):
         bias = layer.bias
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(self._dtype), requires_grad=False)
 
-    def _keep(self, weight: torch.Tensor) -> None:
+    def _set_weight(self, weight: torch.Tensor) -> None:
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
@@ -64,7 +64,7 @@ class _FourBits(_FewBits):
         super().__init__(layer, workload)
         weights = self.in_features * self.out_features
         scales = -(-weights // _BLOCK)
-        self._keep(torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta"))
+        self._set_weight(torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta"))
         self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
         self.register_buffer("scales_of_scales", torch.empty(-(-scales // _BLOCK_OF_SCALES), device="meta"))
 
@@ -104,7 +104,7 @@ class _EightBits(_FewBits):
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__(layer, workload)
-        self._keep(torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta"))
+        self._set_weight(torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta"))
         self.register_buffer("scales", torch.empty(self.out_features, device="meta"))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

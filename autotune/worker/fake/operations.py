@@ -142,7 +142,7 @@ class OperationTally:
         """Return a size as a function of the batch: proportional if divisible by the traced batch, else constant."""
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
-    def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
+    def _traffic_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
         sizes = []
         for tensor in tensors:
             # An expanded one is read from the cache repeatedly.
@@ -180,7 +180,7 @@ class OperationTally:
         flash = "flash" in name or "cudnn" in name
         options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
         shape = *(self._split(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
-        return kind, _dtype_name(query), self._split(flops), self._bytes(read, 2 if backward else 1), shape
+        return kind, _dtype_name(query), self._split(flops), self._traffic_bytes(read, 2 if backward else 1), shape
 
     def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
         """Return the cost of a convolution."""
@@ -190,19 +190,19 @@ class OperationTally:
         # The gradients of input and weight, where they are wanted.
         times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
         flops = self._split(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
-        return "convolution", _dtype_name(source), flops, self._bytes((source, weight, result), times), ()
+        return "convolution", _dtype_name(source), flops, self._traffic_bytes((source, weight, result), times), ()
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
         """Return the cost of a fused optimizer kernel, which writes all tensors but gradients in place."""
-        lists = [list(_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
+        lists = [list(_flatten_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
         dtype = _dtype_name(read[0]) if read else "float32"
-        return "fused_update", dtype, (0, 0), self._bytes(read + written), ((0, len(lists[0]) if lists else 0),)
+        return "fused_update", dtype, (0, 0), self._traffic_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
     def _moving(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
         """Return the cost of an operation that is limited by memory traffic."""
-        read, written = list(_tensors(args)), list(_tensors((out,)))
+        read, written = list(_flatten_tensors(args)), list(_flatten_tensors((out,)))
         if kind == "fill":
             touched = written
         elif name == "copy_":
@@ -227,7 +227,7 @@ class OperationTally:
             kind = "dropout"
         elif kind == "elementwise" and _mixes_dtypes(read, written):
             kind = "elementwise_cast"
-        return kind, dtype, (0, 0), self._bytes(touched), shape
+        return kind, dtype, (0, 0), self._traffic_bytes(touched), shape
 
 
 def _name_and_kind(func: Any) -> tuple[str, str]:
@@ -270,9 +270,9 @@ def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool
     return len(dtypes) > 1
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _flatten_tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from _flatten_tensors(value)

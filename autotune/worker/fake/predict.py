@@ -82,11 +82,11 @@ class Limits:
             peak_allocated_bytes=peaks.allocated_bytes,
             peak_reserved_bytes=peaks.reserved_bytes,
             runs_out=peaks.runs_out,
-            fits=self._fit(peaks),
+            fits=self._peaks_fit(peaks),
             anatomy=anatomy(events, step.label),
         )
 
-    def _fit(self, peaks: _Peaks) -> bool:
+    def _peaks_fit(self, peaks: _Peaks) -> bool:
         return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes + self._spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
@@ -105,7 +105,7 @@ class Limits:
         step = self._step.of(1)
         events = step.at(batch, self._chip, accumulation=1)
         # What exists at once, unrounded, is a lower bound of reserved memory.
-        return _peak(events)[0] <= self._bounds.line_bytes and self._fit(self._peaks(events, step))
+        return _peak(events)[0] <= self._bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple that fits, found by bisection; 0 where no batch fits."""

@@ -124,13 +124,13 @@ class ZeroRank:
         self.is_last = True
         """Whether the micro-step is the last of its step."""
 
-    def _hold(self, label: str, elements: int, stream: int = 0) -> int:
+    def _hold_part(self, label: str, elements: int, stream: int = 0) -> int:
         number = self._tracer.hold(label, elements * self._element_bytes)
         if stream:
             self._tracer.trace.streams[number] = stream
         return number
 
-    def _let_go(self, held: list[int]) -> None:
+    def _let_go_all(self, held: list[int]) -> None:
         for number in held:
             self._tracer.let_go(number)
         held.clear()
@@ -140,12 +140,12 @@ class ZeroRank:
 
         Weights are recorded whole: DeepSpeed copies them into one flat tensor.
         """
-        self._hold("weights", self._kept_weights)
+        self._hold_part("weights", self._kept_weights)
         if self._stage == 3:
-            self._hold("gradients", self._part)
-            self._hold("communication", self._bucket_elements)
+            self._hold_part("gradients", self._part)
+            self._hold_part("communication", self._bucket_elements)
         if self._offloads:
-            self._hold("communication", self._largest)
+            self._hold_part("communication", self._largest)
             return
         partition = torch.empty(self._part, dtype=torch.float32)
         self._tracer.see(partition, "optimizer")
@@ -160,12 +160,14 @@ class ZeroRank:
             elements = min(left, parameter.numel())
             left -= elements
             if elements:
-                self._gathered.append(self._hold("weights", elements, _GATHERING))
+                self._gathered.append(self._hold_part("weights", elements, _GATHERING))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         """Record DeepSpeed's gradient hook: a parameter's gradient is copied into a bucket and exchanged."""
         if not self._buffers and self._stage < 3:
-            self._buffers = [self._hold("communication", self._bucket_elements) for _ in range(self._buffers_count)]
+            self._buffers = [
+                self._hold_part("communication", self._bucket_elements) for _ in range(self._buffers_count)
+            ]
         if not self._accumulates_whole:
             parameter.grad = None
 
@@ -180,22 +182,22 @@ class ZeroRank:
             return
         if self._stage < 3 and not self._offloads and not self._gradients:
             # Those of the first half of the model, which the backward pass reaches when most activations are freed.
-            self._gradients.append(self._hold("gradients", self._part, _REDUCING))
-        self._let_go(self._buffers)
+            self._gradients.append(self._hold_part("gradients", self._part, _REDUCING))
+        self._let_go_all(self._buffers)
         # What several ranks share is copied into a tensor of its own before it is exchanged.
-        self._let_go([self._hold("communication", min(self._bucket_elements, self._trained), _REDUCING)])
+        self._let_go_all([self._hold_part("communication", min(self._bucket_elements, self._trained), _REDUCING)])
 
     def update(self) -> None:
         """Record the update of this rank's part of the weights."""
-        self._let_go(self._gathered)
+        self._let_go_all(self._gathered)
         if self._optimizer is None:
             return
         (parameter,) = self._optimizer.param_groups[0]["params"]
-        flat = [self._hold("gradients", self._part)]
+        flat = [self._hold_part("gradients", self._part)]
         parameter.grad = torch.empty_like(parameter)
         self._tracer.see(parameter.grad, "gradients")
-        self._let_go(flat)
-        self._let_go(self._gradients)
+        self._let_go_all(flat)
+        self._let_go_all(self._gradients)
         self._tracer.phase = "optimizer"
         self._optimizer.step()
         parameter.grad = None

@@ -66,7 +66,7 @@ class ScalableStep:
         loads = trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]]
         ended = {number for number, size in loads if size == DEATH}
         self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
-        self._events: dict[int, list[_Event]] = {}
+        self._with_origins: dict[int, list[_Event]] = {}
         """The events of two steps, by accumulation."""
 
     def of(self, accumulation: int) -> ScalableStep:
@@ -82,9 +82,9 @@ class ScalableStep:
         if (step := self.of(accumulation)) is not self:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
-        if accumulation not in self._events:
-            self._events[accumulation] = self._two_steps(accumulation)
-        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
+        if accumulation not in self._with_origins:
+            self._with_origins[accumulation] = self._two_steps(accumulation)
+        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._with_origins[accumulation]]
 
     def label(self, number: int) -> str:
         """Return the kind of an allocation in either step."""
@@ -115,7 +115,14 @@ class ScalableStep:
         repeated = born & ended
         again = self._later([event for event in step if event[0] in repeated], 1)
         deaths: list[_Event] = [(number, None) for number, _ in loads]
-        return [*_events(self._trace.events[: self._begins]), *loads, *step, *self._later(loads, 1), *deaths, *again]
+        return [
+            *_with_origins(self._trace.events[: self._begins]),
+            *loads,
+            *step,
+            *self._later(loads, 1),
+            *deaths,
+            *again,
+        ]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
         """Return the inputs of all micro-steps, and the other events of a step, which end earlier than the inputs."""
@@ -131,7 +138,7 @@ class ScalableStep:
             part = [event for event in part if event[0] not in absent]
         before = traced[self._begins : parts["first micro-step"]]
         given = {number for number, size in before if size != DEATH}
-        return loads, [event for event in _events(part) if event[0] not in given]
+        return loads, [event for event in _with_origins(part) if event[0] not in given]
 
     def _later(self, events: Iterable[_Event], times: int) -> list[_Event]:
         """Return the events renumbered for a later copy of the step."""
@@ -139,7 +146,7 @@ class ScalableStep:
         return [(number + shift, origin) for number, origin in events]
 
 
-def _events(traced: Events) -> list[_Event]:
+def _with_origins(traced: Events) -> list[_Event]:
     return [(number, None if size == DEATH else number) for number, size in traced]
 
 

@@ -62,7 +62,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _HARDWARE = {"flash": True}
 
 
-def _packet(name: str) -> Any:
+def _aten_operation(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
@@ -72,12 +72,15 @@ def _cast_to_float32(operation: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_cpu_autocast():
-            return operation(*(_float32(a) for a in args), **{name: _float32(value) for name, value in kwargs.items()})
+            return operation(
+                *(_to_float32(a) for a in args),
+                **{name: _to_float32(value) for name, value in kwargs.items()},
+            )
 
     return kernel
 
 
-def _float32(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in _HALF:
         return value.to(torch.float32)
     return value
@@ -106,9 +109,9 @@ def _install_cuda_autocast() -> torch.library.Library:
     """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_OPERATIONS:
-        library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+        library.impl(name, _cast_to_float32(_aten_operation(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_BY_ARGUMENT:
-        library.impl(name, _set_dtype(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+        library.impl(name, _set_dtype(_aten_operation(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _CPU_ONLY_FLOAT32_OPERATIONS:
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
     return library

@@ -126,7 +126,7 @@ def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
 
 
 def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return such a function for one tensor or value of the result."""
+    """Return a function that creates a value like ``out``, one part of a result; ``None`` where unknown."""
     if not isinstance(out, torch.Tensor):
         # An absent gradient, or a length.
         return (lambda given: out) if out is None or type(out) is int else None

@@ -71,15 +71,15 @@ def turn_off_dropout(model: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                 setattr(module, name, 0.0)
-        _calm_config(getattr(module, "config", None))
+        _turn_off_config_dropout(getattr(module, "config", None))
 
 
-def _calm_config(config: Any, depth: int = 0) -> None:
+def _turn_off_config_dropout(config: Any, depth: int = 0) -> None:
     for name, value in list(getattr(config, "__dict__", {}).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
         elif name.endswith("config") and depth < 2:
-            _calm_config(value, depth + 1)
+            _turn_off_config_dropout(value, depth + 1)
 
 
 def step_of(

@@ -87,10 +87,12 @@ class LeftOutInputs:
 
         Later steps are timed. The copies stay, so that nothing is allocated in timed steps.
         """
-        largest = max((list(self._on_device(inputs)) for inputs in micro_batches), key=_bytes_of, default=None)
+        largest = max(
+            (list(self._device_tensors(inputs)) for inputs in micro_batches), key=_rounded_bytes, default=None
+        )
         if largest is None:
             return
-        size_bytes = _bytes_of(largest)
+        size_bytes = _rounded_bytes(largest)
         is_larger = self.micro_batch_bytes is None or size_bytes > self.micro_batch_bytes
         if not is_larger and self._exchanges >= _EXCHANGES:
             return
@@ -100,12 +102,10 @@ class LeftOutInputs:
         if is_larger or size_bytes == self.micro_batch_bytes:
             self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
 
-    def _on_device(self, inputs: Any) -> Iterator[torch.Tensor]:
-        """Yield the tensors of inputs that are on the device."""
+    def _device_tensors(self, inputs: Any) -> Iterator[torch.Tensor]:
         tensors = (array for array in arrays_in(inputs) if isinstance(array, torch.Tensor))
         return (tensor for tensor in tensors if tensor.device.type == self._device_type)
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Return the size of tensors as the allocator rounds it."""
+def _rounded_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)

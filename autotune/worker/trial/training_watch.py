@@ -117,9 +117,9 @@ class TrainingWatch:
         self._stepped_within: Any = None
         """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
-        self._forget()
+        self._reset_counts()
 
-    def _forget(self) -> None:
+    def _reset_counts(self) -> None:
         self._calls: list[Call] = []
         self._backward_passes = self._memory_errors = self._calls_without_gradients = 0
         self._found_inf.clear()
@@ -129,7 +129,7 @@ class TrainingWatch:
         # It would fire for a compiled module and what is in it; it is off there.
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         if calls:
-            self._turn_on()
+            self._enable_hook()
             self._wrap_compile()
         self._wrap_backward()
         self._wrap_autocast()
@@ -142,7 +142,7 @@ class TrainingWatch:
     def remove(self) -> None:
         """Stop watching, and restore the replaced functions."""
         self.is_removed = True
-        self._turn_off()
+        self._disable_hook()
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -196,8 +196,8 @@ class TrainingWatch:
             sum(tokens) if tokens else None,
             self._calls_without_gradients,
         )
-        self._forget()
-        self._turn_on()
+        self._reset_counts()
+        self._enable_hook()
         return seen
 
     def begin_timed(self) -> None:
@@ -206,11 +206,11 @@ class TrainingWatch:
 
     # Calls of modules
 
-    def _turn_on(self) -> None:
+    def _enable_hook(self) -> None:
         if self._hook is None and not self.is_removed:
             self._hook = modules.register_module_forward_pre_hook(self._before_call)
 
-    def _turn_off(self) -> None:
+    def _disable_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -222,7 +222,7 @@ class TrainingWatch:
             return
         if self._weights_of(called) is None and not hasattr(called, "_orig_mod"):
             return
-        self._turn_off()
+        self._disable_hook()
         if self.model is None:
             # What torch.compile made of it has no class and config of its own.
             self.model = getattr(called, "_orig_mod", called)
@@ -253,7 +253,7 @@ class TrainingWatch:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and _storage(tensor) not in own:
-                self.inner_dtypes.add(_name(tensor.dtype))
+                self.inner_dtypes.add(_dtype_name(tensor.dtype))
             # An output that is kept by what it was computed with would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -267,11 +267,11 @@ class TrainingWatch:
         if self._keeping is not None:
             self._keeping.__exit__()
             self._keeping = None
-        self._turn_on()
+        self._enable_hook()
         self._tell_of_call(called, given, named, result)
         # Where the call failed there is no result, and this is called from where its error is handled.
         if result is None and (error := sys.exc_info()[1]) is not None:
-            self._note(error)
+            self._note_error(error)
         else:
             self._take_call(called, given, named, result)
 
@@ -282,7 +282,7 @@ class TrainingWatch:
             # One without parameters may make some in its first call.
             if first is None:
                 return None
-            self._weights[called] = _name(first.dtype)
+            self._weights[called] = _dtype_name(first.dtype)
         return self._weights[called]
 
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
@@ -319,7 +319,7 @@ class TrainingWatch:
         for each in outputs:
             each.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _note(self, error: BaseException) -> None:
+    def _note_error(self, error: BaseException) -> None:
         self._memory_errors += is_out_of_memory(error, 0.0)
 
     # Backward passes, compiled functions, autocast
@@ -336,15 +336,15 @@ class TrainingWatch:
             was_on = self._hook is not None
             if not self._is_close:
                 # What is recomputed there needs no hooks.
-                self._turn_off()
+                self._disable_hook()
             try:
                 result = backward(*words, **options)
             except Exception as error:
-                self._note(error)
+                self._note_error(error)
                 raise
             finally:
                 if was_on:
-                    self._turn_on()
+                    self._enable_hook()
             self._backward_passes += 1
             self._has_passed = True
             stepped, self._stepped_within = self._stepped_within, None
@@ -377,7 +377,7 @@ class TrainingWatch:
         def call(*given: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling() or self._hook is None:
                 return made(*given, **named)
-            self._turn_off()
+            self._disable_hook()
             if isinstance(owner, torch.nn.Module):
                 self.model = owner if self.model is None else self.model
                 if self.listener is not None:
@@ -385,10 +385,10 @@ class TrainingWatch:
             try:
                 result = made(*given, **named)
             except Exception as error:
-                self._note(error)
+                self._note_error(error)
                 raise
             finally:
-                self._turn_on()
+                self._enable_hook()
             if isinstance(owner, torch.nn.Module):
                 self._tell_of_call(owner, given, named, result)
                 self._take_call(owner, given, named, result)
@@ -446,7 +446,7 @@ class TrainingWatch:
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -455,7 +455,7 @@ def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
 
     Scripts enter one when set to float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
     """
-    return (device, _name(dtype)) if dtype is not torch.float32 else None
+    return (device, _dtype_name(dtype)) if dtype is not torch.float32 else None
 
 
 @functools.cache

@@ -172,16 +172,16 @@ _Started = tuple[list[str], Mapping[Any, Any] | None]
 def _command_of_popen(arguments: tuple[Any, ...]) -> _Started:
     """Return command and environment of a ``subprocess.Popen`` audit event."""
     executable, words, _, environment = arguments
-    command = [_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
+    command = [_as_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
     if executable is not None and command:
-        command[0] = _text(executable)
+        command[0] = _as_text(executable)
     return _command_in_shell(command), environment
 
 
 def _command_of_exec(arguments: tuple[Any, ...]) -> _Started:
     """Return command and environment of an ``os.exec`` audit event."""
     path, words, environment = arguments[-3:]
-    return [_text(path), *(_text(word) for word in list(words)[1:])], environment
+    return [_as_text(path), *(_as_text(word) for word in list(words)[1:])], environment
 
 
 def _command_in_shell(words: list[str]) -> list[str]:
@@ -199,11 +199,11 @@ _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
     "os.exec": _command_of_exec,
     "os.posix_spawn": _command_of_exec,
     "os.spawn": _command_of_exec,
-    "os.system": lambda arguments: (_command_in_shell(["sh", "-c", _text(arguments[0])]), None),
+    "os.system": lambda arguments: (_command_in_shell(["sh", "-c", _as_text(arguments[0])]), None),
 }
 
 
-def _text(word: Any) -> str:
+def _as_text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
 
 
@@ -218,7 +218,7 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
     """Return whether a process would start without the guard against training."""
     if environment is None:
         return False
-    given = {_text(name): _text(value) for name, value in environment.items()}
+    given = {_as_text(name): _as_text(value) for name, value in environment.items()}
     return STOP_VARIABLE not in given or str(_STARTED_PYTHON) not in given.get("PYTHONPATH", "")
 
 

@@ -42,7 +42,7 @@ _MOST_ENTRIES = 500
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def _raise_on_error(result: int, what: str) -> None:
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -51,7 +51,7 @@ def _check(result: int, what: str) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     data = None if options is None else os.fsencode(options)
-    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
+    _raise_on_error(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
 
 
 def is_within(path: str, folder: str) -> bool:
@@ -66,10 +66,10 @@ def open_namespace() -> bool:
     """
     user, group = os.geteuid(), os.getegid()
     try:
-        _check(_libc.unshare(_NEW_MOUNTS), "unshare")
+        _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
         is_user_space = False
     except PermissionError:
-        _check(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
+        _raise_on_error(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
         is_user_space = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
@@ -81,7 +81,7 @@ def open_namespace() -> bool:
 
 def copy_namespace() -> None:
     """Move this process to a copy of its parent's mount namespace."""
-    _check(_libc.unshare(_NEW_MOUNTS), "unshare")
+    _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
 
 
 def join_namespace(pid: int) -> bool:
@@ -93,7 +93,7 @@ def join_namespace(pid: int) -> bool:
             continue
         fd = os.open(theirs, os.O_RDONLY)
         try:
-            _check(_libc.setns(fd, kind), f"setns {name}")
+            _raise_on_error(_libc.setns(fd, kind), f"setns {name}")
         finally:
             os.close(fd)
         is_user_space |= name == "user"
@@ -107,7 +107,7 @@ def drop_capabilities() -> None:
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
     header, none = Header(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+    _raise_on_error(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _mounts() -> list[_Mounted]:
     return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
 
 
-def _by_fd(fd: int) -> str:
+def _fd_path(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
@@ -197,13 +197,13 @@ class Cover:
                     if entry.is_dir(follow_symlinks=False):
                         self._overlay(entry.path, self._new_root + entry.path)
             for path, fd in passed:
-                _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
+                _mount(_fd_path(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
             # Sockets of other processes are reached through the layers, which would show others of the same name.
             for path, fd in sockets:
                 if self.covers(path):
                     with contextlib.suppress(OSError):
-                        _mount(_by_fd(fd), self._new_root + path, None, _BIND)
+                        _mount(_fd_path(fd), self._new_root + path, None, _BIND)
                         _set_read_only(self._new_root + path)
             if not self._new_root:
                 for mount in self._mounts:
@@ -235,7 +235,7 @@ class Cover:
             empty = os.path.join(self.run, "empty")
             os.mkdir(empty)
             if self._overlay(empty, empty):
-                _check(_libc.umount2(os.fsencode(empty), 0), "umount")
+                _raise_on_error(_libc.umount2(os.fsencode(empty), 0), "umount")
                 self._covered.clear()
                 self.in_memory = in_memory
                 return
@@ -243,7 +243,7 @@ class Cover:
     def _overlay(self, path: str, target: str, fd: int | None = None) -> bool:
         """Mount an overlay over a folder, optionally given as a file descriptor; return whether it worked."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        layer = f"{_by_fd(self._run_fd)}/{name}"
+        layer = f"{_fd_path(self._run_fd)}/{name}"
         # An overlay may use attributes of its own in the first user name space alone.
         own = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
         with contextlib.ExitStack() as stack:
@@ -251,10 +251,10 @@ class Cover:
             def opened(folder: str) -> str:
                 fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
                 stack.callback(os.close, fd)
-                return _by_fd(fd)
+                return _fd_path(fd)
 
             try:
-                lower = opened(path) if fd is None else _by_fd(fd)
+                lower = opened(path) if fd is None else _fd_path(fd)
                 os.makedirs(os.path.join(layer, "upper"), exist_ok=True)
                 os.makedirs(os.path.join(layer, "work"), exist_ok=True)
                 _copy_attributes(os.path.join(layer, "upper"), lower)
@@ -287,7 +287,7 @@ class Cover:
         if not stays and mount.is_folder and not has_points and self._overlay(mount.path, target, mount.fd):
             return
         if self._new_root or self.covers(mount.path):
-            _mount(_by_fd(mount.fd), target, None, _BIND)
+            _mount(_fd_path(mount.fd), target, None, _BIND)
             if not stays:
                 _set_read_only(target)
         elif not stays and mount.is_folder:

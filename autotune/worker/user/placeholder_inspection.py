@@ -138,7 +138,7 @@ class _ScriptInspector:
                 if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
                     return shape[1]
         raise UserCodeError(
-            f"{self._source.name}: its model was given {_describe(seen)}, and it is not known what a sample of that is",
+            f"{self._source.name}: its model was given {_shape(seen)}, and it is not known what a sample of that is",
             "say it in the placeholder: {effective_tokens:1024}",
         )
 
@@ -223,10 +223,10 @@ class _ScriptInspector:
         if "batch" in names and site is None:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
-                f"{_describe(one)} and {_describe(two)}",
+                f"{_shape(one)} and {_shape(two)}",
                 _AS_PASSES if one.passes * others.batch == two.passes * values.batch else _AS_SAMPLES,
             )
-        if self._tells_total and _passes(values, one, others, two) is None:
+        if self._has_total_placeholder and _passes(values, one, others, two) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
@@ -238,7 +238,7 @@ class _ScriptInspector:
         return site
 
     @property
-    def _tells_total(self) -> bool:
+    def _has_total_placeholder(self) -> bool:
         return not self._template.names.isdisjoint(_TOTALS)
 
     def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
@@ -247,7 +247,7 @@ class _ScriptInspector:
         names = self._template.names
         accumulation, fixed = values.accumulation, Fixed()
         passes, once = _passes(values, one, others, two) or (1, 0)
-        if not self._tells_total:
+        if not self._has_total_placeholder:
             # Half the batch takes twice the passes where the samples of a step are always as many.
             more = two.passes - one.passes
             has_total = 0 < more <= one.passes
@@ -256,7 +256,7 @@ class _ScriptInspector:
             accumulation = min((count for _, count in one.cycle if count), default=1 + once) - once
             if site is not None and site.calls:
                 # Some of them may be of parts of a loss.
-                accumulation = math.gcd(accumulation, _calls(one, site))
+                accumulation = math.gcd(accumulation, _count_calls(one, site))
             total = values.batch * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
             passes = max(1, (one.passes - once) // accumulation)
@@ -264,7 +264,7 @@ class _ScriptInspector:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
         if site is not None:
-            calls = _calls(one, site) // accumulation
+            calls = _count_calls(one, site) // accumulation
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
         takes = {
             "batch": fixed.batch is None,
@@ -402,11 +402,10 @@ def _likely_batch(seen: ScriptRun) -> int:
     return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
 
 
-def _calls(seen: ScriptRun, site: Site) -> int:
+def _count_calls(seen: ScriptRun, site: Site) -> int:
     return sum(model == site.model and site.path in shapes for model, shapes in seen.calls)
 
 
-def _describe(seen: ScriptRun) -> str:
-    """Return the shape of the first tensor in words."""
+def _shape(seen: ScriptRun) -> str:
     shapes = [shape for _, call in seen.calls for shape in call.values()]
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"

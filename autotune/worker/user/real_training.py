@@ -64,7 +64,7 @@ def main() -> None:
             shutil.rmtree(training.folder, ignore_errors=True)
 
 
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
@@ -89,7 +89,7 @@ class Run:
 
         if self.training.promise is not None:
             samples = self.training.candidate.samples_per_step
-            self._watch = LoopWatch(RunWatch(self.training.promise, _say), samples)
+            self._watch = LoopWatch(RunWatch(self.training.promise, _print_once), samples)
             self._watch.install()
 
     def stop(self, message: str, hint: str) -> NoReturn:
@@ -128,7 +128,7 @@ class TrainerRun(Run):
         training = self.training
         # A function is handed what it is to pass on.
         tuned = {} if training.source.kind == "build" else training.arguments
-        self._fields = TrainerFields(tuned=tuned, say=_say)
+        self._fields = TrainerFields(tuned=tuned, say=_print_once)
         on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
 
         def wrap(module: ModuleType) -> None:
@@ -157,7 +157,7 @@ class TrainerRun(Run):
             if written:
                 last = max(written, key=lambda path: int(path.parent.name.rpartition("-")[2]))
                 options["resume_from_checkpoint"] = str(last.parent)
-                _say(f"goes on from {last.parent}")
+                _print_once(f"goes on from {last.parent}")
         try:
             return train(trainer, *words, **options)
         except Exception as error:
@@ -199,7 +199,7 @@ class TrainerRun(Run):
         if self.training.promise is not None:
             from autotune.worker.user.run_watch import RunWatch, watch_trainer
 
-            watch_trainer(trainer, RunWatch(self.training.promise, _say))
+            watch_trainer(trainer, RunWatch(self.training.promise, _print_once))
 
     def check(self, trainer: Any, loader: Any) -> None:
         """End the process where a ``Trainer`` is about to train differently from its settings."""
@@ -259,7 +259,7 @@ class LoopRun(Run):
             others = self.training.loader_batches
             if is_changed or others:
                 loading = arm.dataloader_num_workers, arm.dataloader_prefetch_factor
-                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_say)
+                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_print_once)
                 overlay.install()
                 self._loader = overlay if is_changed else None
             # First: the other takes its hook away within the hooks of a step, which only the last of them can.
@@ -272,7 +272,7 @@ class LoopRun(Run):
         on_import("torch", change)
         if source.kind != "loop":
             accumulation = candidate.gradient_accumulation_steps
-            changes = Changes.of(source, candidate, takes, accumulation, say=_say, overrules=overrules)
+            changes = Changes.of(source, candidate, takes, accumulation, say=_print_once, overrules=overrules)
             set_options(changes.options)
             OVERLAYS[source.framework](changes).install()
 

@@ -152,7 +152,7 @@ class SpreadSampler:
         self._longest = itertools.cycle(longest) if longest else None
         self._longest_steps, self._longest_each = longest_steps, longest_each
         self._visits = visits
-        self._endless = self._samples()
+        self._endless = self._spread_indices()
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -163,7 +163,7 @@ class SpreadSampler:
         yield from itertools.islice(self._endless, whole)
         yield from itertools.islice(self._sampler, len(self) - whole)
 
-    def _samples(self) -> Iterator[int]:
+    def _spread_indices(self) -> Iterator[int]:
         left = self._longest_steps if self._longest is not None else 0
         while indices := list(itertools.islice(self._sampler, MOST_SAMPLES)):
             size = self._step_samples

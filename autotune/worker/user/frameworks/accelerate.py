@@ -66,7 +66,7 @@ class AccelerateOverlay(Overlay):
             self._accelerator = accelerator
 
         around(kind, "__init__", made)
-        before(kind, "prepare", self._on_prepare)
+        before(kind, "prepare", self._take_prepared_models)
         before(kind, "accumulate", lambda *_: setattr(self, "_accumulates", True))
 
         def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
@@ -97,7 +97,7 @@ class AccelerateOverlay(Overlay):
                 plugin.num_steps = changes.accumulation
         return {**changes.over(given, wanted), **({"log_with": None} if self._observer is not None else {})}
 
-    def _on_prepare(self, _: Any, *things: Any, **__: Any) -> None:
+    def _take_prepared_models(self, _: Any, *things: Any, **__: Any) -> None:
         for thing in things:
             if isinstance(thing, sys.modules["torch"].nn.Module):
                 self._take_model(None, thing)
