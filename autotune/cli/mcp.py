@@ -81,14 +81,14 @@ def tools(storage: str) -> tuple[Callable[..., Awaitable[str]], ...]:
     return (search, predict, show, export, verify)
 
 
-async def _run(*words: str) -> str:
+async def _run(*args: str) -> str:
     """Return the output of a command. Raises the tool's error with the command's message where it fails."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     pipe: Any = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         # stdin is that of the protocol.
-        *(sys.executable, "-m", "autotune", *words),
+        *(sys.executable, "-m", "autotune", *args),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,

@@ -44,12 +44,11 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
         def give_up(self) -> None:
             """Close the connection."""
-            self._has_asked()
+            self._stop_waiting()
             if self.transport is not None and not self.transport.is_closing():
                 self.transport.abort()
 
-        def _has_asked(self) -> None:
-            """Remove the connection from the waiting ones."""
+        def _stop_waiting(self) -> None:
             timer = waiting.pop(self, None)
             if timer is not None:
                 timer.cancel()
@@ -57,10 +56,10 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None:
-                self._has_asked()
+                self._stop_waiting()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._has_asked()
+            self._stop_waiting()
             super().connection_lost(exc)
 
     return LimitedProtocol

@@ -256,7 +256,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     }
     # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
     asked["weights"] = workload["weights"]
-    asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
+    asked["data"] = _ignore_unknown_commit(asked["data"], workload.get("data"))
     workload = {**workload, "source": _without_inspection(workload.get("source"))}
     asked["source"] = _without_inspection(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
@@ -334,8 +334,8 @@ def _without_inspection(source: Document | None) -> Document | None:
     return {name: value for name, value in source.items() if name != "interface"} if source else source
 
 
-def _as_far_as_known(data: Document | None, recorded: Document | None) -> Document | None:
-    """Return the data with the recorded content, where its commit on the hub is or was unknown."""
+def _ignore_unknown_commit(data: Document | None, recorded: Document | None) -> Document | None:
+    """Return the data with the recorded content where a commit is unknown, so that this counts as no difference."""
     if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
         return data
     is_known = commit_of(data["content"]) and commit_of(recorded["content"])

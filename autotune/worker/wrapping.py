@@ -14,9 +14,9 @@ from typing import Any
 def before(owner: Any, name: str, act: Callable[..., object]) -> None:
     """Call ``act`` with the arguments of each call of a function, before the call."""
 
-    def looked_at(function: Callable[..., Any], /, *words: Any, **options: Any) -> Any:
-        act(*words, **options)
-        return function(*words, **options)
+    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return function(*args, **kwargs)
 
     around(owner, name, looked_at)
 
@@ -24,9 +24,9 @@ def before(owner: Any, name: str, act: Callable[..., object]) -> None:
 def after(owner: Any, name: str, act: Callable[..., object]) -> None:
     """Call ``act`` with the result and arguments of each call of a function, after the call."""
 
-    def looked_at(function: Callable[..., Any], /, *words: Any, **options: Any) -> Any:
-        result = function(*words, **options)
-        act(result, *words, **options)
+    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        act(result, *args, **kwargs)
         return result
 
     around(owner, name, looked_at)
@@ -37,8 +37,8 @@ def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def watched(*words: Any, **options: Any) -> Any:
-        return act(function, *words, **options)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return act(function, *args, **kwargs)
 
     setattr(owner, name, watched)
 

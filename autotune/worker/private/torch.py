@@ -76,9 +76,9 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
     # FSDP takes the part for one dimension from the mesh of two where tensors are fake.
-    def without_modes(function: Callable[..., Any], *words: Any) -> Any:
+    def without_modes(function: Callable[..., Any], *args: Any) -> Any:
         with _disable_current_modes():
-            return function(*words)
+            return function(*args)
 
     around(DeviceMesh, "__getitem__", without_modes)
     return init_device_mesh("cpu", (ranks // sharing, sharing), mesh_dim_names=("dp_replicate", "dp_shard"))

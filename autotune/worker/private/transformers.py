@@ -14,7 +14,7 @@ _INTEGRATIONS = "transformers.integrations."
 def change_train_sampler(trainer: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
     """Make a ``Trainer`` use the sampler that ``change`` returns, given the function for its own sampler."""
     find = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *words, **options: change(lambda: find(*words, **options))
+    trainer._get_train_sampler = lambda *args, **kwargs: change(lambda: find(*args, **kwargs))
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:

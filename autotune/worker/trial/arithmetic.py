@@ -38,12 +38,12 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the first micro-step of a ``Trainer``, during warm-up."""
         compute_loss: Callable[..., Any] = trainer.compute_loss
 
-        def counted(model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             trainer.compute_loss = compute_loss
             tokens = inputs.get("input_ids")
             self.tokens = None if tokens is None else tokens.numel()
             with self:
-                return compute_loss(model, inputs, *words, **options)
+                return compute_loss(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = counted
 

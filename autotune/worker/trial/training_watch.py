@@ -162,13 +162,13 @@ class TrainingWatch:
         """
         by_hand: list[Any] = []
 
-        def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
+        def watched(zero_grad: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
                 by_hand[:] = by_hand or [SimpleNamespace(param_groups=[{"params": list(model.parameters())}])]
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
-            return zero_grad(model, *words, **options)
+            return zero_grad(model, *args, **kwargs)
 
         self._replace(torch.nn.Module, "zero_grad", watched)
 
@@ -327,18 +327,18 @@ class TrainingWatch:
     def _wrap_backward(self) -> None:
         """Wrap torch's backward pass, to count it and its out-of-memory errors."""
 
-        def watched(backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        def watched(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_in_autograd():
                 # Checkpointing of the older kind runs passes of its own within one.
-                return backward(*words, **options)
+                return backward(*args, **kwargs)
             if self.listener is not None:
-                self.listener.backward_begins(words[0] if words else options.get("tensors"))
+                self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             was_on = self._hook is not None
             if not self._is_close:
                 # What is recomputed there needs no hooks.
                 self._disable_hook()
             try:
-                result = backward(*words, **options)
+                result = backward(*args, **kwargs)
             except Exception as error:
                 self._note_error(error)
                 raise

@@ -44,7 +44,7 @@ def enter(source: TrainingSource) -> None:
     # A mode that a script gives to wandb.init would count for more than the variable.
     unheard = {"mode": "disabled"}
     on_import(
-        "wandb", lambda wandb: around(wandb, "init", lambda run, *words, **said: run(*words, **{**said, **unheard}))
+        "wandb", lambda wandb: around(wandb, "init", lambda run, *args, **said: run(*args, **{**said, **unheard}))
     )
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.

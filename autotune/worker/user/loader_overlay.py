@@ -73,12 +73,12 @@ class LoaderOverlay:
         """Wrap ``DataLoader`` for the rest of this process."""
         signature = inspect.signature(DataLoader.__init__)
 
-        def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
+        def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
             place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
             if key == self._key:
-                given = signature.bind(loader, *words, **options)
+                given = signature.bind(loader, *args, **kwargs)
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
                 if self._batch is not None:
                     _set_batch(given.arguments, self._batch)
@@ -87,12 +87,12 @@ class LoaderOverlay:
                 make(*given.args, **given.kwargs)
                 self._on_made(loader)
             elif (batch := self._others.get(key)) is not None:
-                given = signature.bind(loader, *words, **options)
+                given = signature.bind(loader, *args, **kwargs)
                 _set_batch(given.arguments, batch)
                 make(*given.args, **given.kwargs)
                 self._say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
             else:
-                make(loader, *words, **options)
+                make(loader, *args, **kwargs)
             setattr(loader, _KEY, key)
 
         around(DataLoader, "__init__", made)
@@ -124,8 +124,8 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
 def cap_prefetching() -> None:
     """Limit prefetching of every ``DataLoader`` worker in this process to ``MOST_PREFETCHED`` batches."""
 
-    def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
-        make(loader, *words, **options)
+    def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        make(loader, *args, **kwargs)
         if (loader.prefetch_factor or 0) > MOST_PREFETCHED:
             loader.prefetch_factor = MOST_PREFETCHED
 

@@ -44,8 +44,8 @@ class LoopRehearsal(OwnTrial):
     parts: LoopParts | None = None
     """What gives the batches; ``None`` before the code is run."""
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> None:
@@ -99,8 +99,8 @@ class _NoSteps(LoopSteps):
 class LoopParts(Parts, Listener):
     """Gives the batches of a loop's loaders, and measures what is done with them."""
 
-    def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *args: Any) -> None:
+        super().__init__(*args)
         # It takes as many batches as it was told, not as many as come.
         self._is_counted = framework == "lightning"
         self._is_ahead = framework == "accelerate"

@@ -46,8 +46,8 @@ _IN_FLOAT32: Document = {
 class TrainerLook(TrainerTrial):
     """A trial that ends with what its first step is given to do, and measures nothing."""
 
-    def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._look, self._answer = look, answer
 
     @property
@@ -93,8 +93,8 @@ class TrainerLook(TrainerTrial):
 class LoopLook(OwnTrial):
     """A trial that ends at its first update."""
 
-    def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._answer = answer
         # What is computed is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -148,13 +148,13 @@ class _FirstStep:
             arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))
             self._batch += sum(float(array.detach().double().sum()) for array in arrays)
 
-    def _pass_back(self, backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
+    def _pass_back(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add up the losses of backward passes."""
-        tensors = words[0] if words else options.get("tensors")
+        tensors = args[0] if args else kwargs.get("tensors")
         each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)
         self._passes += 1
-        return backward(*words, **options)
+        return backward(*args, **kwargs)
 
     def _update(self, *_: Any) -> None:
         """Report the first step before its update."""

@@ -122,9 +122,9 @@ class OwnTrial(Trial):
             self._meter.lift_limit()
         self._end(self._outcome_of_error(error))
 
-    def _make_timer(self, *words: Any, **options: Any) -> StepTimer:
+    def _make_timer(self, *args: Any, **kwargs: Any) -> StepTimer:
         """Return the timer of steps, which excludes the time of ``torch.save``."""
-        timer = super()._make_timer(*words, **options)
+        timer = super()._make_timer(*args, **kwargs)
 
         def saved(save: Callable[..., Any], *given: Any, **named: Any) -> Any:
             with timer.saving():

@@ -140,7 +140,7 @@ class TrainerRun(Run):
 
         on_import("transformers.trainer", wrap)
 
-    def _train_recovering(self, train: Any, trainer: Any, *words: Any, **options: Any) -> Any:
+    def _train_recovering(self, train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Train from the last checkpoint of this run, if there is one; end the process when out of memory."""
         from autotune.worker.failures import is_out_of_memory
 
@@ -151,15 +151,15 @@ class TrainerRun(Run):
                 f"{self.name} writes no checkpoints, from which --recover would go on",
                 "have it save (--save_strategy steps), or leave --recover out",
             )
-        if recovery.attempt and not words and options.get("resume_from_checkpoint") is None:
+        if recovery.attempt and not args and kwargs.get("resume_from_checkpoint") is None:
             found = Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")
             written = [path for path in found if path.stat().st_mtime >= recovery.since]
             if written:
                 last = max(written, key=lambda path: int(path.parent.name.rpartition("-")[2]))
-                options["resume_from_checkpoint"] = str(last.parent)
+                kwargs["resume_from_checkpoint"] = str(last.parent)
                 _print_once(f"goes on from {last.parent}")
         try:
-            return train(trainer, *words, **options)
+            return train(trainer, *args, **kwargs)
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise

@@ -120,8 +120,8 @@ class NamedRehearsal(Trial):
 
     parts: _TrainerParts | None = None
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_and_end(self) -> NoReturn:
@@ -140,7 +140,7 @@ class NamedRehearsal(Trial):
         trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
         trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
         trainer.args.save_strategy = SaveStrategy.STEPS
-        self.parts = _NamedParts(trainer, _Tree(), self._ranks, self._work, self._meter, self._answer)
+        self.parts = _NamedParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._answer)
         trainer.add_callback(self.parts)
 
 
@@ -150,13 +150,13 @@ class TrainerRehearsal(TrainerTrial):
     parts: _TrainerParts | None = None
     """What is run at the end; ``None`` before the training begins."""
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
-        self._tree = _Tree()
+        self._tree = _ProcessMemory()
         super().run_code(output_dir)
 
     def _prepare(self, trainer: Any) -> None:
@@ -178,8 +178,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     _most_steps = _MOST_STEPS
     _is_of_training_data = False
 
-    def __init__(self, trainer: Any, tree: _Tree, ranks: Ranks, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, trainer: Any, tree: _ProcessMemory, ranks: Ranks, *args: Any) -> None:
+        super().__init__(*args)
         self._trainer, self._tree, self._ranks = trainer, tree, ranks
         self._held: list[int | None] = []
         self._left_bytes: int | None = None
@@ -478,7 +478,7 @@ class _NamedParts(_TrainerParts):
         return None
 
 
-class _Tree:
+class _ProcessMemory:
     """The memory of this process and of those that it has started."""
 
     _EVERY_SECONDS = 0.2

@@ -246,11 +246,11 @@ class LoopWatch:
         self._watch.wait += self._watch.clock() - began
         return batch
 
-    def save(self, save: Callable[..., Any], *words: Any, **options: Any) -> Any:
+    def save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Exclude the time of a checkpoint."""
         if self._steps >= _WARM_STEPS and threading.get_ident() == self._thread:
             self._leave()
-        return save(*words, **options)
+        return save(*args, **kwargs)
 
     def _leave(self) -> None:
         """Exclude the following time, after the device has ended its last step."""

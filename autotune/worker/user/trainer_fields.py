@@ -91,10 +91,10 @@ class TrainerFields:
         if not has(said, value) and said != default:
             self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
 
-    def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
+    def _take_arguments(self, _: Any, *args: Any, **kwargs: Any) -> None:
         """Set the fields of arguments that are passed to a ``Trainer``."""
         kind: Any = sys.modules["transformers.training_args"].TrainingArguments
-        for given in (*words, *options.values()):
+        for given in (*args, *kwargs.values()):
             if isinstance(given, kind):
                 self.put_again(given)
 

@@ -60,9 +60,9 @@ def leave_large_weights_unset() -> None:
     core of an AMD EPYC, torch 2.13, transformers 5.23).
     """
 
-    def fill_small(fill: Callable[..., Any], tensor: Any, *words: Any, **options: Any) -> Any:
+    def fill_small(fill: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         is_large = isinstance(tensor, torch.nn.Parameter) and tensor.numel() >= _LARGE_ELEMENTS
-        return tensor if is_large else fill(tensor, *words, **options)
+        return tensor if is_large else fill(tensor, *args, **kwargs)
 
     for name in ("normal_", "uniform_"):
         around(torch.Tensor, name, fill_small)

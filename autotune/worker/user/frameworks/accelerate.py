@@ -57,8 +57,8 @@ class AccelerateOverlay(Overlay):
         kind: Any = module.Accelerator
         signature = inspect.signature(kind.__init__)
 
-        def made(make: Callable[..., None], accelerator: Any, *words: Any, **options: Any) -> None:
-            given = signature.bind(accelerator, *words, **options)
+        def made(make: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(accelerator, *args, **kwargs)
             self._made_at = line_of_maker()
             self._passed = frozenset(name for name in _SETTINGS if given.arguments.get(name) is not None)
             given.arguments.update(self._wanted(given.arguments))

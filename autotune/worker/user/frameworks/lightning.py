@@ -65,20 +65,20 @@ class LightningOverlay(Overlay):
         if changes.accumulation is not None:
             wanted["accumulate_grad_batches"] = changes.accumulation
 
-        def made(make: Callable[..., None], trainer: Any, *words: Any, **options: Any) -> None:
-            options = changes.over(options, wanted)
+        def made(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs = changes.over(kwargs, wanted)
             if observer is not None:
-                given = options.get("callbacks") or []
+                given = kwargs.get("callbacks") or []
                 callbacks = kept(package, [*given] if isinstance(given, list | tuple) else [given])
                 quiet, batches = _quiet(observer), changes.epoch_batches
                 if batches is not None:
                     del quiet["limit_val_batches"]
                     quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
                 logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
-                options |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
-            make(trainer, *words, **options)
+                kwargs |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
+            make(trainer, *args, **kwargs)
 
-        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
+        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             # Lightning calls it once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
             begins = inner.on_fit_start
@@ -89,7 +89,7 @@ class LightningOverlay(Overlay):
 
             inner.on_fit_start = on_fit_start
             try:
-                return fit(trainer, model, *words, **options)
+                return fit(trainer, model, *args, **kwargs)
             finally:
                 del inner.on_fit_start
 
