@@ -187,7 +187,7 @@ def search(
     """
     if unknown := options.keys() - SearchOptions.__annotations__.keys():
         raise TypeError(f"search() got an unexpected keyword argument {min(unknown)!r}")
-    observer = _observer(progress)
+    observer = _as_observer(progress)
     given = _given({"model": model, "effective_batch": effective_batch, **options})
     _check_is_outermost()
     place, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
@@ -238,7 +238,7 @@ search.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _given(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments that say something; ``None`` and ``fresh=False`` do not, as on a command line."""
+    """Return the checked arguments without defaults: ``None`` and ``fresh=False`` are left out."""
     values = check_arguments(named)
     return {
         name: value
@@ -253,7 +253,7 @@ def _absolute(storage: str) -> str:
     return storage if path is None else str(path)
 
 
-def _observer(progress: Any) -> Observer:
+def _as_observer(progress: Any) -> Observer:
     if isinstance(progress, bool):
         return Narrator(lambda text, style: print(text, file=sys.stderr) if progress else None)
     if not isinstance(progress, Observer):
@@ -262,7 +262,7 @@ def _observer(progress: Any) -> Observer:
 
 
 def _check_is_outermost() -> None:
-    """Raise ``InvalidRequestError`` in a trial that imports a file which searches itself, or searches would nest."""
+    """Raise ``InvalidRequestError`` in a trial whose imported file starts a search, since searches would nest."""
     if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
         raise InvalidRequestError(
             f"a search began while trials ran {source}",
@@ -271,7 +271,7 @@ def _check_is_outermost() -> None:
 
 
 def _verify(result: Result, observer: Observer) -> None:
-    """Verify a result and report it; raise ``PromiseMissedError`` where the promise was not kept."""
+    """Verify a result and report it. Raises ``PromiseMissedError`` for a missed promise."""
     observer.note("training with a stock Trainer …")
     verification = result.verify()
     observer.note(str(verification))

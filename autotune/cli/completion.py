@@ -37,7 +37,7 @@ def _devices(_: click.Context) -> Iterable[tuple[str, str]]:
 
 
 def _studies(ctx: click.Context) -> Iterable[tuple[str, str]]:
-    """Return the studies of the database that is named; none of one that would have to be upgraded."""
+    """Return the studies of the named database; empty for a database that needs an upgrade."""
     from autotune.store.opening import current_revision, open_store
 
     storage = ctx.params["storage"]
@@ -55,6 +55,8 @@ def _levers(ctx: click.Context) -> Iterable[tuple[str, str]]:
 
 
 def _completer(found: Callable[[click.Context], Iterable[tuple[str, str]]]) -> Completer:
+    """Return a click completer of names with descriptions."""
+
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         try:
             return [CompletionItem(name, help=about) for name, about in found(ctx) if name.startswith(incomplete)]

@@ -75,9 +75,9 @@ def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
 
 
 def quick_checks(storage: str, uuids: Collection[str] | None = None) -> Iterator[Check]:
-    """Yield what is looked at without a process or the network: the installation, the machine, the disk.
+    """Yield checks without a process or the network: the installation, the machine, the disk.
 
-    Of the GPUs those with these UUIDs are looked at: all without any, and none for an empty list.
+    ``uuids`` selects the GPUs: ``None`` means all, an empty list none.
     """
     from autotune.devices.health import disk_check, gpu_checks, host_checks
 
@@ -91,14 +91,14 @@ def quick_checks(storage: str, uuids: Collection[str] | None = None) -> Iterator
 
 
 def say_what_is_wrong(storage: str, uuids: Collection[str] | None) -> None:
-    """Print the first thing on stderr that would spoil a search on these GPUs, where there is any."""
+    """Print the first problem on stderr that would spoil a search on these GPUs."""
     wrong = next((check for check in quick_checks(storage, uuids) if check.state == "wrong"), None)
     if wrong is not None:
         click.echo(f"autotune: {wrong.name}: {wrong.found}; {wrong.cure} (autotune doctor says more)", err=True)
 
 
 def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
-    """Yield what torch can do with the GPUs that NVML sees; ``said`` is what its process printed."""
+    """Yield checks of torch on the GPUs that NVML lists; ``said`` is the output of torch's process."""
     from autotune.devices.health import Check
     from autotune.devices.listing import list_devices
 
@@ -156,7 +156,7 @@ def _is_built_for(capability: tuple[int, int], architectures: list[str]) -> bool
 
 
 def _torch() -> dict[str, Any]:
-    """Return what a process with torch says of it."""
+    """Return facts about torch from a separate process."""
     command = [sys.executable, "-P", "-m", "autotune.worker.doctor"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False)
@@ -176,7 +176,7 @@ def _python() -> Check:
 
 
 def _installation() -> Iterator[Check]:
-    """Yield which autotune this is, and whether another project of that name is installed, too."""
+    """Yield the installed version, and a conflict with another project of this name."""
     from autotune import __version__
     from autotune.devices.health import Check
 
@@ -189,7 +189,7 @@ def _installation() -> Iterator[Check]:
 
 
 def _compilers() -> Iterator[Check]:
-    """Yield what ``torch.compile`` needs."""
+    """Yield checks of compilers for ``torch.compile``."""
     from autotune.core.errors import InvalidRequestError
     from autotune.devices.health import Check
     from autotune.devices.listing import list_devices
@@ -205,7 +205,7 @@ def _compilers() -> Iterator[Check]:
 
 
 def _extras() -> Check:
-    """Return which optional packages are installed, with their versions, and which are not."""
+    """Return a check of optional packages and their versions."""
     from autotune.devices.health import Check
     from autotune.space.features import OPTIONAL, version_of
 
@@ -216,7 +216,7 @@ def _extras() -> Check:
 
 
 def _protection() -> Check:
-    """Return what protects the user's files from their code in trials."""
+    """Return a check of the file protection in trials of the user's code."""
     from autotune.core.protection import PROTECTED
     from autotune.devices.health import Check
     from autotune.execution.protection import find_protection
@@ -229,7 +229,7 @@ def _protection() -> Check:
 
 
 def _hub(*, is_reached: bool) -> Check:
-    """Return whether models and data that are not here can be fetched."""
+    """Return a check whether models and data can be downloaded."""
     from huggingface_hub import constants
 
     from autotune.devices.health import Check
@@ -245,7 +245,7 @@ def _hub(*, is_reached: bool) -> Check:
 
 
 def _reaches_hub() -> bool:
-    """Return whether the hub takes a connection."""
+    """Return whether the hub accepts a connection."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -260,7 +260,7 @@ def _reaches_hub() -> bool:
 
 
 def _folder_of(storage: str) -> Path | None:
-    """Return the folder of a database in a file; ``None`` for a server's."""
+    """Return the folder of a SQLite file; ``None`` for a server's database."""
     from autotune.store.location import resolve_location
 
     try:
@@ -272,7 +272,7 @@ def _folder_of(storage: str) -> Path | None:
 
 
 def _database(storage: str) -> Check:
-    """Return whether the database of studies can be used, which is not changed."""
+    """Return a check whether the database of studies is usable, without changing it."""
     from autotune.devices.health import Check
     from autotune.store.location import resolve_location, shown_location
 

@@ -100,7 +100,7 @@ class _LazyGroup(click.Group):
 
 
 def say_error(message: str, hint: str = "") -> None:
-    """Print an error on stderr: what was wrong on one line, what to do next on another."""
+    """Print an error on stderr: the problem in one line, the hint in another."""
     for line in (f"autotune: error: {_one_line(message)}", *([f"  {_one_line(hint)}"] if hint else [])):
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         click.echo(broken(line, get_terminal_size().columns) if is_terminal else line, err=True)
@@ -144,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the command as Ctrl-C does, so that no process and no temporary file of it is left.
+    """Make SIGTERM and SIGHUP end the command like Ctrl-C, so that no process and no temporary file is left.
 
-    What was told to ignore one, as ``nohup`` does, goes on ignoring it.
+    Signals that are ignored, as under ``nohup``, stay ignored.
     """
     # Only the main thread may take signals.
     is_main = threading.current_thread() is threading.main_thread()
@@ -162,7 +162,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:
-    """Run the command and return its exit code; every error that a user can act on is printed."""
+    """Run the command and return its exit code. Print errors that the user can act on."""
     try:
         returned = cli.main(arguments, prog_name="autotune", standalone_mode=False)
         return returned if isinstance(returned, int) else 0
@@ -189,7 +189,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
 
 
 def _no_such_option(error: click.ClickException) -> str | None:
-    """Return what to say of an option that the command does not have; ``None`` for another error."""
+    """Return a message about an unknown option; ``None`` for another error."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return None
     from autotune.core.options import OPTIONS
@@ -201,14 +201,14 @@ def _no_such_option(error: click.ClickException) -> str | None:
         if option.parameter == error.option_name and command in _COMMANDS
     )
     if not having:
-        return f"no such option {error.option_name}{_with_its_words(error)}"
+        return f"no such option {error.option_name}{_similar_options(error)}"
     *most, last = having
     others = f"{', '.join(most)} and {last} have" if most else f"{last} has"
     return f"{error.ctx.command_path} has no option {error.option_name}; autotune {others} it"
 
 
 def _forgotten_dashes(error: click.ClickException, words: Sequence[str]) -> str | None:
-    """Return where ``--`` is missing before a script with options of its own; ``None`` where none is."""
+    """Return a message where ``--`` is missing before a script with options; ``None`` otherwise."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None or "--" in words:
         return None
     takes_script = any(isinstance(param, click.Argument) and param.nargs == -1 for param in error.ctx.command.params)
@@ -220,8 +220,8 @@ def _forgotten_dashes(error: click.ClickException, words: Sequence[str]) -> str 
     return f"put -- before the script: autotune {given}"
 
 
-def _with_its_words(error: click.NoSuchOption) -> str:
-    """Return ``; did you mean --effective-batch?``: options that share a word with it, else those spelled alike."""
+def _similar_options(error: click.NoSuchOption) -> str:
+    """Return ``; did you mean --effective-batch?``: options with a common word, else with a similar spelling."""
     assert error.ctx is not None
     names = [name for option in error.ctx.command.params for name in option.opts if name.startswith("--")]
     # "size" says nothing of what is meant: --batch-size is not --image-size.
@@ -231,7 +231,7 @@ def _with_its_words(error: click.NoSuchOption) -> str:
 
 
 def _forget_interrupt() -> None:
-    """Let the interpreter exit with our code after a Ctrl-C that reached code which ``exec`` runs.
+    """Make the interpreter exit with our code after a Ctrl-C within ``exec``.
 
     CPython remembers a ``KeyboardInterrupt`` that leaves ``exec`` of a text, as dataclasses and SQLAlchemy run while
     they are imported, and with ``python -m`` then ends by the signal, whoever handled it (``run_eval_code_obj`` in
@@ -241,7 +241,7 @@ def _forget_interrupt() -> None:
 
 
 def _forget_output() -> None:
-    """Drop what is left in the buffer of a stdout that cannot be written, or it would be tried again at exit."""
+    """Drop the buffered output of an unwritable stdout, which Python would otherwise write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

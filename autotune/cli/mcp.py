@@ -43,7 +43,7 @@ def mcp(storage: str) -> None:
 
 
 def tools(storage: str) -> tuple[Callable[..., Awaitable[str]], ...]:
-    """Return the tools on a database. Each runs a command in a process of its own and returns what it prints."""
+    """Return the MCP tools for a database. Each tool runs a command in its own process and returns its output."""
 
     async def search(model: str = "", effective_batch: int = 0, options: list[str] | None = None) -> str:
         """Find the fastest settings by running training steps; returns the study as JSON. Takes minutes.
@@ -81,14 +81,14 @@ def tools(storage: str) -> tuple[Callable[..., Awaitable[str]], ...]:
     return (search, predict, show, export, verify)
 
 
-async def _run(*words: str) -> str:
-    """Return what a command prints; raises the tool's error with the command's own words where it fails."""
+async def _run(*args: str) -> str:
+    """Return the output of a command. Raises the tool's error with the command's message where it fails."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     pipe: Any = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         # stdin is that of the protocol.
-        *(sys.executable, "-m", "autotune", *words),
+        *(sys.executable, "-m", "autotune", *args),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,

@@ -39,7 +39,7 @@ class _Parsed(_AnyType):
 
 
 def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a function the options that the table has for this command."""
+    """Return a decorator that adds this command's options of the table to a function."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options_of(command)):
@@ -58,6 +58,7 @@ class _LeverFlag(click.Option):
 
 
 def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the click decorator for an option."""
     if option.kind is SCRIPT:
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
     names, kind = (option.own_flag, option.name), option.kind
@@ -109,7 +110,7 @@ class SectionedCommand(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words of the command line; what ``--lever`` says counts as given under the lever's own name."""
+        """Parse the command line. ``--lever NAME=VALUE`` counts as the lever's own option."""
         left = super().parse_args(ctx, args)
         for word in ctx.params.get("lever", ()):
             name, has_value, value = word.partition("=")
@@ -144,13 +145,13 @@ class SectionedCommand(click.Command):
 
 
 def service_of(ctx: click.Context) -> str | None:
-    """Return the service that a command is to ask; ``None`` where it names no service, or a database of its own."""
+    """Return the URL of the service to use; ``None`` for a local database."""
     named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     return None if named else ctx.params["server"]
 
 
 def options_given(ctx: click.Context) -> dict[str, Any]:
-    """Return the options that were typed on the command line, by name; levers under their own."""
+    """Return the options on the command line by name, including levers."""
     return {
         name: value for name, value in ctx.params.items()
         if name != "lever" and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -28,7 +28,7 @@ class FilePath(click.Path):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; raises ``StorageError`` where that fails."""
+    """Write a file atomically. Raises ``StorageError`` where that fails."""
     real = path.resolve()
     # What is no plain file, as a pipe, is written to.
     part = real if real.exists() and not real.is_file() else real.with_name(f".{real.name}.part")
@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def as_printed(text: object) -> str:
-    """Return what others said without what a terminal would obey: all control characters but line breaks and tabs."""
+    """Return foreign text without control characters that a terminal would obey, except line breaks and tabs."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in str(text))
 
 
@@ -53,7 +53,7 @@ _KEPT_TOGETHER = re.compile(r"(?<=\d) (?=\()")
 
 
 def broken(text: str, columns: int) -> str:
-    """Return text whose lines have at most so many columns: longer ones are broken between words and go on indented.
+    """Return text with lines of at most ``columns``, broken between words and indented.
 
     A number and its interval stay on one line.
     """
@@ -76,13 +76,13 @@ def broken(text: str, columns: int) -> str:
 
 
 def terminal_columns() -> int | None:
-    """Return how wide the terminal is that stdout is; ``None`` where it is none."""
+    """Return the width of the terminal; ``None`` where stdout is not a terminal."""
     # Python has no stdout where it was closed before the start.
     return get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout, on a terminal none that is wider than it."""
+    """Print lines on stdout, wrapped to the width of a terminal."""
     text, columns = as_printed("\n".join(lines)), terminal_columns()
     click.echo(text if columns is None else broken(text, columns))
 
@@ -93,5 +93,5 @@ def print_json(document: Any) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
-    """Print columns as wide as their widest cell; those headed as in ``right`` are right-aligned."""
+    """Print a table with columns as wide as their widest cell; those of ``right`` are right-aligned."""
     print_lines(table_lines(head, rows, right))

@@ -34,7 +34,7 @@ class _RemoteView(ConsoleView):
         self.status: Document = {"running": "waiting for a device"}
 
     def status_line(self, columns: int | None = None) -> str:
-        """Return what the search said last of what it runs."""
+        """Return the latest status of the search."""
         return status_line(self.status, time.monotonic() - self._started, columns)
 
 
@@ -43,9 +43,9 @@ _PREDICT_SECONDS = 600.0
 
 
 def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> None:
-    """Have a service search, show it, and print the result. ``given`` are the options of the command line.
+    """Run a search on a service, show it, and print the result. ``given`` are the command-line options.
 
-    Raises what the search raised there. Ctrl-C stops watching; the search goes on.
+    Raises the search's errors. Ctrl-C stops watching; the search continues.
     """
     for name in (*BRINGS_CODE, "storage", "wait"):
         if given.get(name):
@@ -63,7 +63,7 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
 
 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
-    """Have a service go on with a search that was cancelled, failed or has more budget now, and show it."""
+    """Continue a cancelled, failed or finished search on a service, with a new budget, and show it."""
     client = Client(server)
     known = client.request("GET", path_of(study))
     needs = {name: known["needs"][name] for name in ("gpu", "memory_bytes", "count") if known["needs"][name]}
@@ -75,7 +75,7 @@ def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_js
 
 
 def print_report(client: Client, search: str, *, as_json: bool) -> None:
-    """Print what a service has of a search or a study, as ``autotune show`` does."""
+    """Print a service's report of a search or a study, as ``autotune show`` does."""
     if as_json:
         print_json(client.request("GET", f"{path_of(search)}/report"))
     else:
@@ -83,7 +83,7 @@ def print_report(client: Client, search: str, *, as_json: bool) -> None:
 
 
 def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
-    """Show a search of a service from its beginning to its end, and print the result."""
+    """Show a service's search from its beginning to its end, and print the result."""
     name = shlex.quote(str(search["study"]))
     try:
         problem = _watch(client, search)
@@ -106,7 +106,7 @@ def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> Non
 def search_on_cluster(
     address: str, options: Mapping[str, Any], study: str | None, storage: str, *, wait: bool, resumes: bool
 ) -> tuple[StudyRecord, Report]:
-    """Search on a Ray cluster with these options of the command line, show it, and return the study and its report."""
+    """Run or resume a search on a Ray cluster, show it, and return the study and its report."""
     from autotune.engine.elsewhere import Asked, search_elsewhere
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -123,7 +123,7 @@ def search_on_cluster(
 
 
 def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Document:
-    """Return what a service predicts or advises; ``given`` are the options of the command line."""
+    """Return a service's prediction or advice; ``given`` are the command-line options."""
     for name in ("storage", "gpu_spec", "prices"):
         if given.get(name):
             option = f"--{name.replace('_', '-')}"
@@ -135,7 +135,7 @@ def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Docume
 
 
 def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool) -> None:
-    """Have a service verify one of its studies, and print the result; raises where a promise was not kept."""
+    """Verify a study on its service, and print the result. Raises an error for a missed promise."""
     client = Client(server)
     asked = client.request("POST", "/v1/verify", {"study": study} | ({"steps": steps} if steps else {}))
     problem = _watch(client, asked)
@@ -146,7 +146,7 @@ def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool
 
 
 def print_verification(shown: Document, *, as_json: bool) -> None:
-    """Print a verification that a service shows; raises where a promise was not kept."""
+    """Print a service's verification. Raises an error for a missed promise."""
     if shown["verification"] is None:
         raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the service's log")
     if as_json:
@@ -158,7 +158,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
 
 
 def _watch(client: Client, search: Document) -> Document | None:
-    """Show a search to its end; return the problem that ended it."""
+    """Show a service's search until its end; return the problem that ended it."""
     with open_view(_RemoteView) as view:
         if search["state"] == "finished":
             view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")

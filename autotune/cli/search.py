@@ -84,7 +84,7 @@ def search(
 
 
 def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> None:
-    """Print what a search would do."""
+    """Print the plan of a search without running it."""
     from autotune.cli.view import waiting
     from autotune.results.predicted import gpu_view
     from autotune.results.prediction_text import prediction_lines
@@ -153,7 +153,7 @@ def print_searched(
 
 
 def _print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
-    """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
+    """Verify the winner of a finished search, and print both. Raises an error for a missed promise."""
     from autotune.cli.verify import run_stock_trainer
     from autotune.core.schema import encode
     from autotune.results.json_document import report_document
@@ -172,7 +172,7 @@ def _print_verified(report: Report, storage: str, *, as_json: bool, shown_storag
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
-    """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
+    """Print the result on stdout, with suggested next commands, which name ``storage`` where given."""
     from autotune.results.export import make_export
     from autotune.results.json_document import report_document
     from autotune.results.text import summary_lines
@@ -200,7 +200,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
 
 
 def _larger_budget(report: Report) -> str:
-    """Return the option of a budget twice as large, where a search spent its own; a budget counts what was spent."""
+    """Return the option of a doubled budget, where the search spent its own."""
     match report.study.stop_reason:
         case StopReason.TRIALS:
             return f" --trials {2 * len(report.trials)}"

@@ -66,7 +66,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
         if page is None:
             print_report(Client(service), study, as_json=False)
         else:
-            _write(page, Client(service).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
+            _write_page(page, Client(service).request("GET", f"{path_of(study)}/report", query={"format": "html"}))
         return
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
@@ -75,10 +75,10 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
             return
         best = loaded.best
         found = stored_prediction(loaded, best.candidate, store.answers) if best is not None else (None, None)
-    _write(page, html_page(loaded, *found))
+    _write_page(page, html_page(loaded, *found))
 
 
-def _write(page: Path, text: str) -> None:
+def _write_page(page: Path, text: str) -> None:
     if str(page) == "-":
         click.echo(text, nl=False)
     else:

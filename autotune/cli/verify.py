@@ -72,6 +72,7 @@ def verify(
 
 
 def _target(store: Store, study_or_file: str, study: str | None) -> Target:
+    """Return the study or file to verify."""
     from autotune.results.report import load_report
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 
@@ -89,7 +90,7 @@ def _target(store: Store, study_or_file: str, study: str | None) -> Target:
 
 
 def run_stock_trainer(target: Target, asked: int | None, storage: str) -> Verification:
-    """Train with a stock ``Trainer``, and show meanwhile how long that takes."""
+    """Train with a stock ``Trainer``, showing the elapsed time."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import steps_of, verify
@@ -107,7 +108,7 @@ def run_stock_trainer(target: Target, asked: int | None, storage: str) -> Verifi
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
-    """Compare losses and print the result; raises where the two do not train alike."""
+    """Compare losses and print the result. Raises an error where the trainings differ."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.loss import check_can_compare, compare_losses, comparison_document

@@ -32,22 +32,22 @@ class ConsoleView(ABC):
 
     @abstractmethod
     def status_line(self, columns: int | None = None) -> str:
-        """Return the status as it is now; without its less important part where it would be longer than ``columns``."""
+        """Return the current status, without its less important part where it exceeds ``columns``."""
 
     def print_line(self, text: str, style: str | None = None) -> None:
-        """Print a line without what a terminal would obey, and on a terminal broken between words."""
+        """Print a line without control characters, wrapped on a terminal."""
         self._printed = time.monotonic()
         text = as_printed(text)
         text = broken(text, self._console.width) if self._console.is_terminal else text
         self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> Text:
-        """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""
+        """Return the status line with a running clock, cut at the terminal's width."""
         columns = self._console.width - _SPINNER_COLUMNS
         return Text(as_printed(self.status_line(columns)), no_wrap=True, overflow="ellipsis")
 
     def keep_saying(self, ended: threading.Event) -> None:
-        """Print the status after each quiet time, which gets longer, until the event is set."""
+        """Print the status after longer and longer quiet times, until the event is set."""
         quiet = _QUIET_SECONDS
         while not ended.wait(max(0.1, self._printed + quiet - time.monotonic())):
             if time.monotonic() >= self._printed + quiet:
@@ -72,12 +72,12 @@ class Clock(ConsoleView):
         self._started = time.monotonic()
 
     def now(self, waits_for: str) -> None:
-        """Print what is waited for from now on."""
+        """Print and show what is waited for now."""
         self._waits_for = waits_for
         self.print_line(waits_for)
 
     def status_line(self, columns: int | None = None) -> str:
-        """Return the seconds so far, and what is waited for."""
+        """Return the elapsed seconds and what is waited for."""
         return f"{format_seconds(time.monotonic() - self._started)}; {self._waits_for}"
 
 
@@ -86,7 +86,7 @@ V = TypeVar("V", bound=ConsoleView)
 
 @contextmanager
 def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
-    """Open a view on this process's stderr, with a status line; without a terminal that is printed when it is quiet."""
+    """Open a view on stderr with a status line, or without a terminal with occasional status messages."""
     console = Console(stderr=True)
     view = kind(console)
     if not console.is_terminal:

@@ -37,7 +37,7 @@ ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-o
 
 
 def group_size(ranks: int) -> int | None:
-    """Return how many ranks share a model under hybrid sharding; ``None`` where the ranks make no equal groups.
+    """Return how many ranks share one copy of the model under hybrid sharding; ``None`` without equal groups.
 
     The largest groups there are, two of them where the number is even: they need the least memory, and a search has one
     such strategy.
@@ -51,8 +51,8 @@ OWN_OPTIM = "own"
 """The value of ``optim`` where the user's code makes the optimizer and no name of transformers tells which."""
 
 
-def _said(words: str | Callable[[Any], str | None] | None, *, sparse: bool = False) -> dict[str, Any]:
-    """Say of a setting of an arm how it is described; all else stands in its row of ``autotune.space.levers``.
+def _field_metadata(words: str | Callable[[Any], str | None] | None, *, sparse: bool = False) -> dict[str, Any]:
+    """Return the metadata of a field of ``Arm``: its words in a description, and how it is recorded.
 
     ``words`` describe it where it is not the default: text, or what makes text of the whole arm. A ``sparse`` one is
     recorded only where it is not the default, as in trials from before there was such a setting.
@@ -64,10 +64,10 @@ def _said(words: str | Callable[[Any], str | None] | None, *, sparse: bool = Fal
 class Arm:
     """A candidate without its batch. Fields are named as in ``TrainingArguments`` where it has them."""
 
-    precision: Precision = field(default="fp32", metadata=_said(lambda arm: arm.precision))
+    precision: Precision = field(default="fp32", metadata=_field_metadata(lambda arm: arm.precision))
     gradient_checkpointing: bool = field(
         default=False,
-        metadata=_said(
+        metadata=_field_metadata(
             lambda arm: (
                 f"checkpointing {plural(arm.checkpointed_layers, 'layer')}"
                 if arm.checkpointed_layers
@@ -75,30 +75,33 @@ class Arm:
             )
         ),
     )
-    attn_implementation: str = field(default="sdpa", metadata=_said(lambda arm: arm.attn_implementation))
+    attn_implementation: str = field(default="sdpa", metadata=_field_metadata(lambda arm: arm.attn_implementation))
     optim: str = field(
-        default="adamw_torch_fused", metadata=_said(lambda arm: None if arm.optim == OWN_OPTIM else arm.optim)
+        default="adamw_torch_fused", metadata=_field_metadata(lambda arm: None if arm.optim == OWN_OPTIM else arm.optim)
     )
-    expandable_segments: bool = field(default=False, metadata=_said("expandable segments"))
+    expandable_segments: bool = field(default=False, metadata=_field_metadata("expandable segments"))
     """A setting of CUDA's caching allocator, not of the Trainer: its segments grow, which avoids fragmentation."""
     torch_compile: bool = field(
         default=False,
-        metadata=_said(
+        metadata=_field_metadata(
             lambda arm: (
                 ("compiled by layer" if arm.regional_compilation else "compiled")
                 + (f" ({arm.torch_compile_mode})" if arm.torch_compile_mode else "")
             )
         ),
     )
-    use_liger_kernel: bool = field(default=False, metadata=_said("liger"))
-    dataloader_num_workers: int = field(default=0, metadata=_said(lambda arm: f"{arm.dataloader_num_workers} loaders"))
-    dataloader_prefetch_factor: int | None = field(
-        default=None, metadata=_said(lambda arm: f"prefetch {arm.dataloader_prefetch_factor}")
+    use_liger_kernel: bool = field(default=False, metadata=_field_metadata("liger"))
+    dataloader_num_workers: int = field(
+        default=0, metadata=_field_metadata(lambda arm: f"{arm.dataloader_num_workers} loaders")
     )
-    cpu_affinity: bool = field(default=False, metadata=_said("pinned to one core"))
+    dataloader_prefetch_factor: int | None = field(
+        default=None, metadata=_field_metadata(lambda arm: f"prefetch {arm.dataloader_prefetch_factor}")
+    )
+    cpu_affinity: bool = field(default=False, metadata=_field_metadata("pinned to one core"))
     """Run all threads of the training process on one CPU core. Data loader workers stay free."""
     strategy: Strategy | None = field(
-        default=None, metadata=_said(lambda arm: f"{arm.strategy} × {arm.groups}" if arm.ranks > 1 else arm.strategy)
+        default=None,
+        metadata=_field_metadata(lambda arm: f"{arm.strategy} × {arm.groups}" if arm.ranks > 1 else arm.strategy),
     )
     """``None`` for one rank."""
     ranks: int = 1
@@ -109,70 +112,70 @@ class Arm:
     """Whether rank 0 sends its buffers to all ranks before each forward pass; ``None`` is DDP's default, which does."""
     transformer_layer_cls_to_wrap: str | None = None
     """The layer classes that FSDP shards one by one, with commas between them; ``None`` where nothing is sharded."""
-    sync_each_batch: bool = field(default=False, metadata=_said("sync each batch"))
+    sync_each_batch: bool = field(default=False, metadata=_field_metadata("sync each batch"))
     """Whether each micro-step reduces its gradients, so that no rank keeps whole gradients while it accumulates."""
-    torch_compile_mode: str | None = field(default=None, metadata=_said(None, sparse=True))
+    torch_compile_mode: str | None = field(default=None, metadata=_field_metadata(None, sparse=True))
     """``reduce-overhead`` has compiled code run as CUDA graphs; ``None`` is torch's default."""
-    regional_compilation: bool = field(default=False, metadata=_said(None, sparse=True))
+    regional_compilation: bool = field(default=False, metadata=_field_metadata(None, sparse=True))
     """Compile one layer and use it for all, in place of the whole model."""
-    checkpointed_layers: int | None = field(default=None, metadata=_said(None, sparse=True))
+    checkpointed_layers: int | None = field(default=None, metadata=_field_metadata(None, sparse=True))
     """How many of the model's layers recompute their activations, evenly spread; ``None``: all."""
-    offload_activations: bool = field(default=False, metadata=_said("offloaded", sparse=True))
+    offload_activations: bool = field(default=False, metadata=_field_metadata("offloaded", sparse=True))
     """What checkpointing keeps of each layer, its input, waits in the host's memory for the backward pass."""
-    uncached_casts: bool = field(default=False, metadata=_said("uncached casts", sparse=True))
+    uncached_casts: bool = field(default=False, metadata=_field_metadata("uncached casts", sparse=True))
     """Autocast keeps no 16-bit copies of the weights until the end of the forward pass."""
-    cuda_graphs: bool = field(default=False, metadata=_said("CUDA graphs", sparse=True))
+    cuda_graphs: bool = field(default=False, metadata=_field_metadata("CUDA graphs", sparse=True))
     """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
     length_multiple: int | None = field(
-        default=None, metadata=_said(lambda arm: f"lengths × {arm.length_multiple}", sparse=True)
+        default=None, metadata=_field_metadata(lambda arm: f"lengths × {arm.length_multiple}", sparse=True)
     )
     """Batches of text are padded to multiples of so many tokens."""
-    unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))
+    unpadded: bool = field(default=False, metadata=_field_metadata("no mask", sparse=True))
     """No attention mask is passed, since no sample is padded."""
     experts_implementation: str | None = field(
-        default=None, metadata=_said(lambda arm: f"experts {arm.experts_implementation}", sparse=True)
+        default=None, metadata=_field_metadata(lambda arm: f"experts {arm.experts_implementation}", sparse=True)
     )
     """How the products of a mixture of experts are computed; ``None`` is transformers' own choice."""
-    padding_free: bool = field(default=False, metadata=_said("padding-free", sparse=True))
+    padding_free: bool = field(default=False, metadata=_field_metadata("padding-free", sparse=True))
     """The samples of a batch come in one row, each attending to itself alone, so that none is padded."""
-    fused_loss: bool = field(default=False, metadata=_said("fused loss", sparse=True))
+    fused_loss: bool = field(default=False, metadata=_field_metadata("fused loss", sparse=True))
     """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
-    sparse_prediction: bool = field(default=False, metadata=_said("sparse prediction", sparse=True))
+    sparse_prediction: bool = field(default=False, metadata=_field_metadata("sparse prediction", sparse=True))
     """Logits of a masked language model are computed for the tokens with a label alone."""
-    cudnn_attention: bool = field(default=True, metadata=_said("no cuDNN attention", sparse=True))
+    cudnn_attention: bool = field(default=True, metadata=_field_metadata("no cuDNN attention", sparse=True))
     """Whether attention may use cuDNN's kernels, which are compiled for each new length."""
-    float8: bool = field(default=False, metadata=_said("fp8", sparse=True))
+    float8: bool = field(default=False, metadata=_field_metadata("fp8", sparse=True))
     """Products within the layers that repeat are computed in FP8."""
     train_sampling_strategy: str | None = field(
-        default=None, metadata=_said(lambda arm: f"order {arm.train_sampling_strategy}", sparse=True)
+        default=None, metadata=_field_metadata(lambda arm: f"order {arm.train_sampling_strategy}", sparse=True)
     )
     """The order of the samples, under the name of ``TrainingArguments``; ``None`` is that which was asked for."""
     context_parallel: int = field(
-        default=1, metadata=_said(lambda arm: f"context parallel × {arm.context_parallel}", sparse=True)
+        default=1, metadata=_field_metadata(lambda arm: f"context parallel × {arm.context_parallel}", sparse=True)
     )
     """Ranks that share each sample, of which each has a part of its tokens: ``cp_size`` of accelerate's
     ``ParallelismConfig``."""
-    dp_shard_size: int | None = field(default=None, metadata=_said(None, sparse=True))
+    dp_shard_size: int | None = field(default=None, metadata=_field_metadata(None, sparse=True))
     """Ranks between which the model is divided, of ``hybrid``, as in accelerate's ``ParallelismConfig``."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 has each rank keep only a part of the model."""
+        """Whether FSDP2 shards the model, so that each rank holds only a part of it."""
         return self.strategy in FSDP
 
     @property
     def sharing(self) -> int:
-        """Ranks between which FSDP2 divides the model."""
+        """Number of ranks between which FSDP2 shards the model."""
         return self.dp_shard_size or self.ranks
 
     @property
     def groups(self) -> str:
-        """Number of ranks in words: ``4``, or of hybrid sharding ``2 × 2``, groups and the ranks of each."""
+        """Number of ranks in words: ``4``, or with hybrid sharding ``2 × 2``, which is groups × ranks of a group."""
         return f"{self.ranks // self.sharing} × {self.sharing}" if self.dp_shard_size else str(self.ranks)
 
     @property
     def data_parallel(self) -> int:
-        """Groups of ranks that have samples of their own: one rank each, unless several share their samples."""
+        """Number of groups of ranks with different samples; the ranks of a group share theirs."""
         return self.ranks // self.context_parallel
 
     @property
@@ -187,7 +190,7 @@ class Arm:
 
     @property
     def needs_launcher(self) -> bool:
-        """Whether a training is started by a launcher: of several ranks, or with DeepSpeed also of one."""
+        """Whether the training needs a launcher such as ``torchrun``: with several ranks, or with DeepSpeed."""
         return self.ranks > 1 or self.zero_stage is not None
 
     def describe(self) -> str:
@@ -233,11 +236,11 @@ class Candidate:
         return self.gradient_accumulation_steps > 1
 
     def describe(self) -> str:
-        """Return ``32 × 2  bf16, checkpointing``."""
+        """Return batch × accumulation and the arm: ``32 × 2 bf16, checkpointing``."""
         return f"{self.per_device_train_batch_size} × {self.gradient_accumulation_steps}  {self.arm.describe()}"
 
     def parameters(self) -> Document:
-        """Return a flat document, with the names that records, Optuna and ``--json`` share."""
+        """Return all settings in one flat dictionary, under the names that records, Optuna and ``--json`` share."""
         return {
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -245,10 +248,10 @@ class Candidate:
         }
 
     def recorded_parameters(self) -> Document:
-        """Return ``parameters`` as they are stored: without what only several ranks have, where there is one.
+        """Return ``parameters`` as they are stored, without settings of several ranks where there is one rank.
 
-        So were trials recorded before there were several. One rank has a strategy only where it offloads. Sparse
-        settings are left out where they are the default.
+        Trials from before there were several ranks are recorded like this. One rank has a strategy only where it
+        offloads. Sparse settings are left out where they have their default.
         """
         names = OF_RANKS if self.arm.ranks == 1 and self.arm.strategy is None else ()
         return {

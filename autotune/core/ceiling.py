@@ -48,7 +48,7 @@ class Headroom:
         return math.ceil(self.fraction * cap_bytes) if self.size_bytes is None else self.size_bytes
 
     def describe(self) -> str:
-        """Return ``3 %`` or ``1.0 GiB``."""
+        """Return the headroom in words: ``3 %`` or ``1.0 GiB``."""
         return f"{self.fraction * 100:.3g} %" if self.size_bytes is None else format_bytes(self.size_bytes)
 
 
@@ -86,7 +86,7 @@ class Bounds:
         return int(self.line_bytes * (1 - margin))
 
     def fits(self, reserved_bytes: int, margin: float = 0.0) -> bool:
-        """Return whether a step with this peak is feasible, which a peak exactly on the line still is."""
+        """Return whether a step with this peak of reserved memory fits. A peak exactly on the line still fits."""
         return reserved_bytes <= self.below_line_bytes(margin)
 
 
@@ -149,7 +149,7 @@ class Ceiling:
 
     @property
     def bounds(self) -> Bounds:
-        """The cap and the line, without what they are made of."""
+        """The cap and the line, without the free memory and headroom that they are computed from."""
         return Bounds(self.cap_bytes, self.line_bytes)
 
     def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
@@ -157,7 +157,7 @@ class Ceiling:
         return self.excess_bytes(peak_reserved_bytes, context_bytes) <= 0
 
     def excess_bytes(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> int:
-        """Return by how many bytes a trial is over what a feasible one may use; 0 or less for a feasible one.
+        """Return by how many bytes a trial exceeds the limit for a feasible trial; 0 or less for a feasible trial.
 
         The peak must be at or under the line. Peak and CUDA context together must also stay within what is reachable.
         ``context_bytes`` is the context's measured size; where it is larger than assumed, it uses up headroom.
@@ -166,10 +166,10 @@ class Ceiling:
         return over if context_bytes is None else max(over, peak_reserved_bytes + context_bytes - self.reachable_bytes)
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data, for the trial process and the record."""
+        """Return the ceiling as JSON-ready data, for the trial process and the record."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Ceiling:
-        """Return the ceiling of a document from ``document``; raises ``ValueError`` where it is malformed."""
+        """Return the ceiling of a document from ``document``. Raises ``ValueError`` where the document is malformed."""
         return decode(document, cls)

@@ -36,7 +36,7 @@ class Link:
     """Between the ranks of a group of hybrid sharding."""
 
     def cases(self, measured: Collective | None) -> tuple[Collective, Collective, Collective]:
-        """Return what an exchange takes at worst, usually and at best: near what was measured, else by the link."""
+        """Return the worst, usual and best cost of a collective, from its measured cost or else the link's rate."""
         shares = _SHARES_OF_LINKS[self.kind] if measured is None else _SHARES_OF_MEASURED
         rated = measured or Collective(_SMALLEST_WORK_SECONDS, self.bytes_per_second)
         worst, usual, best = (Collective(rated.call_seconds, rated.bytes_per_second * share) for share in shares)
@@ -79,7 +79,7 @@ class Rates:
 
     @property
     def sums_at_half_rate(self) -> bool:
-        """Whether tensor cores add up products in float32 at half their rate: GeForce cards since Ampere, and the L40.
+        """Whether tensor cores accumulate in float32 at half their rate, as GeForce cards since Ampere and the L40 do.
 
         Their 16-bit rate is then twice that of float32, where other chips have four times or more.
         """
@@ -100,12 +100,12 @@ class Chip:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of cuBLAS's workspace for one thread."""
+        """Bytes of the cuBLAS workspace of one thread."""
         return _LARGE_WORKSPACE_BYTES if self.capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether torch has its own flash attention kernel for it: Ampere or newer (sdp_utils.cpp)."""
+        """Whether torch has its own flash attention kernel for this GPU: Ampere or newer (sdp_utils.cpp)."""
         return self.capability >= (8, 0)
 
     @property
@@ -114,7 +114,7 @@ class Chip:
         return precisions_of(self.capability)
 
     def decisive(self) -> Chip:
-        """Return the chip without name, memory and rates, which do not change what a step allocates."""
+        """Return the chip without name, memory and rates, which do not change how many bytes a step allocates."""
         return Chip(self.capability, self.multiprocessors, self.threads_per_multiprocessor)
 
 

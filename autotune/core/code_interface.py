@@ -33,7 +33,7 @@ class Site:
     """Calls for each micro-step."""
 
     def rows(self, model: str, shapes: dict[str, tuple[int, ...]]) -> int:
-        """Return how many rows the tensor has in a call; 0 where another model is called, or the tensor is absent."""
+        """Return the number of rows of this tensor in a call; 0 for another model, or a call without the tensor."""
         shape = shapes.get(self.path) if model == self.model else None
         return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
 

@@ -11,7 +11,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Have torch keep what it compiles, unless the environment says where.
+    """Make torch keep compiled kernels in the shared folder, unless the environment names another folder.
 
     Its entries are keyed by the versions of torch and Triton, by the GPU and by the code, so that one folder serves
     all. A model that took 64 to 79 s to compile took 9 s with it (Qwen2.5-0.5B, H200, torch 2.11.0).

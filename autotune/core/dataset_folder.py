@@ -35,13 +35,13 @@ class HeldData:
         with _only_change_in(self.folder.parent), contextlib.suppress(OSError):
             if _is_folder(self.folder, self.fd):
                 # Renamed first, so that nobody finds a half removed folder.
-                shutil.rmtree(self.folder.rename(_aside(self.folder)), ignore_errors=True)
+                shutil.rmtree(self.folder.rename(_name_before_removal(self.folder)), ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.parent.rmdir()
 
 
 def hold_data(folder: Path) -> HeldData | None:
-    """Lock the folder of a prepared dataset; return ``None`` where there is none, or it is incomplete."""
+    """Lock the folder of a prepared dataset. Return ``None`` where the folder is missing or incomplete."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -58,14 +58,14 @@ def hold_data(folder: Path) -> HeldData | None:
 
 
 def publish_data(partial: Path, folder: Path) -> DataFacts | None:
-    """Move a prepared dataset to its folder. Where another search was first, keep its folder and return its facts."""
+    """Move a prepared dataset to its final folder. If another search was first, return the facts of its folder."""
     with _only_change_in(folder.parent):
         facts = facts_in(folder)
         if facts is not None:
             return facts
         if os.path.lexists(folder):
             # A folder without facts is incomplete, and no search uses it.
-            shutil.rmtree(folder.rename(_aside(folder)), ignore_errors=True)
+            shutil.rmtree(folder.rename(_name_before_removal(folder)), ignore_errors=True)
         try:
             partial.rename(folder)
         except OSError:
@@ -92,7 +92,7 @@ def _only_change_in(parent: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _aside(folder: Path) -> Path:
+def _name_before_removal(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.removed-{os.getpid()}")
 
 

@@ -99,28 +99,28 @@ class DataSpec:
     """``None`` until the dataset was read."""
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the specification as JSON-ready data."""
         return dataclasses.asdict(self)
 
     def place(self) -> dict[str, Any]:
-        """Return where the dataset and the tokenizer are. Equal data may be in other places in other studies."""
+        """Return the paths or names of dataset and tokenizer. Equal data may have other paths in other studies."""
         return {"source": self.source, "tokenizer": self.tokenizer}
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the batches: everything but the place of the data and the facts that follow from it."""
+        """Return the fields that decide what the batches are: all but paths and the facts derived from the data."""
         # Packing is left out where there is none, as in studies from before it.
         left_out = {*self.place(), "facts", *(() if self.packing else ("packing",))}
         return {name: value for name, value in self.document().items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:
-        """Return the tokens that a sample has in a batch whose longest sample has ``tokens``."""
+        """Return the padded length of a sample in a batch whose longest sample has ``tokens``."""
         length = seq_len if self.padding == "max_length" else tokens
         multiple = self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     @property
     def label(self) -> str:
-        """A short name for messages: that of the file or folder, or the hub's."""
+        """A short name for messages: of the file or folder, or the hub's name."""
         return self.source if self.kind == "hub" else in_one_line(os.path.basename(self.source))
 
 
@@ -151,7 +151,7 @@ def describe_lengths(lengths: Lengths) -> str:
 
 
 def describe_packing(facts: DataFacts) -> str:
-    """Return ``601 samples packed in 84 rows of at most 122 tokens, 99.2% full``; of samples that are packed."""
+    """Return ``601 samples packed in 84 rows of at most 122 tokens, 99.2% full``, for a packed dataset."""
     assert facts.packed is not None
     assert facts.lengths is not None
     full = facts.lengths.mean / facts.lengths.longest

@@ -82,7 +82,7 @@ class Device:
         return precisions_of(self.capability or (0, 0))
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data, with ``label`` and ``precisions`` beside the fields."""
+        """Return the device as JSON-ready data: its fields, ``label`` and ``precisions``."""
         facts = dataclasses.asdict(self)
         facts["capability"] = list(self.capability) if self.capability else None
         facts["neighbours"] = list(facts["neighbours"])

@@ -18,14 +18,14 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio:
 
 
 def near_misses(word: str, known: Iterable[str], *, most: int, least_ratio: float = 0.6) -> list[str]:
-    """Return the known names that begin with the word; where there are none, those most similar to it."""
+    """Return the known names that begin with the word, else the names most similar to it."""
     names = list(known)
     begun = [name for name in names if word and name.startswith(word)][:most]
     return begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
 
 
 def error_with_code(exit_code: object, message: str, hint: str) -> AutotuneError | None:
-    """Return the error of a kind that is known by its exit code, as another process told it; ``None`` for no kind."""
+    """Return the error for an exit code that another process reported; ``None`` for an unknown code."""
     kinds: list[type[AutotuneError]] = [AutotuneError, *AutotuneError.__subclasses__()]
     for kind in kinds:
         if kind.exit_code == exit_code:
@@ -50,7 +50,7 @@ class AutotuneError(Exception):
         return f"{self.message}. {self.hint}" if self.hint else self.message
 
     def document(self) -> dict[str, Any]:
-        """Return what is kept of the error where a search ended with it, and sent to whoever asked for the search."""
+        """Return the error as JSON-ready data, for the record of the search and for clients."""
         return {"exit_code": self.exit_code, "message": self.message, "hint": self.hint}
 
 

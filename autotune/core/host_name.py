@@ -9,6 +9,6 @@ OWN_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 def host_name(host: str) -> str:
-    """Return ``localhost`` of the header ``localhost:8080``. Any port will do: a tunnel may end at another one."""
+    """Return the host of a ``Host`` header without its port: ``localhost`` for ``localhost:8080``."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()

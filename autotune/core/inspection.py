@@ -48,7 +48,7 @@ class OwnSettings:
     use_liger_kernel: bool = False
 
     def candidate(self) -> Candidate | None:
-        """Return them as a candidate; ``None`` where the batch is not known."""
+        """Return these settings as a candidate; ``None`` where the batch is not known."""
         if self.per_device_train_batch_size is None:
             return None
         arm = Arm(

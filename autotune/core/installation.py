@@ -21,9 +21,10 @@ def how_to_add(extra: str) -> str:
 
 
 def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
-    """Return the command for an environment, and for the record of where the package came from (PEP 610), if any.
+    """Return the install command for an environment.
 
-    uv and pipx leave a file of their own in the environment of a tool.
+    ``direct_url`` is the record of where the package came from (PEP 610), if there is one. uv and pipx leave a file of
+    their own in the environment of a tool.
     """
     named, is_editable = f"{_NAME}[{extra}]", False
     if direct_url is not None:

@@ -76,15 +76,15 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """What is to be done: ``trial``, ``look``, ``rehearse``, ``inspect``, ``read_data`` or ``predict``."""
+        """The kind of work: ``trial``, ``look``, ``rehearse``, ``inspect``, ``read_data`` or ``predict``."""
         return next(name for name, kind in _KINDS.items() if isinstance(self.work, kind))
 
     @property
     def ranks(self) -> int:
-        """The number of processes that do it together.
+        """The number of processes that run the job together.
 
-        The user's own code is inspected on all ranks, since it may read its rank, or wait for the others. A function
-        of ``--loop`` is measured on one rank only.
+        The user's own code is inspected on all ranks, since it may read its rank, or wait for the others. A function of
+        ``--loop`` is measured on one rank only.
         """
         source = self.workload.source
         match self.work:
@@ -96,13 +96,13 @@ class Job:
                 return 1
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the job as JSON-ready data."""
         document: dict[str, Any] = encode(self)
         return {"kind": self.kind, **document}
 
     @classmethod
     def from_document(cls, document: Any) -> Job:
-        """Return the job of a document from ``document``; ``ValueError`` where it describes none."""
+        """Return the job of a document from ``document``. Raises ``ValueError`` where the document is malformed."""
         message = decode(document, JobMessage)
         kind = _KINDS.get(message.kind)
         if kind is None:

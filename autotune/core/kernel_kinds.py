@@ -34,7 +34,7 @@ _KINDS = (
 
 @functools.cache
 def kind_of_kernel(name: str) -> str:
-    """Return the class of a kernel by its name; ``elementwise`` for all that nothing else is said of."""
+    """Return the kind of work of a GPU kernel, from its name; ``elementwise`` where no pattern matches."""
     lower = name.lower()
     return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "elementwise")
 
@@ -50,7 +50,7 @@ _ALIKE = {
 
 
 def merge_kinds(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return times by the kinds that the names of kernels tell apart, so that predicted and measured ones compare."""
+    """Add up times of kinds that kernel names cannot tell apart, so that predicted and measured times compare."""
     merged: dict[str, float] = {}
     for kind, value in seconds.items():
         name = _ALIKE.get(kind, kind)

@@ -107,7 +107,7 @@ class _LaunchContext:
     rank_variables: dict[str, str]
 
     def check_number(self, number: str, said: str, left: Sequence[str]) -> None:
-        """Raise ``InvalidRequestError`` for a number of processes that a trial does not have."""
+        """Raise ``InvalidRequestError`` where the launcher starts another number of processes than the trial has."""
         if number == str(self.ranks) or (self.ranks > 1 and number in _AS_MANY_AS_GPUS):
             return
         if self.ranks == 1:
@@ -121,7 +121,7 @@ class _LaunchContext:
         )
 
     def check_hosts(self, number: str, said: str, left: Sequence[str]) -> None:
-        """Raise ``InvalidRequestError`` for more than one host."""
+        """Raise ``InvalidRequestError`` where the launcher starts processes on several hosts."""
         if number not in ("1", "1:1"):
             raise self.refused(
                 f"starts processes on several hosts ({said}), and a trial runs on one",
@@ -129,21 +129,21 @@ class _LaunchContext:
             )
 
     def several(self, said: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
-        """Return the refusal of several processes, where a trial has one."""
+        """Return the error for a launcher of several processes where the trial has one."""
         return self.refused(
             f"starts several processes ({said}), and a trial is one",
             f"give the script itself, which is then measured on one device: -- {_as_python(left)}{instead}",
         )
 
     def unknown(self, what: str, left: Sequence[str]) -> InvalidRequestError:
-        """Return the refusal of what a trial cannot look into."""
+        """Return the error for a launcher whose processes autotune cannot measure."""
         return self.refused(
             f"{what}, so that it cannot be measured from within",
             f"give the script itself and its own options: -- {_as_python(left)}",
         )
 
     def refused(self, why: str, hint: str) -> InvalidRequestError:
-        """Return the refusal of the command line for a reason."""
+        """Return the error that refuses the command line, with the reason."""
         return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
 
 
@@ -155,9 +155,9 @@ _AS_MANY_AS_GPUS = ("gpu", "auto")
 
 
 def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
-    """Return what a command line runs in each of ``ranks`` processes.
+    """Return the script that a command line runs in each of ``ranks`` processes, without its launchers.
 
-    Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
+    Raises ``InvalidRequestError``, with a command that would work, for an unsupported or unknown launcher.
     """
     command = shlex.join(words)
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
@@ -177,7 +177,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
 
 
 def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables with placeholders that a command begins with, as in ``BATCH={batch} python train.py``."""
+    """Split leading variables with placeholders, as in ``BATCH={batch} python train.py``, from a command."""
     left = list(words[1:] if words and Path(words[0]).name == "env" else words)
     filled = {}
     while left and _ASSIGNMENT.match(left[0]) and placeholders_in(left[0]):
@@ -216,7 +216,7 @@ def find_command(name: str) -> str | None:
 
 
 def _without_python(words: list[str], command: str) -> list[str]:
-    """Return the words without an interpreter and its options; raises where they cannot be a command of one process."""
+    """Return the words without interpreter and its options. Raises an error for a command of several processes."""
     if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
         raise InvalidRequestError(
             f"{command[:80]!r} begins with a variable of the environment, which is not a script",
@@ -230,7 +230,7 @@ def _without_python(words: list[str], command: str) -> list[str]:
 
 
 def _command_of(words: Sequence[str]) -> str | None:
-    """Return the launcher that the words begin with; ``None`` where they begin with the script itself."""
+    """Return the launcher that a command line starts with; ``None`` where it starts with the script itself."""
     if not words:
         return None
     if words[0] == "-m":
@@ -242,6 +242,7 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 
 def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
+    """Return the words after ``torchrun`` and its options, having checked its numbers of hosts and processes."""
     given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
         launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
@@ -253,12 +254,14 @@ def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
 
 
 def _take_off_accelerate(words: list[str], launch: _LaunchContext) -> list[str]:
+    """Return the words after ``accelerate launch`` and its options. Refuse other commands of accelerate."""
     if words[:1] != ["launch"]:
         raise launch.refused("starts no training", "give the script and its own options: -- python train.py …")
     return _take_off_accelerate_launch(words[1:], launch)
 
 
 def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> list[str]:
+    """Return the words after the options of ``accelerate launch``, having checked options and configuration file."""
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
     given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch)
     config, path = _accelerate_config(given.get("config-file"))
@@ -287,7 +290,7 @@ def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> lis
 
 
 def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
-    """Read the flat part of accelerate's configuration file, the default one where none is given."""
+    """Read accelerate's configuration file, by default its standard file. Return its scalar fields and its path."""
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     path = os.path.expanduser(given or os.path.join(home, "accelerate", "default_config.yaml"))
     try:
@@ -315,7 +318,7 @@ class _Tool:
     """The variable with the number of processes."""
 
     def take_off(self, words: list[str], launch: _LaunchContext) -> list[str]:
-        """Return the module with its own options."""
+        """Return ``-m``, the module that this command starts, and the module's options."""
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
             raise launch.refused("names no training", f"give its module: -- python -m {example} …")
@@ -351,6 +354,7 @@ _TOOLS = {
 
 
 def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
+    """Raise the error for launchers such as ``uv run``, which should start autotune instead."""
     name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
     shown = _as_python([] if rest and rest[0].startswith("-") else rest)
@@ -368,6 +372,8 @@ def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
 
 
 def _refuse_as(what: str) -> _TakeOff:
+    """Return a function that refuses a launcher with the reason ``what``."""
+
     def refuse(words: list[str], launch: _LaunchContext) -> list[str]:
         raise launch.unknown(what, _from_python(words))
 
@@ -375,7 +381,7 @@ def _refuse_as(what: str) -> _TakeOff:
 
 
 def _from_python(words: Sequence[str]) -> list[str]:
-    """Return the words from the first on that is Python or a script of it."""
+    """Return the words from the first Python interpreter or Python script on."""
     return list(
         itertools.dropwhile(lambda word: not (word.endswith(".py") or _PYTHON.fullmatch(Path(word).name)), words)
     )
@@ -396,9 +402,9 @@ _TAKE_OFF: dict[str, _TakeOff] = {
 def _split(
     words: list[str], options: frozenset[str], flags: frozenset[str], launch: _LaunchContext
 ) -> tuple[dict[str, str], list[str]]:
-    """Return a launcher's own options, and what it launches: a file or ``-m`` and a module, with their options.
+    """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options.
 
-    Raises ``InvalidRequestError`` for an option that is not known.
+    Raises ``InvalidRequestError`` for an unknown option of the launcher.
     """
     given: dict[str, str] = {}
     left = list(words)
@@ -426,7 +432,7 @@ def _split(
 
 
 def _as_python(words: Sequence[str]) -> str:
-    """Return the words with ``python`` before them, where they have no interpreter and are no console command."""
+    """Return a shell command for the words, starting with ``python`` unless they are a console command."""
     if not words:
         return "python train.py …"
     is_script = words[0] == "-m" or words[0].endswith(".py")
@@ -434,4 +440,5 @@ def _as_python(words: Sequence[str]) -> str:
 
 
 def _sharing_samples(who: str, said: str = "") -> InvalidRequestError:
+    """Return the error for context or tensor parallelism, where several ranks share a sample."""
     return InvalidRequestError(f"{who} has several ranks share a sample{said}, which is not searched", NOT_BY_SAMPLE)

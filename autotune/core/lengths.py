@@ -46,7 +46,7 @@ class SampleLengths:
 
     @classmethod
     def of(cls, lengths: Iterable[int], **others: Any) -> SampleLengths:
-        """Return those of samples with these lengths."""
+        """Return the lengths of samples, counted."""
         counts = Counter(map(int, lengths))
         step = -(-max(counts, default=1) // _MOST_COUNTS)
         rounded: Counter[int] = Counter()
@@ -56,22 +56,22 @@ class SampleLengths:
 
     @property
     def vary(self) -> bool:
-        """Whether samples differ in length."""
+        """Whether the samples differ in length."""
         return len(self.counts) > 1
 
     def long_in_row(self, batch: int, tokens: int) -> int:
-        """Return with how many of the longest samples, and usual others, a row of a batch has so many tokens."""
+        """Return how many of the longest samples, among average ones, a row of ``batch`` samples has at this length."""
         usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
         many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
         return min(batch, max(1, math.floor(many)))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample; 0 where none was seen."""
+        """Tokens of the longest sample; 0 without samples."""
         return self.counts[-1][0] if self.counts else 0
 
     def batching(self, batch: int, accumulation: int = 1, ranks: int = 1) -> Batching:
-        """Return how the training's own settings make micro-batches of so many samples."""
+        """Return how the training's own settings form micro-batches of this size."""
         return Batching(batch, accumulation, ranks, self.order, self.padding, self.multiple)
 
 
@@ -88,7 +88,7 @@ class Batching:
     """Padded lengths, and rows, are filled up to a multiple of it."""
 
     def padded(self, lengths: Any, longest: int) -> Any:
-        """Return the length of each micro-batch: of each row of an array (…, samples) of tokens, an array (…)."""
+        """Return padded lengths (…) of micro-batches, from an array (…, samples) of tokens."""
         import numpy as np
 
         if self.padding == "max_length":
@@ -140,7 +140,7 @@ class PlannedRun:
 
 
 def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int, int], ...]:
-    """Count the micro-steps with a shape that is new to a rank, in the first 10, 30, 100 … optimizer steps of a run.
+    """Count the micro-steps with a new shape on a rank in the first 10, 30, 100 … optimizer steps of a run.
 
     ``shapes`` is an array (micro-steps, ranks): equal numbers are equal shapes. Each rank is a process of its own, and
     all wait for the slowest. Returns pairs of a number of steps and a count; the last is for all ``steps``, even where
@@ -154,7 +154,7 @@ def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int,
 
 
 def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = None, seed: int = 0) -> Shapes:
-    """Draw the micro-batches of so many optimizer steps, or of an epoch, and return what they are.
+    """Draw the micro-batches of a number of optimizer steps, or of an epoch, and return their shapes.
 
     At most about ``MOST_SAMPLES`` samples are drawn: a longer run meets hardly a new shape after so many. Raises
     ``ValueError`` where no length is known.
@@ -214,14 +214,15 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
 def choose_multiple(
     lengths: SampleLengths, batching: Batching, token_seconds: float, *, shape_seconds: float, steps: int | None = None
 ) -> int | None:
-    """Return the power of two to whose multiples it costs least to round micro-batches up; ``None``: to none.
+    """Return the cheapest power of two to whose multiples to pad micro-batches; ``None`` where no padding is cheapest.
 
-    A token of a micro-batch costs ``token_seconds``, a shape that is new to the process ``shape_seconds``.
+    A token of a micro-batch costs ``token_seconds``; a shape that is new to the process costs ``shape_seconds``.
     """
     longest = lengths.longest * (batching.batch if batching.padding == "rows" else 1)
     powers = [2**n for n in range(longest.bit_length() + 1) if _LEAST_MULTIPLE <= 2**n < 2 * longest]
 
     def seconds(multiple: int) -> float:
+        """Return the time of the run with padding to this multiple."""
         found = shapes_of(lengths, replace(batching, multiple=multiple), steps)
         micro_steps = found.steps * batching.accumulation
         return micro_steps * found.mean_tokens * token_seconds + found.new * shape_seconds

@@ -117,7 +117,7 @@ class Difference:
 
 
 def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
-    """Return how a step differs from the one that was asked for; ``None`` where rounding explains it."""
+    """Return the difference between the first steps of two settings; ``None`` where rounding explains it."""
     lost = [name for name, gradient in asked.gradients.items() if gradient and not other.gradients.get(name)]
     added = [name for name, gradient in other.gradients.items() if gradient and not asked.gradients.get(name)]
     if lost or added:
@@ -143,27 +143,29 @@ def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
     return Difference("loss", f"has {loss}") if loss_gap > most_loss else None
 
 
-def _pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
+def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
+    """Yield name and both gradients of each parameter that has a gradient in both steps."""
     for name, mine in asked.gradients.items():
         if mine is not None and (theirs := other.gradients.get(name)) is not None:
             yield name, mine, theirs
 
 
 def _factor(asked: FirstStep, other: FirstStep) -> float:
-    """Return the number by which the gradients asked for are multiplied to come closest to the others."""
+    """Return the least-squares factor by which the first step's gradients match the other's."""
     products = squares = 0.0
-    for _, mine, theirs in _pairs(asked, other):
+    for _, mine, theirs in _gradient_pairs(asked, other):
         products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))
         squares += sum(a * a for a in mine.sketch)
     return products / squares if squares else 1.0
 
 
 def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0, *, whole: bool = False) -> dict[str, float]:
-    """Return how far the gradients of each parameter are apart, relative to their norm; of all together if ``whole``.
+    """Return the distance between both gradients of each parameter, relative to their norm.
 
-    In 16 bits the gradients of single parameters are mostly rounding.
+    With ``whole``, the distance over all parameters together: in 16 bits the gradients of single parameters are mostly
+    rounding.
     """
-    pairs = list(_pairs(asked, other))
+    pairs = list(_gradient_pairs(asked, other))
     norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))
     squares = {
         name: sum((b - factor * a) ** 2 for a, b in zip(mine.sketch, theirs.sketch, strict=True)) / PROJECTIONS
@@ -190,7 +192,7 @@ class Look:
 
     @property
     def sentences(self) -> list[str]:
-        """How the training differs, each with the cure."""
+        """Sentences that say how the training differs, with the remedy."""
         return [f"{each}; {self.cure}" if self.cure is not None else each for each in self.differs]
 
     seconds: float = 0.0

@@ -50,6 +50,7 @@ class LoopConfig:
         """Names of the settings that were read."""
 
     def _read(self, name: str) -> Any:
+        """Return a setting, and remember that it was read."""
         self.was_read.add(name)
         return self._values[name]
 
@@ -74,7 +75,7 @@ class LoopConfig:
         return bool(self._read("gradient_checkpointing"))
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Return ``torch.autocast`` of the precision for ``"cuda"`` or ``"cpu"``, one that does nothing for others."""
+        """Return ``torch.autocast`` for bf16 or fp16 on ``"cuda"`` or ``"cpu"``, else a context that does nothing."""
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if dtype is None:
             return contextlib.nullcontext()
@@ -87,7 +88,7 @@ class LoopConfig:
 
 
 def loop_arguments(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate under the names of ``LoopConfig``."""
+    """Return a candidate's settings as keyword arguments of ``LoopConfig``."""
     return {
         "per_device_batch_size": candidate.per_device_train_batch_size,
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
@@ -112,15 +113,15 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Have a listener told of all micro-steps of this process."""
+    """Register the listener that is called at every micro-step of this process."""
     _listeners[:] = [listener]
 
 
 def steps(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Give the batches of a loader, each for one forward and backward pass; the optimizer steps in the same loop."""
+    """Yield the batches of a loader, one for each forward and backward pass. The loop calls the optimizer."""
     return _listeners[0].batches(loader) if _listeners else iter(loader)
 
 
 def step() -> contextlib.AbstractContextManager[None]:
-    """Stand around one forward and backward pass, where there is no loader to give ``steps``."""
+    """Return a context manager for one forward and backward pass, for loops without a loader."""
     return _listeners[0].micro_step() if _listeners else contextlib.nullcontext()

@@ -39,7 +39,7 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def masked_options(words: Sequence[str]) -> list[str]:
-    """Return the options of a masked command line whose values were masked."""
+    """Return the options of a command line whose values ``mask_secrets`` replaced."""
     options = []
     for before, word in zip(("", *words), words, strict=False):
         if word == MASK:
@@ -50,10 +50,11 @@ def masked_options(words: Sequence[str]) -> list[str]:
 
 
 def _mask(value: str) -> str:
+    """Return the mask, or the value itself where it reveals nothing, such as ``true``."""
     return value if value.lower() in _TELLS_NOTHING else MASK
 
 
 def _names_a_secret(option: str) -> bool:
-    """Return whether ``--hub_token``, ``hub-token`` or ``+trainer.hub_token`` names a secret."""
+    """Return whether an option's name says that its value is a secret: ``--hub_token``, ``+trainer.hub_token``."""
     name = option.lstrip("-+~").lower().replace("-", "_").rpartition(".")[2]
     return _SECRET_NAME.search(name) is not None

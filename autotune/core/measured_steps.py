@@ -31,13 +31,13 @@ class StepEstimate(NamedTuple):
 
 
 def _slow_at(seconds: Sequence[float]) -> list[int]:
-    """Return the places of slow steps."""
+    """Return the indices of steps that are much slower than the median."""
     least = _SLOW_TIMES * statistics.median(seconds)
     return [at for at, each in enumerate(seconds) if each >= least]
 
 
 def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
-    """Return the steps of whole periods, and the steps of one; ``None`` where slow steps do not recur regularly."""
+    """Return the steps of whole periods and a period's length; ``None`` where slow steps recur irregularly."""
     slow = _slow_at(seconds)
     gaps = {later - earlier for earlier, later in itertools.pairwise(slow)}
     if len(slow) < _TIMES_SEEN or len(gaps) != 1:
@@ -46,7 +46,7 @@ def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
 
 
 def mean_step(seconds: Sequence[float]) -> Estimate:
-    """Estimate the mean step time of a process, in seconds, from a few of its steps.
+    """Estimate the mean step time of a process, in seconds, from a few measured steps.
 
     Where every so manyth step is slow, it is that of whole periods, and steps differ from those at the same place of
     the others. Slow steps whose return was not seen widen the interval.
@@ -65,7 +65,7 @@ def mean_step(seconds: Sequence[float]) -> Estimate:
 
 
 def most_measured_steps(effort: Effort) -> int:
-    """Return the most steps that are timed, where slow ones are waited for."""
+    """Return the largest number of steps to time, including the wait until a slow step recurs."""
     return effort.max_steps if effort.max_steps < _TIMES_SEEN else _LONGER * effort.max_steps
 
 

@@ -54,7 +54,7 @@ class Progress:
     """The most steps that it may run; it ends earlier once they say enough."""
 
     def describe(self, seconds: float = 0.0) -> str:
-        """Say in a few words what the job does, so many seconds after it said so, where that is long.
+        """Return in a few words what the job does now. ``seconds`` is the time since it reported this.
 
         ``building the model``, ``building the model for 42 s``, ``step 7 of at most 14`` or ``step 7, 42 s ago``.
         """
@@ -162,9 +162,9 @@ _LINES: dict[str, type[ServerLine]] = {
 
 
 def server_line(document: dict[str, Any]) -> ServerLine:
-    """Return what a line of a trial server says.
+    """Return the typed message of a line from a trial server.
 
-    The user's own code may write into the pipe of its job, so that what the line of a job holds may be anything.
+    The user's own code may write into the pipe of its job, so the line of a job may hold anything.
     """
     kind = next((kind for name, kind in _LINES.items() if name in document), MalformedLine)
     try:
@@ -198,7 +198,7 @@ class Answer:
     """Of a process beside the trials that gave no result: the last line of its log."""
 
     def after(self, line: ServerLine) -> Answer:
-        """Return the answer with what a line of the trial server adds."""
+        """Return this answer completed by another line of the trial server."""
         match line:
             case ProgressLine(Progress(phase)):
                 return self if phase is None else dataclasses.replace(self, during=phase)

@@ -8,5 +8,5 @@ ACCEPT_NOISE_VARIABLE = "AUTOTUNE_ACCEPT_NOISE"
 
 
 def accepts_noise() -> bool:
-    """Return whether a busy machine is measured as it is, and every answer is given."""
+    """Return whether the user accepts measurements on a busy machine, by an environment variable."""
     return os.environ.get(ACCEPT_NOISE_VARIABLE) == "1"

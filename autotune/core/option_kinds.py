@@ -44,11 +44,11 @@ class Kind:
     choices: tuple[str, ...] = ()
 
     def read(self, text: str) -> Any:
-        """Return the value of text from a command line; raises ``ValueError`` or ``InvalidRequestError``."""
+        """Parse and check text from the command line. Raises ``ValueError`` or ``InvalidRequestError``."""
         return self.accept(self.parse(text))
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value of a Python argument of this name; raises ``InvalidRequestError``."""
+        """Check the value of a Python argument of this name. Raises ``InvalidRequestError``."""
         try:
             return self.accept(value)
         except UnfitError as error:
@@ -58,7 +58,7 @@ class Kind:
 
 
 def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError:
-    """Return the error for a value of a wrong type or range; large values are named by their type."""
+    """Return the error for a value of a wrong type or range. Large values are described by their type."""
     is_short = value is None or isinstance(value, str | Real) or (isinstance(value, list | tuple) and not value)
     shown = f"{name}={value!r}" if is_short else f"{name} of type {type(value).__name__}"
     return InvalidRequestError(f"{shown[:100]} is not {wanted}", hint)
@@ -69,7 +69,7 @@ def _is_path(value: Any) -> bool:
 
 
 def path(hint: str = "give it as text or as a pathlib.Path") -> Kind:
-    """Return the kind of a name or a path; ``hint`` says what to do with something else."""
+    """Return the kind for a name or a path. ``hint`` is the advice for other values."""
 
     def accept(value: Any) -> str:
         if not _is_path(value):
@@ -80,7 +80,7 @@ def path(hint: str = "give it as text or as a pathlib.Path") -> Kind:
 
 
 def words(known: tuple[str, ...] = ()) -> Kind:
-    """Return the kind of a list, or text with commas; each word one of ``known``, or any."""
+    """Return the kind for a list of words, or for text with commas; each word must be in ``known`` if given."""
 
     def accept(value: Any) -> tuple[str, ...]:
         listed = value.split(",") if isinstance(value, str) else value
@@ -101,7 +101,7 @@ def words(known: tuple[str, ...] = ()) -> Kind:
 
 
 def words_or_auto(known: tuple[str, ...]) -> Kind:
-    """Return the kind of a list of known words, or ``auto``, which is the same as giving nothing."""
+    """Return the kind for a list of known words, or ``auto``, which means no value."""
     listed = words(known)
 
     def accept(value: Any) -> tuple[str, ...] | None:
@@ -112,13 +112,14 @@ def words_or_auto(known: tuple[str, ...]) -> Kind:
 
 
 def _parse_whole(text: str) -> int | str:
+    """Return the text as an integer, or unchanged where it is not an integer."""
     digits = text.strip()
     # int() refuses very long texts with an error of its own.
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST)) else text
 
 
 def whole(least: int) -> Kind:
-    """Return the kind of a whole number."""
+    """Return the kind for an integer of at least ``least``."""
 
     def accept(value: Any) -> int:
         # numpy's whole numbers are Integral, too.
@@ -131,7 +132,7 @@ def whole(least: int) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of one word among several."""
+    """Return the kind for one of several words."""
 
     def accept(value: Any) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -142,7 +143,7 @@ def choice(*choices: str) -> Kind:
 
 
 def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0) -> Kind:
-    """Return the kind of a number or text, both read as the command line reads what is written there."""
+    """Return the kind for a number or text, parsed as on the command line."""
 
     def accept(value: Any) -> Any:
         if isinstance(value, Headroom) and parse is parse_headroom:
@@ -167,6 +168,7 @@ def _accept_flag(value: Any) -> bool:
 
 
 def _accept_script(value: Any) -> tuple[str, ...]:
+    """Return the script's command line as a tuple of words. Raises an error for anything but a list of words."""
     # Splitting a line of text into words is up to a shell.
     if _is_path(value):
         raise UnfitError(value, "a list of words", f"give script={os.fsdecode(value).split()!r}")
@@ -179,6 +181,7 @@ def _accept_script(value: Any) -> tuple[str, ...]:
 
 
 def _accept_gpus(value: Any) -> str:
+    """Return GPUs given as a count, a word or a list, as ``--gpus`` writes them: ``2``, ``all``, ``cuda:0,cuda:1``."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))
     listed = [value] if isinstance(value, str) else value
@@ -190,6 +193,7 @@ def _accept_gpus(value: Any) -> str:
 
 
 def _accept_counts(value: Any) -> tuple[int, ...]:
+    """Return one or several counts as a sorted tuple without duplicates."""
     listed = value if isinstance(value, list | tuple) else [value]
     if not listed:
         raise UnfitError(value, "a list of numbers", "write it as [1, 2]")
@@ -197,12 +201,14 @@ def _accept_counts(value: Any) -> tuple[int, ...]:
 
 
 def _accept_layers(value: Any) -> str:
+    """Return ``auto``, ``off`` or a count of layers, as text."""
     if value in ("auto", "off"):
         return str(value)
     return str(COUNT.accept(_parse_whole(value) if isinstance(value, str) else value))
 
 
 def _function_or_path(option: str) -> Kind:
+    """Return the kind for a function object or its path ``FILE:FUNCTION``."""
     text = path()
     return Kind("path", lambda value: text.accept(value) if _is_path(value) else locate_function(value, option))
 
@@ -232,11 +238,7 @@ HEADROOM = _quantity("share|size", parse_headroom, Headroom)
 WORDS = words()
 
 
-def _accept_given_levers(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 LEVERS = choice("auto", "off")
 """A dict of levers is taken apart before; see ``autotune.core.options.check_arguments``."""
-GIVEN_LEVERS = Kind("words", _accept_given_levers)
+GIVEN_LEVERS = Kind("words", lambda value: (value,) if isinstance(value, str) else tuple(value))
 """``NAME[=VALUE]``, each."""

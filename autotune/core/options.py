@@ -154,7 +154,7 @@ class Option:
 
     @property
     def parameter(self) -> str:
-        """How it is written on the command line, without a value."""
+        """The option on the command line, without a value."""
         return f"--lever {self.name}" if self.is_lever else self.own_flag
 
     @property
@@ -163,12 +163,12 @@ class Option:
         return self.flag or "--" + self.name.replace("_", "-")
 
     def said(self, value: Any) -> str:
-        """Return how a value is written on the command line: ``--precision bf16`` or ``--lever float8=on``."""
+        """Return the option with a value on the command line: ``--precision bf16`` or ``--lever float8=on``."""
         return f"{self.parameter}{'=' if self.is_lever else ' '}{value}"
 
     @cached_property
     def default(self) -> Any:
-        """The value where nothing is given."""
+        """The value where the user gives none."""
         if self.kind is FLAG:
             return self.own_flag.startswith("--no-")
         if self.kind in (SCRIPT, GIVEN_LEVERS):
@@ -586,13 +586,13 @@ _KINDS: dict[Any, Kind] = {
 
 
 def _kind_of(values: Any) -> Kind:
-    """Return the kind that follows from the type of an option's values."""
+    """Return the kind for the type annotation of an option's values."""
     literal = next((kind for kind in (values, *get_args(values)) if get_origin(kind) is Literal), None)
     return _KINDS[values] if literal is None else choice(*get_args(literal))
 
 
 def _declared() -> Iterator[Option]:
-    """Yield the options of all groups, each with what its annotation and its group say."""
+    """Yield the options of all groups, completed from annotations and groups."""
     for group, heading, own_code_decides in _GROUPS:
         for name, annotation in get_type_hints(group, include_extras=True).items():
             values, option = get_args(annotation)
@@ -617,7 +617,7 @@ def options_of(command: str) -> tuple[Option, ...]:
 
 
 def names(section: str) -> tuple[str, ...]:
-    """Return the names of the options under a heading."""
+    """Return the names of the options in a section of the help."""
     return tuple(option.name for option in OPTIONS if option.section == section)
 
 
@@ -626,7 +626,7 @@ BRINGS_CODE: tuple[str, ...] = tuple(o.name for o in OPTIONS if o.kind in (TRAIN
 
 
 def json_value(value: Any) -> Any:
-    """Return the value of an option as JSON has it, from which ``check_arguments`` makes the same value again."""
+    """Return an option's value as JSON-ready data, which ``check_arguments`` accepts."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Headroom):
@@ -635,7 +635,7 @@ def json_value(value: Any) -> Any:
 
 
 def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """Return Python arguments as the command line has them: text parsed, paths as text, lists as tuples.
+    """Check Python arguments and return them as the command line has them: text parsed, lists as tuples.
 
     A dict of ``levers`` becomes an argument for each. ``None`` stays where it is the default of an option that is not
     ``required``. Raises ``InvalidRequestError`` for what is no value of its option.
@@ -657,10 +657,9 @@ def names_of_levers(command: str = "search") -> tuple[str, ...]:
 
 
 def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
-    """Return the values of ``levers`` by name, checked; ``True`` and ``False`` are on and off.
+    """Check the values of ``levers`` and return them by name; ``True`` and ``False`` become on and off.
 
-    Raises ``InvalidRequestError`` for an unknown lever, for a value that it does not have, and for one that ``given``
-    says otherwise.
+    Raises ``InvalidRequestError`` for an unknown lever, for an impossible value, and where ``given`` has another value.
     """
     known, found = names_of_levers(command), {}
     for written, value in levers.items():

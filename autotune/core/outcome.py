@@ -175,17 +175,17 @@ class Measurement:
 
     @property
     def steady_share(self) -> float:
-        """Speed of the run over that of its steps once all shapes were seen; at most 1."""
+        """The run's speed divided by its speed once all batch shapes were seen; at most 1."""
         return (self.steady_step_seconds or self.step_seconds) / self.step_seconds
 
     @property
     def steady_samples_per_second(self) -> float:
-        """Speed of the steps once all shapes were seen."""
+        """Samples per second once all batch shapes were seen."""
         return self.samples_per_second / self.steady_share
 
     @property
     def first_epoch_samples_per_second(self) -> float:
-        """Speed of the first epoch of the run, of the whole run where that is not longer."""
+        """Samples per second in the first epoch, or in the whole run where that is shorter."""
         if not (self.run_epochs and self.run_epochs > 1 and self.run_steps and self.epoch_shapes is not None):
             return self.samples_per_second
         steps, steady = self.run_steps / self.run_epochs, self.steady_share * self.step_seconds
@@ -193,7 +193,7 @@ class Measurement:
         return self.samples_per_second * self.step_seconds / seconds
 
     def at_speed(self, samples_per_second: float) -> Measurement:
-        """Return it with another speed of the run, and times that are as many times others."""
+        """Return the measurement scaled to another speed, with its step times scaled alike."""
         factor = self.samples_per_second / samples_per_second
         steady = self.steady_step_seconds
         return replace(
@@ -210,21 +210,21 @@ class Measurement:
 
     @property
     def step_deviation(self) -> float:
-        """Relative standard deviation between the measured steps; 0 of one step, and where batches differ in length."""
+        """Relative standard deviation of the measured steps; 0 with one step, or where batches differ in length."""
         if len(self.step_seconds_each) < 2 or self.batches_vary:
             return 0.0
         return statistics.stdev(self.step_seconds_each) / statistics.fmean(self.step_seconds_each)
 
     def judged_bytes(self, arm: Arm) -> int:
-        """Return the peak that is compared with the ceiling's line.
+        """Return the peak memory that is compared with the line.
 
-        That is peak reserved memory. With expandable segments it is peak allocated memory, since reserved memory may
+        This is peak reserved memory. With expandable segments it is peak allocated memory, since reserved memory may
         read 17 % too high there. Such a trial runs with the line itself as its cap, so completing proves that it fits.
         """
         return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
 
     def excess_bytes(self, arm: Arm, ceiling: Ceiling) -> int:
-        """Return by how many bytes the trial is over what is feasible, see ``Ceiling.excess_bytes``."""
+        """Return by how many bytes the trial exceeds the limit, see ``Ceiling.excess_bytes``."""
         return ceiling.excess_bytes(self.judged_bytes(arm), self.context_bytes)
 
     def fits(self, arm: Arm, ceiling: Ceiling) -> bool:
@@ -334,7 +334,7 @@ def process_of(trial_id: str, outcome: Outcome) -> str:
 
 
 def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
-    """Count the processes behind some outcomes, which are given with the ids of their trials.
+    """Count the trial processes that measured some outcomes, given as pairs of trial id and outcome.
 
     An outcome taken from an earlier trial counts as that trial, however often it was reused. Derived outcomes do not
     count, since no process ran that candidate.

@@ -28,12 +28,12 @@ class Owner:
     """When the process started, as the kernel counts; tells it from a later one of the same id."""
 
     def describe(self) -> str:
-        """Return ``process 71 of ada``, with the host where that is another one."""
+        """Return ``process 71 of ada``, with the host's name where it is another host."""
         words = f"process {self.pid} of {self.user}"
         return words if self.host == this_host() else f"{words} on {self.host}"
 
     def is_gone(self) -> bool:
-        """Return whether the process is known to have ended: it was one of this machine and runs no more."""
+        """Return whether the process is known to have ended, which only its own machine can tell."""
         if self.machine != this_machine():
             return False
         started = _started(self.pid)
@@ -56,7 +56,7 @@ def this_owner() -> Owner:
 
 
 def this_machine() -> str:
-    """Return what tells this host, since its start, and this namespace of process ids from all others."""
+    """Return an identifier of this boot of the host and of this PID namespace."""
     boot, namespace = "", ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -74,10 +74,7 @@ def user_name() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this machine started; ``None`` where that cannot be read.
-
-    One that has ended and waits for its parent to notice has no start any more.
-    """
+    """Return when a process of this machine started; ``None`` for an unknown process or a zombie."""
     try:
         _, _, rest = Path(_STAT.format(pid=pid)).read_text(encoding="utf-8", errors="replace").rpartition(")")
     except OSError:

@@ -22,7 +22,7 @@ _FULL_BYTES = 16 * 1024**2
 def wait_until_ready(
     readable: Iterable[int], writable: Iterable[int] = (), timeout_seconds: float | None = None
 ) -> set[int]:
-    """Wait until a file descriptor can be read or written, or the timeout is over; return those that can.
+    """Wait until a file descriptor can be read or written, or until the timeout; return the ready descriptors.
 
     ``select.select`` refuses file descriptors of 1,024 and more, which processes with many open files reach.
     """
@@ -65,7 +65,7 @@ class LineReader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[bytes]:
-        """Return every line that is complete by now. Of a line beyond the limit only the first bytes are kept."""
+        """Return every complete line so far. A line beyond the limit is cut to its first bytes."""
         lines: list[bytes] = []
         for _ in range(_MOST_CHUNKS):
             try:
@@ -84,6 +84,7 @@ class LineReader:
         return lines
 
     def _append(self, piece: bytes) -> None:
+        """Append a piece of a line; beyond the limit, keep only the line's beginning."""
         self._size_bytes += len(piece)
         if self._limit_bytes is None or self._size_bytes <= self._limit_bytes:
             self._pieces.append(piece)
@@ -102,12 +103,12 @@ class LineWriter:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something is left for ``flush`` to write."""
+        """Whether ``flush`` still has bytes to write."""
         return bool(self._waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is unwritten that its owner should produce no more."""
+        """Whether so many bytes are unwritten that the caller should pause."""
         return len(self._waiting) >= _FULL_BYTES
 
     def put(self, line: bytes) -> None:

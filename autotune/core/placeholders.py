@@ -66,13 +66,13 @@ class Placeholder:
 
     @property
     def words(self) -> dict[str, str]:
-        """What the script calls each value: ``fp32=float32,bf16=bfloat16``."""
+        """The script's own words for the values: ``fp32=float32,bf16=bfloat16`` as a dictionary."""
         pairs = (pair.partition("=") for pair in (self.said or "").split(",") if pair)
         return {key.strip(): value for key, _, value in pairs}
 
     @property
     def is_option(self) -> bool:
-        """Whether it stands for options of the script, rather than for the value of one."""
+        """Whether the placeholder stands for whole options of the script, not for the value of an option."""
         return any(value.startswith("-") for value in self.words.values())
 
     def allows(self, key: str) -> bool:
@@ -81,7 +81,7 @@ class Placeholder:
         return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 
     def fill(self, values: Values) -> str:
-        """Return what stands in its place."""
+        """Return the text that replaces the placeholder."""
         match self.name:
             case "batch":
                 return str(values.batch)
@@ -101,7 +101,7 @@ class Placeholder:
                 return self.words.get("on" if values.checkpointing else "off", "")
 
     def check(self) -> None:
-        """Raise ``InvalidRequestError`` where what stands after its colon cannot be meant."""
+        """Raise ``InvalidRequestError`` where the text after the placeholder's colon is malformed."""
         if self.said is None:
             return
         written = f"{{{self.name}:{self.said}}}"
@@ -137,8 +137,7 @@ def fill_text(text: str, values: Values) -> str:
 def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
     """Return the words of a command line with their placeholders filled.
 
-    An argument of which nothing is left goes: a word that is a placeholder for options, an option with the placeholder
-    for its value, ``name=`` with nothing after it.
+    Arguments without a value are dropped: an empty word for options, an option with an empty value, ``name=``.
     """
     filled: list[str] = []
     for word in words:
@@ -160,9 +159,9 @@ def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
 
 
 def without_placeholders(words: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words without every argument that has a placeholder: the script then uses its own defaults.
+    """Return the words without any argument that has a placeholder, so that the script uses its defaults.
 
-    ``None`` where one stands by itself without an option before it, so that what follows would take its place.
+    ``None`` where a placeholder is a positional argument, whose place the next argument would take.
     """
     left: list[str] = []
     for word in words:
@@ -201,12 +200,12 @@ class Template:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all placeholders; none where nothing is to be filled."""
+        """The names of all placeholders."""
         return frozenset(placeholder.name for placeholder in self.placeholders)
 
     @property
     def precisions(self) -> tuple[Precision, ...] | None:
-        """The precisions that it can be filled with; ``None`` where every name will do, or none has a place."""
+        """The precisions that the template has words for; ``None`` without a limit."""
         asked = [each for each in self.placeholders if each.name == "precision" and each.words]
         if not asked:
             return None
@@ -214,15 +213,15 @@ class Template:
 
     @property
     def asks_sample_tokens(self) -> bool:
-        """Whether it has to be found out how many tokens a sample has."""
+        """Whether filling needs the number of tokens of a sample, which must be found out."""
         return any(each.name == "effective_tokens" and not each.said for each in self.placeholders)
 
     def own_words(self) -> tuple[str, ...] | None:
-        """Return the words with which the script uses its own defaults; ``None`` where that cannot be known."""
+        """Return the words with which the script uses its own defaults; ``None`` where these are unknown."""
         return None if self.files else without_placeholders(self.words)
 
     def fill(self, values: Values, folder: str, cwd: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Return words and variables with the values in place, files being named by filled copies in ``folder``."""
+        """Return words and variables filled with the values. Configuration files are copied, filled, to ``folder``."""
         copies = {}
         for at, path in enumerate(self.files):
             copies[path] = os.path.join(folder, str(at), os.path.basename(path))
@@ -254,7 +253,7 @@ def read_template(words: Sequence[str], variables: Sequence[tuple[str, str]], cw
 
 
 def _check_is_whole(word: str, words: Sequence[str]) -> None:
-    """Raise ``InvalidRequestError`` for a placeholder that a shell has split at its commas."""
+    """Raise ``InvalidRequestError`` where a shell has split a placeholder at its commas."""
     match = _SPLIT.search(word)
     if match is None or "{" in word[: match.start(1)]:
         return
@@ -268,7 +267,7 @@ def _check_is_whole(word: str, words: Sequence[str]) -> None:
 
 
 def _paths_in(word: str, cwd: str) -> Iterable[str]:
-    """Yield the configuration file that a word names, if it does: ``conf.yaml`` or ``--config=conf.yaml``."""
+    """Yield the path of the configuration file that a word names: ``conf.yaml`` or ``--config=conf.yaml``."""
     for text in (word, word.partition("=")[2]):
         if text.endswith(_CONFIG_ENDINGS):
             path = os.path.join(cwd, os.path.expanduser(text))
@@ -277,7 +276,7 @@ def _paths_in(word: str, cwd: str) -> Iterable[str]:
 
 
 def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
-    """Return a word with a copy's path in place of the file that it names."""
+    """Return a word with the path of the filled copy in place of the file."""
     for path in _paths_in(word, cwd):
         if path in copies:
             name, equals, value = word.partition("=")
@@ -286,6 +285,7 @@ def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
 
 
 def _in_file(path: str) -> list[Placeholder]:
+    """Return the placeholders in a configuration file."""
     placeholders: list[Placeholder] = []
 
     def take(placeholder: Placeholder) -> str:
@@ -297,7 +297,7 @@ def _in_file(path: str) -> list[Placeholder]:
 
 
 def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:
-    """Return the content of a file with each placeholder replaced; empty for what is no text."""
+    """Return a file's content with placeholders replaced; empty text for a binary file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -311,7 +311,7 @@ def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:
 
 
 def _formatted_lines(text: str) -> frozenset[int]:
-    """Return the lines of Python with f-strings, in which braces have a meaning of their own."""
+    """Return the numbers of lines with f-strings in Python code, where braces are no placeholders."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):

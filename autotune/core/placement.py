@@ -18,7 +18,7 @@ def this_host() -> str:
 
 
 def rank_log(log_path: str, rank: int) -> str:
-    """Return the log of a rank: the trial's own for rank 0, ``trial-0003.rank1.log`` for rank 1."""
+    """Return the log file of a rank: for rank 0 the trial's own, for rank 1 ``trial-0003.rank1.log``."""
     path = PurePath(log_path)
     return log_path if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
 
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def device(self) -> Device:
-        """The device of rank 0. What all ranks have in common, such as name and capability, can be asked of it."""
+        """The device of rank 0. Name and capability are the same for all ranks."""
         return self.devices[0]
 
     @property
@@ -80,12 +80,12 @@ class Placement:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The UUIDs of the devices, each once."""
+        """The UUIDs of the devices, without duplicates."""
         return tuple(dict.fromkeys(device.uuid for device in self.devices))
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the devices, each once: ``cuda:0``, ``cuda:1``."""
+        """The labels of the devices, without duplicates: ``cuda:0``, ``cuda:1``."""
         return tuple(dict.fromkeys(device.label for device in self.devices))
 
     @property
@@ -100,7 +100,7 @@ class Placement:
 
     @property
     def least_free_bytes(self) -> int:
-        """What is free on the device that has the least; its total where it does not say."""
+        """Free memory of the device with the least; its total memory where free memory is unknown."""
         return min(
             device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
             for device in self.devices
@@ -108,5 +108,5 @@ class Placement:
 
     @property
     def rank_devices(self) -> RankDevices:
-        """What the processes of a trial are told of it."""
+        """The part of the placement that trial processes need."""
         return RankDevices(self.kind, tuple(device.uuid for device in self.devices))

@@ -107,7 +107,7 @@ class Operations:
     """How often each operation runs whose class is not known, by name. Only its memory traffic is in ``rows``."""
 
     def product_flops(self, batch: int) -> float:
-        """Return the floating-point operations of matrix products, attention and convolutions in a micro-step.
+        """Return the floating-point operations of matrix products, attention and convolutions in one micro-step.
 
         Recomputed operations are left out, as usual for the utilization of a GPU (MFU; Chowdhery et al. 2022, appendix
         B).
@@ -115,17 +115,18 @@ class Operations:
         return sum(flops for _, flops in self._products(batch))
 
     def is_in_half(self, batch: int) -> bool:
-        """Return whether most of those are in 16 bits, through autocast or because the weights are."""
+        """Return whether most of these operations are in 16 bits, by autocast or by the dtype of the weights."""
         half = sum(flops for dtype, flops in self._products(batch) if dtype in _HALF)
         return half > self.product_flops(batch) / 2
 
     def _products(self, batch: int) -> Iterator[tuple[str, float]]:
+        """Yield dtype and floating-point operations of the products in forward and backward pass."""
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
         return ((row.dtype, float(row.count * amount_at(row.flops, batch))) for row in kept)
 
 
 def spare_bytes(arm: Arm, operations: Operations | None) -> int:
-    """Return what must fit besides the predicted peak: under DDP the gradients once more, else 0.
+    """Return the memory needed beyond the predicted peak: under DDP a second copy of the gradients, else 0.
 
     DDP makes new gradient buckets in the second step, and NCCL may still hold the old ones there
     (docs/results/several-gpus.md).
@@ -134,7 +135,7 @@ def spare_bytes(arm: Arm, operations: Operations | None) -> int:
 
 
 def amount_at(size: Size, batch: int) -> int:
-    """Return an amount at a batch."""
+    """Return a linear amount, slope and constant, at a batch size."""
     return size[0] * batch + size[1]
 
 

@@ -6,5 +6,5 @@ import os
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file for ``open(opener=…)``; one that it creates is read and written by its owner alone."""
+    """Open a file with mode 0600, for ``open(opener=…)``."""
     return os.open(path, flags, 0o600)

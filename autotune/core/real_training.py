@@ -81,7 +81,7 @@ class RealTraining:
     """The batches of a loop's validation, by where its ``DataLoader`` is made: where its own do not fit."""
 
     def with_smaller_batch(self) -> RealTraining | None:
-        """Return it with the next smaller batch, at most half, of the same effective batch; ``None`` without one."""
+        """Return the training with the next smaller batch, at most half, at the same effective batch, or ``None``."""
         batch, accumulation = self.candidate.per_device_train_batch_size, self.candidate.gradient_accumulation_steps
         samples = batch * accumulation
         smaller = next((size for size in range(batch // 2, 0, -1) if samples % size == 0), None)

@@ -66,13 +66,14 @@ class Whole:
 
 
 def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | None) -> Whole:
-    """Return a whole evaluation of so many batches, which grows from the smaller part to the larger as it goes on.
+    """Extrapolate the memory of a whole evaluation with ``batches`` from two measured parts.
 
-    ``flushed_after``: batches after which what is kept goes from the device to the host.
+    ``flushed_after``: number of batches after which outputs move from the device to the host.
     """
     more = large.batches - small.batches
 
     def at(low: int, high: int, end: int) -> int:
+        """Return a peak at batch ``end`` on the line through both parts."""
         slope = (high - low) / more if more > 0 and high - low > NOISE_BYTES else 0.0
         return max(low, high, round(high + slope * (end - large.batches)))
 
@@ -161,7 +162,7 @@ class HostUse:
 
     @property
     def steps_left(self) -> int | None:
-        """Return the steps until the limit; ``None`` where that is not reached in an epoch."""
+        """The number of steps until the host's limit; ``None`` where an epoch does not reach it."""
         if not self.growth_bytes or self.steps is None:
             return None
         room = max(0, self.limit_bytes - self.most_bytes)
@@ -203,7 +204,7 @@ class Rehearsal:
 
     @property
     def loader_batches(self) -> dict[str, int]:
-        """Return which batch a validation's ``DataLoader`` is to make, by where that is made; none where all fits."""
+        """Batch size to set in a validation's ``DataLoader``, by the place that makes it; empty where all fits."""
         found = self.evaluation
         if self.problem is not None or found is None or found.loader_key is None:
             return {}
@@ -211,21 +212,22 @@ class Rehearsal:
 
     @property
     def left_peak_bytes(self) -> int | None:
-        """Return the peak of a step after an evaluation; ``None`` where that is as before."""
+        """The peak memory of a step after an evaluation; ``None`` where an evaluation does not raise it."""
         left = self.evaluation.left_bytes if self.evaluation is not None else 0
         return self.peak_bytes + left if self.peak_bytes is not None and left > NOISE_BYTES else None
 
     @property
     def needs_less(self) -> str | None:
-        """Return what is out of memory and with a smaller batch may not be; ``None`` without."""
+        """What runs out of memory with this batch but may fit with a smaller one; ``None`` where all fits."""
         return None if self.problem is not None else next(self._of_batch(), None)
 
     @property
     def alarms(self) -> list[str]:
-        """Return what ends the run before its end, each with what to do."""
+        """Problems that would end the run early, with advice."""
         return [] if self.problem is not None else list(self._alarms())
 
     def _alarms(self) -> Iterator[str]:
+        """Yield the problems of evaluation, checkpoints, growing memory and the host."""
         line = format_bytes(self.line_bytes or 0)
         if (found := self.evaluation) is not None and not found.fits:
             yield _evaluation_alarm(found, line)
@@ -245,7 +247,7 @@ class Rehearsal:
             yield from _host_alarm(host)
 
     def _of_batch(self) -> Iterator[str]:
-        """Yield what is out of memory with this batch."""
+        """Yield the parts of training that run out of memory with this batch."""
         line, found = format_bytes(self.line_bytes or 0), self.evaluation
         if self.left_peak_bytes is not None and found is not None and self.left_peak_bytes > (self.line_bytes or 0):
             yield (
@@ -261,7 +263,7 @@ class Rehearsal:
 
     @property
     def sentences(self) -> list[str]:
-        """Return what was found where all goes well, and what is not known."""
+        """Sentences on what works, and on what could not be checked."""
         if self.problem is not None:
             return [f"what comes after the first steps of a run was not looked at: {self.problem}"]
         lines = []
@@ -288,6 +290,7 @@ class Rehearsal:
 
 
 def _saving_bytes(saved: Saving) -> str:
+    """Return in words the memory that writing a checkpoint needs."""
     device = "" if saved.device_bytes is None else f"{format_bytes(saved.device_bytes)} of a device"
     host = "" if saved.host_bytes is None else f"{format_bytes(saved.host_bytes)} of the host's memory for all ranks"
     computed = " (computed, since it is too large to be written here)" if saved.is_computed else ""
@@ -295,6 +298,7 @@ def _saving_bytes(saved: Saving) -> str:
 
 
 def _saving_alarm(saved: Saving, line: str) -> str:
+    """Return the warning that writing a checkpoint does not fit."""
     needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
     host, limit = saved.host_bytes, saved.host_limit_bytes
     if saved.device_bytes is not None and host is not None and limit is not None and host > limit:
@@ -304,6 +308,7 @@ def _saving_alarm(saved: Saving, line: str) -> str:
 
 
 def _evaluation_alarm(found: Evaluation, line: str) -> str:
+    """Return the warning that an evaluation does not fit, with a setting that does."""
     needs = (
         f"batches of {found.batch} are out of memory"
         if found.whole is None
@@ -335,6 +340,7 @@ def _evaluation_alarm(found: Evaluation, line: str) -> str:
 
 
 def _last_step_sentence(last: LastStep) -> str:
+    """Return a sentence on the shorter accumulation at the end of an epoch."""
     left = last.batches % last.accumulation
     of_epoch = f"an epoch ends with an accumulation of {left} in place of {last.accumulation} micro-batches"
     if last.is_made:
@@ -346,6 +352,7 @@ def _last_step_sentence(last: LastStep) -> str:
 
 
 def _host_alarm(host: HostUse) -> Iterator[str]:
+    """Yield a warning where processes of the training use too much of the host's memory."""
     held = f"{host.processes} processes of the training hold {format_bytes(host.most_bytes)}"
     if host.most_bytes > host.limit_bytes:
         limit = format_bytes(host.limit_bytes)

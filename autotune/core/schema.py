@@ -26,9 +26,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(document: Any, kind: type[T]) -> T:
-    """Return the value of this type that a JSON document says; ``ValueError`` where it says none.
+    """Decode a JSON document to a type. Raises ``ValueError`` where it does not fit.
 
-    A field that a dataclass does not have is an error, since it may change what the document means.
+    A field that the dataclass lacks is an error, since it may change what the document means.
     """
     import msgspec
 
@@ -44,14 +44,15 @@ def decode(document: Any, kind: type[T]) -> T:
 
 
 def with_version(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document as it is stored or printed: with the version that says what its fields mean."""
+    """Return a document with the format version that is stored or printed with it."""
     return {_VERSION_FIELD: VERSION, **document}
 
 
 def without_version(document: Any) -> dict[str, Any]:
-    """Return the fields of a stored document; ``ValueError`` where it is none, or of a later version.
+    """Return the fields of a stored document without its version.
 
-    Documents from before there was a version have the meaning of version 1.
+    Raises ``ValueError`` for an invalid document or a later version. Documents without a version have the meaning of
+    version 1.
     """
     if not isinstance(document, dict):
         raise ValueError("it is no document")
@@ -75,7 +76,7 @@ def record_fields(kind: type[Any]) -> list[tuple[str, Any]]:
 
 
 def at_least(kind: Any, least: float | None) -> Any:
-    """Return the type of numbers that are not below ``least``, or of lists that are not shorter."""
+    """Return the annotated type of numbers, or of lists by their length, with a minimum."""
     import msgspec
 
     if least is None:
@@ -84,19 +85,19 @@ def at_least(kind: Any, least: float | None) -> Any:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that ``make_record`` made the type of."""
+    """Return the fields of a record of a type from ``make_record``."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def json_schemas(kinds: Iterable[Any], ref_template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-    """Return the schema of each of several types, and those of the types that they name, by their names."""
+    """Return the JSON schemas of several types, and of the types that they refer to by name."""
     import msgspec
 
     return msgspec.json.schema_components(kinds, ref_template=ref_template)
 
 
 def json_schema(*kinds: Any) -> dict[str, Any]:
-    """Return the JSON Schema of the documents of a type, or of any of several types."""
+    """Return the JSON Schema of a type, or of any of several types."""
     found, components = json_schemas(kinds, "#/$defs/{name}")
     made = found[0] if len(found) == 1 else {"anyOf": list(found)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "$defs": components}

@@ -29,17 +29,17 @@ class Scratch:
 
     @property
     def stop_file(self) -> str:
-        """Where a process that the job started says why it ended the job; not there otherwise."""
+        """The file in which a process of the job writes why it ended the job."""
         return os.path.join(self.path, "stopped.json")
 
     @property
     def cache_list(self) -> str:
-        """Where a trial lists the cache files that it makes elsewhere; not there where it makes none."""
+        """The file in which a trial lists cache files that it makes elsewhere."""
         return os.path.join(self.path, "cache_files")
 
     @property
     def layers(self) -> str:
-        """Where what the user's own code writes to their files goes; not there where it may write to them."""
+        """The folder for what the user's own code writes to protected files."""
         return os.path.join(self.path, "layers")
 
     @property

@@ -120,7 +120,7 @@ def next_value(values: Sequence[float], variance: Variance, own_error: float = 0
 
 
 def difference(first: Estimate, second: Estimate) -> Estimate:
-    """Estimate ``first - second``, two independent means (degrees of freedom after Welch and Satterthwaite)."""
+    """Estimate ``first - second`` of two independent means, with degrees of freedom by Welch and Satterthwaite."""
     error = math.hypot(first.error, second.error)
     if error == 0:
         return Estimate(first.mean - second.mean, 0.0, math.inf)
@@ -130,7 +130,7 @@ def difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def expected_excess(estimate: Estimate, threshold: float = 0.0) -> float:
-    """Return by how much the true mean is above a threshold on average, taking it for 0 where it is below.
+    """Return the expected value of ``max(0, true mean - threshold)``.
 
     The expected improvement of Bayesian optimization, for a normal error.
     """
@@ -143,7 +143,7 @@ def expected_excess(estimate: Estimate, threshold: float = 0.0) -> float:
 
 
 def upper_tail(t: float, degrees: float) -> float:
-    """Return the probability that Student's t with so many degrees of freedom is above ``t``."""
+    """Return the probability that Student's t with these degrees of freedom is above ``t``."""
     if math.isinf(degrees):
         return 0.5 * math.erfc(t / math.sqrt(2))
     beyond = 0.5 * _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
@@ -152,7 +152,7 @@ def upper_tail(t: float, degrees: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def quantile(degrees: float, confidence: float = CONFIDENCE) -> float:
-    """Return the t that a Student's t of so many degrees of freedom stays within, on both sides, so often.
+    """Return the two-sided quantile of Student's t at a confidence.
 
     ``quantile(2)`` is 4.30, ``quantile(math.inf)`` 1.96.
     """
@@ -192,4 +192,5 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _away_from_zero(value: float) -> float:
+    """Return a number that is safe to divide by."""
     return value if abs(value) > 1e-300 else 1e-300

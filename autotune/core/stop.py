@@ -43,5 +43,5 @@ class LeftOut:
     reason: str
 
     def describe(self) -> str:
-        """Return ``all fp16; tf32, checkpointing: fp16 is never faster than bf16``."""
+        """Return arms and reason: ``all fp16; tf32, checkpointing: fp16 is never faster than bf16``."""
         return f"{'; '.join(self.arms)}: {self.reason}"

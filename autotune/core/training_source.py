@@ -57,39 +57,39 @@ class TrainingSource:
 
     @property
     def name(self) -> str:
-        """What to call it: ``train.py:build``, ``run_glue.py``, ``package.module``."""
+        """The source's name in messages: ``train.py:build``, ``run_glue.py``, ``package.module``."""
         if self.kind != "script":
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
 
     @property
     def framework(self) -> Framework:
-        """What the code trains with."""
+        """The framework that the code trains with."""
         return "loop" if self.kind == "loop" else self.interface.kind
 
     @property
     def template(self) -> Template:
-        """Its command line as a template; one without placeholders where the code is a function."""
+        """The script's command line as a template; for a function, one without placeholders."""
         return read_template(self.argv, self.variables, self.cwd)
 
     def masked(self) -> TrainingSource:
-        """Return the source as it is recorded and shown: without secrets on its command line."""
+        """Return the source without secrets on its command line, for records and messages."""
         return dataclasses.replace(self, argv=mask_secrets(self.argv))
 
     def as_it_is_now(self) -> TrainingSource:
-        """Return the source with the digest that its file has now; raises ``InvalidRequestError`` where it is gone."""
+        """Return the source with its file's current hash. Raises ``InvalidRequestError`` where the file is gone."""
         if not Path(self.file).is_file():
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
         return dataclasses.replace(self, digest=_digest(Path(self.file), self.template.files))
 
 
 def read_source(document: Document) -> TrainingSource:
-    """Return the source that a document says, of an earlier version too; ``ValueError`` where it says none."""
+    """Return the source of a document, also of an earlier version. Raises ``ValueError`` for a malformed document."""
     return decode(with_known_names(document), TrainingSource)
 
 
 def with_known_names(document: Document) -> Document:
-    """Return the document of a source under the names that fields have now."""
+    """Return a source's document with old field names replaced by today's."""
     interface = dict(document.get("interface") or {})
     if "from" in interface:
         interface["made_from"] = interface.pop("from")
@@ -100,7 +100,7 @@ def with_known_names(document: Document) -> Document:
 
 
 def find_trainer(text: str) -> TrainingSource:
-    """Return the source that ``--trainer FILE:FUNCTION`` names; the function is ``build`` where none is named.
+    """Return the source for ``--trainer FILE:FUNCTION``; the default function is ``build``.
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
@@ -109,7 +109,7 @@ def find_trainer(text: str) -> TrainingSource:
 
 
 def find_loop(text: str) -> TrainingSource:
-    """Return the source that ``--loop FILE:FUNCTION`` names; the function is ``train`` where none is named.
+    """Return the source for ``--loop FILE:FUNCTION``; the default function is ``train``.
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
@@ -126,10 +126,10 @@ def _find_function(kind: Literal["build", "loop"], text: str, default: str, what
 
 
 def locate_function(function: Any, option: str = "trainer") -> str:
-    """Return a function given as ``trainer`` or ``loop`` as ``FILE:FUNCTION``, which is how other processes import it.
+    """Return a function object as ``FILE:FUNCTION``, so that other processes can import it.
 
-    Raises ``InvalidRequestError`` for what such an import would not find: a function within another one, a lambda,
-    one of a notebook or a prompt, what is no function at all.
+    Raises ``InvalidRequestError`` for a function that cannot be imported: a nested function, a lambda, a function of a
+    notebook or a prompt.
     """
     does = "builds the Trainer" if option == "trainer" else "trains"
     hint = f"write a function that {does} into a file, and give {option}='file.py:name'"
@@ -147,10 +147,10 @@ def locate_function(function: Any, option: str = "trainer") -> str:
 
 
 def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
-    """Return the source that a command line after ``--`` names: a file, a module after ``-m``, a console command.
+    """Return the source for the command line after ``--``: a file, a module after ``-m``, or a console command.
 
-    An interpreter before it is left out, and so are launchers that would start ``ranks`` processes. Raises
-    ``InvalidRequestError`` where it cannot be run within a trial, or is not there.
+    The interpreter is left out, and so are launchers that would start ``ranks`` processes. Raises
+    ``InvalidRequestError`` where the script is missing or cannot run within a trial.
     """
     launched = without_launchers(words, ranks)
     left = list(launched.words)
@@ -170,6 +170,7 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
 
 
 def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module: str | None = None) -> TrainingSource:
+    """Return the source of a script with these arguments and its launcher's variables."""
     template = read_template(arguments, launched.variables, os.getcwd())
     # A Trainer, which has its settings replaced, would wrap its model for a process group of one.
     ranks = launched.rank_variables if template.names else ()
@@ -205,7 +206,7 @@ def _check_is_python(file: Path, name: str, hint: str) -> None:
 
 
 def _is_python(file: Path) -> bool:
-    """Return whether Python can compile a file, whatever its name ends with."""
+    """Return whether Python can compile a file, whatever its name."""
     try:
         compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except SyntaxError:
@@ -217,6 +218,7 @@ def _is_python(file: Path) -> bool:
 
 
 def _file(name: str, what: str, hint: str) -> Path:
+    """Return the absolute path of a file. Raises ``InvalidRequestError`` where there is no such file."""
     # Unlike Path's methods, these functions raise nothing for names that no file can have.
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
@@ -228,7 +230,7 @@ def _file(name: str, what: str, hint: str) -> Path:
 
 
 def _digest(file: Path, others: Sequence[str] = ()) -> str:
-    """Return a hash of a file, and of others that are as much a part of the training."""
+    """Return a hash of the source file and of its configuration files."""
     try:
         content = b"".join(path.read_bytes() for path in (file, *map(Path, others)))
         return hashlib.sha256(content).hexdigest()[:16]
@@ -237,7 +239,7 @@ def _digest(file: Path, others: Sequence[str] = ()) -> str:
 
 
 def _module_file(name: str) -> Path:
-    """Return the file that ``python -m`` would run, without importing the packages that contain it."""
+    """Return the file that ``python -m`` would run, without importing its packages."""
     folders: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):

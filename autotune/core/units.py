@@ -44,7 +44,7 @@ _MOST_SECONDS = 365 * 86400.0
 
 
 def parse_number(text: str) -> float:
-    """Parse a number from 1 on, written as ``1000000`` or ``1e6``. Raises ``ValueError`` for anything else."""
+    """Parse a number of at least 1, written as ``1000000`` or ``1e6``. Raises ``ValueError`` for anything else."""
     try:
         number = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format ``25769803776`` as ``24.0 GiB``; the unit is the largest that leaves a number of at least 1."""
+    """Format ``25769803776`` as ``24.0 GiB``, in the largest unit that gives a number of at least 1."""
     sign = "-" if size_bytes < 0 else ""
     size = abs(size_bytes)
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -83,7 +83,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_spread(spread: float | None) -> str:
-    """Format a relative spread as `` ± 0.8%``, to follow a figure; an empty string where it is not known."""
+    """Format a relative spread as `` ± 0.8%``, to follow a number; an empty string where it is unknown."""
     return "" if spread is None else f" ± {spread:.1%}"
 
 
@@ -93,24 +93,25 @@ _LOPSIDED = 1.25
 
 
 def is_lopsided(mean: float, low: float, high: float) -> bool:
-    """Return whether one side of an interval is so much wider that ± says something else than both ends."""
+    """Return whether an interval is too asymmetric to be written with ±."""
     sides = sorted((high - mean, mean - low))
     return sides[1] > _LOPSIDED * sides[0]
 
 
 def format_deviation(half_width: float) -> str:
-    """Format half an interval of a logarithm: ``12%``, or ``a factor of 2.3`` where up and down are not alike."""
+    """Format half the width of an interval of logarithms: ``12%``, or ``a factor of 2.3`` where it is wide."""
     factor = _factor(half_width)
     return f"{half_width:.0%}" if factor is None else f"a factor of {factor}"
 
 
 def format_next_run(half_width: float) -> str:
-    """Format half an interval of a logarithm to follow a figure: `` ± 2.7%``, or `` ×/÷ 2.3``."""
+    """Format half the width of an interval of logarithms after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
     factor = _factor(half_width)
     return format_spread(half_width) if factor is None else f" ×/÷ {factor}"
 
 
 def _factor(half_width: float) -> str | None:
+    """Return the factor in words; ``None`` where ± is exact enough."""
     factor = math.exp(half_width)
     if not is_lopsided(1, 1 / factor, factor):
         return None
@@ -157,12 +158,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Escape characters that end a line, move a cursor or colour a terminal, as names of files may contain them."""
+    """Escape control characters and line ends in text such as file names."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def lines_with_words(text: str) -> list[str]:
-    """Return the lines of a log that say something, without what is drawn around them."""
+    """Return the lines of a log that contain words, without box-drawing characters."""
     # U+2500 to U+257F: the frames that rich puts around the errors of typer and others.
     lines = (re.sub(r"[\u2500-\u257f]+", " ", line).strip() for line in text.splitlines())
     return [line for line in lines if re.search(r"\w", line)]
@@ -174,12 +175,12 @@ def plural(count: int, word: str) -> str:
 
 
 def format_groups(count: int, size: int, word: str = "devices") -> str:
-    """Format ``4 devices``, or ``2 groups of 2 devices`` where several share their samples."""
+    """Format ``4 devices``, or ``2 groups of 2 devices`` where the devices of a group share samples."""
     return f"{count} {word}" if size == 1 else f"{plural(count, 'group')} of {size} {word}"
 
 
 def format_count(count: float) -> str:
-    """Format ``335143938`` as ``335.1M``; numbers below 10,000 are written out."""
+    """Format ``335143938`` as ``335.1M`` and ``12345`` as ``12.3k``; numbers below 10,000 in full."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale * (1 - 0.05 / 1000):
             return f"{count / scale:.1f}{unit}"

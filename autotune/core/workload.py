@@ -104,11 +104,11 @@ class Workload:
 
     @property
     def trained_dtype(self) -> DTypeName:
-        """Dtype of the weights that are trained: peft stores adapters in float32, but new heads as the frozen ones."""
+        """Dtype of the trained weights. peft stores adapters in float32, but new heads in the model's dtype."""
         return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype
 
     def data_folder(self, logs: Path) -> Path:
-        """Return the folder that its dataset is prepared in, beside the logs; workloads with the same data share it."""
+        """Return the folder of the prepared dataset, beside the logs. Workloads with the same data share it."""
         assert self.data is not None
         # Of models of images and text, that of the text.
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
@@ -127,7 +127,7 @@ class Workload:
         return words + (f" ({', '.join(f'{name}={value}' for name, value in options.items())})" if options else "")
 
     def describe_numerics(self) -> str:
-        """Return ``describe_weights``, and what fp32 means beside weights in 16 bits.
+        """Return ``describe_weights``, and the meaning of fp32 where weights are in 16 bits.
 
         An arm is named by its autocast, which says nothing about products of such weights. A script with a loop of its
         own may make them of the precision that it is told.
@@ -137,7 +137,7 @@ class Workload:
         return self.describe_weights() + (f"; fp32 below is without autocast, in {self.dtype}" if is_half else "")
 
     def lora_arguments(self) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig``, as far as neither task nor model decides them."""
+        """Return the arguments of peft's ``LoraConfig`` that neither task nor model decides."""
         rank = self.lora_rank
         assert rank is not None, "an adapter has a rank"
         return {"r": rank, "lora_alpha": 2 * rank, **LORA_DEFAULTS, **(self.lora_options or {})}
@@ -158,11 +158,11 @@ class Workload:
         return arguments | heads
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data, for the trial process."""
+        """Return the workload as JSON-ready data, for the trial process."""
         return dataclasses.asdict(self)
 
     def recorded_document(self) -> dict[str, Any]:
-        """Return it as JSON-ready data for the record, with secrets among a script's options masked."""
+        """Return the workload as JSON-ready data for the record, with secrets of a script masked."""
         source = self.source.masked() if self.source is not None else None
         document = dataclasses.replace(self, source=source).document()
         if not self.images:
@@ -178,7 +178,7 @@ class Workload:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
-        """Return the workload of a document from ``document``; ``ValueError`` where it describes none."""
+        """Return the workload of a document from ``document``. Raises ``ValueError`` for a malformed document."""
         if isinstance(source := document.get("source"), dict):
             document = {**document, "source": with_known_names(source)}
         workload = decode(document, cls)
@@ -192,7 +192,7 @@ class Workload:
         return workload
 
     def at_its_worst(self) -> Workload:
-        """Return the workload in which every batch is as large as the largest that the dataset can make."""
+        """Return the workload in which every batch has the size of the dataset's largest batch."""
         lengths = self.data.facts.lengths if self.data and self.data.facts else None
         if self.data is None or lengths is None:
             return self
@@ -203,7 +203,7 @@ class Workload:
 
     @property
     def sample_lengths(self) -> SampleLengths | None:
-        """Return the lengths of its samples; ``None`` where they are not known, and of made-up samples."""
+        """Return the lengths of the samples; ``None`` where they are unknown or the data is synthetic."""
         if self.source is not None:
             return self.source.interface.lengths
         facts = self.data.facts if self.data is not None else None
@@ -214,7 +214,7 @@ class Workload:
         return SampleLengths(facts.lengths.counts, facts.samples, order, self.data.padding, multiple)
 
     def with_facts(self, facts: DataFacts) -> Workload:
-        """Return the workload with the facts of its dataset; the model gets as many labels as the dataset has."""
+        """Return the workload with its dataset's facts. The model gets the dataset's number of labels."""
         assert self.data is not None
         config = self.config
         if facts.num_labels is not None:
@@ -225,11 +225,11 @@ class Workload:
 
     @classmethod
     def of_source(cls, source: TrainingSource) -> Workload:
-        """Return the workload of the user's own code before a process has inspected what it trains."""
+        """Return the workload of the user's own code before its inspection."""
         return cls(source.name, {}, "own", 0, source=source)
 
     def fingerprint(self) -> str:
-        """Return a hash that is equal for two workloads exactly when a measurement of one holds for the other.
+        """Return a hash that is equal for two workloads exactly when measurements of one are valid for the other.
 
         The model's name is left out: the config says what the model is.
         """

@@ -37,7 +37,7 @@ class Condition:
 
     @property
     def slowdowns(self) -> tuple[str, ...]:
-        """What throttles the GPU beyond its power cap, in words."""
+        """Reasons, in words, why the GPU is throttled beyond its power cap."""
         return tuple(word for bit, word in SLOWDOWNS.items() if (self.clock_events or 0) & bit)
 
     @property

@@ -32,7 +32,7 @@ is another process's: a desktop's or a neighbour's. A choice."""
 
 
 def _chip(name: str, figures: Mapping[str, Any], source: str) -> Chip:
-    """Return the chip that some figures describe; without rates where none is given for 16-bit arithmetic."""
+    """Return the chip for some data-sheet values; without rates where the 16-bit rate is missing."""
     major, _, minor = str(figures["capability"]).partition(".")
     multiprocessors = int(figures["multiprocessors"])
     # What all but data centre GPUs have.
@@ -73,27 +73,27 @@ _NAMES_OF_DEVICES = {row["device"]: name for name, row in ROWS.items() if row["d
 
 
 def find_chip(name: str, chips: Mapping[str, Chip]) -> Chip:
-    """Return a chip by its name or alias; raises ``InvalidRequestError`` with similar names.
+    """Return a chip by name or alias. Raises ``InvalidRequestError`` with similar names.
 
     ``RTX 4090``, ``rtx4090`` and ``NVIDIA GeForce RTX 4090`` are all ``rtx-4090``.
     """
     key = name.lower()
-    squeezed = {_squeezed(known): ALIASES.get(known, known) for known in (*ALIASES, *chips)}
-    chip = chips.get(key) or chips.get(squeezed.get(_squeezed(key), key))
+    squeezed = {_normalized(known): ALIASES.get(known, known) for known in (*ALIASES, *chips)}
+    chip = chips.get(key) or chips.get(squeezed.get(_normalized(key), key))
     if chip is None:
         hints = [did_you_mean(key, chips), f"known are {', '.join(chips)}; or describe it in a file for --gpu-spec"]
         raise InvalidRequestError(f"--gpu {name!r} is not known", " ".join(filter(None, hints)))
     return chip
 
 
-def _squeezed(name: str) -> str:
-    """Return a name without its maker and without what separates its parts."""
+def _normalized(name: str) -> str:
+    """Return a GPU name in lower case without vendor, spaces and dashes, for comparison."""
     words = re.split(r"[\s_-]+", name.lower())
     return "".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def chip_of_device(name: str) -> Chip | None:
-    """Return the chip of the catalog that a driver calls by this name; ``None`` where there is none."""
+    """Return the catalog's chip for a driver's device name; ``None`` for an unknown device."""
     key = _NAMES_OF_DEVICES.get(name.lower())
     return CHIPS[key] if key is not None else None
 
@@ -109,13 +109,13 @@ _SPEC_FIELDS = frozenset({*_SPEC_NEEDED, *_NUMBERS})
 
 
 def read_chips(path: str) -> dict[str, Chip]:
-    """Return the GPUs that a JSON file describes, by name. Raises ``InvalidRequestError`` for what is missing there."""
+    """Return the GPUs in a JSON file by name. Raises ``InvalidRequestError`` for missing values."""
     document = read_table(f"--gpu-spec {path}", path, _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
 
 
 def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
-    """Return what a JSON file says of GPUs, by name; raises ``InvalidRequestError`` where it says nothing."""
+    """Return the objects in a JSON file by GPU name. Raises ``InvalidRequestError`` for another kind of file."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -128,6 +128,7 @@ def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
 
 
 def _read_chip(path: str, name: str, figures: Any) -> Chip:
+    """Return the chip that an entry of the JSON file describes. Raises ``InvalidRequestError`` for a wrong entry."""
     where = f"--gpu-spec {path}: {name}"
     if not isinstance(figures, dict):
         raise InvalidRequestError(f"{where} has no figures", _SPEC_EXAMPLE)

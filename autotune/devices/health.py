@@ -55,7 +55,7 @@ class Diagnosis:
 
 
 def gpu_checks(uuids: Collection[str] | None = None, root: Path = ROOT) -> Iterator[Check]:
-    """Yield the state of NVML and of each GPU; of those with these UUIDs alone, if any are given."""
+    """Yield the state of NVML and of each GPU, or only of the GPUs with these UUIDs."""
     devices = list_devices()
     gpus = [device for device in devices if device.kind == "cuda"]
     problem, hidden = nvml_problem(), os.environ.get(VISIBLE)
@@ -78,7 +78,7 @@ def gpu_checks(uuids: Collection[str] | None = None, root: Path = ROOT) -> Itera
 
 
 def _of_gpu(gpu: Device) -> Iterator[Check]:
-    """Yield what a GPU can, who holds its memory, and what slows it down."""
+    """Yield checks of a GPU: its capabilities, the processes that hold its memory, throttling."""
     name = gpu.label
     can: list[str] = [*gpu.precisions]
     if gpu.capability is not None:
@@ -120,7 +120,7 @@ def _of_gpu(gpu: Device) -> Iterator[Check]:
 
 
 def host_checks(root: Path = ROOT) -> Iterator[Check]:
-    """Yield main memory with the limits of control groups, shared memory, and cores."""
+    """Yield checks of main memory and its control group limits, shared memory, and cores."""
     memory, physical_bytes = host_memory(root), physical_memory_bytes(root)
     found = f"{format_bytes(memory.total_bytes)}"
     if memory.free_bytes is not None:
@@ -151,7 +151,7 @@ def host_checks(root: Path = ROOT) -> Iterator[Check]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return how many cores' time the control group of a container allows; ``None`` without a limit.
+    """Return the number of cores that the container's CPU quota allows; ``None`` without a quota.
 
     Linux kernel documentation, admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst.
     """
@@ -167,7 +167,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def disk_check(name: str, folder: Path) -> Check:
-    """Return how much room there is where a folder is or will be."""
+    """Return a check of the free disk space of a folder, which may not exist yet."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     found = f"{format_bytes(free_bytes)} free in {folder}"

@@ -78,7 +78,7 @@ def cpu_device(root: Path = ROOT) -> Device:
 
 
 def processor_name(root: Path = ROOT) -> str:
-    """Return the model of the host's processor, or ``CPU`` where it is not known."""
+    """Return the model name of the host's processor, or ``CPU`` where it is unknown."""
     processor = _processor_facts(root)
     # /proc/cpuinfo has no model name of ARM processors, only the numbers of their maker and design.
     design = [processor[fact] for fact in ("CPU implementer", "CPU part") if fact in processor]
@@ -86,10 +86,10 @@ def processor_name(root: Path = ROOT) -> str:
 
 
 def machine_id(root: Path = ROOT) -> str:
-    """Return an identity of this host, from its machine-id and its name.
+    """Return a hash that identifies this host, from its machine-id and name.
 
-    Containers of one image may share the machine-id, and hosts of several networks a name. The id itself is not told,
-    as machine-id(5) asks.
+    Containers of one image may share the machine-id, and hosts of several networks a name. The id itself is not
+    revealed, as machine-id(5) asks.
     """
     import hashlib
     import platform
@@ -120,7 +120,7 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 
 def physical_memory_bytes(root: Path = ROOT) -> int:
-    """Return the machine's main memory, whatever of it a control group allows."""
+    """Return the size of the machine's main memory, ignoring control groups."""
     kibibytes = _numbers_by_name(root / "proc/meminfo", separator=":").get("MemTotal")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kibibytes is None else kibibytes * 1024
 
@@ -173,7 +173,7 @@ def _group_path(root: Path, controller: str) -> str | None:
 
 
 def _levels(path: str) -> Iterator[str]:
-    """Yield ``a`` and ``a/b`` for ``/a/b``. A path that leads out of the namespace (``/../b``) has no visible level."""
+    """Yield ``a`` and ``a/b`` for ``/a/b``; nothing for a path outside of the namespace (``/../b``)."""
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
     if ".." not in parts:
         for depth in range(1, len(parts) + 1):
@@ -181,7 +181,7 @@ def _levels(path: str) -> Iterator[str]:
 
 
 def _processor_facts(root: Path) -> dict[str, str]:
-    """Return the facts of the first processor in /proc/cpuinfo, which has a block for each."""
+    """Return the facts of the first processor in /proc/cpuinfo."""
     facts: dict[str, str] = {}
     for line in _lines(root / "proc/cpuinfo"):
         if not line:

@@ -24,7 +24,7 @@ _DEVICE = r"(?:cpu|cuda(?::\d{1,9})?|(?:GPU|MIG)-[\w/-]+)"
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Return the GPUs that are visible to this process, then the CPU.
+    """Return the GPUs visible to this process, then the CPU.
 
     ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they are in nvidia-smi's order. CUDA itself
     would put the fastest first where GPUs differ, which cannot be known without a CUDA context. So a trial is given its
@@ -37,31 +37,31 @@ def list_devices() -> tuple[Device, ...]:
 def find_device(text: str | None) -> Device:
     """Return the device named by ``cuda``, ``cuda:1``, ``cpu``, or the UUID of a GPU or its beginning.
 
-    ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for text of
-    another form, and ``DeviceError`` where there is no such device, or where it is one that CUDA would not use so.
+    ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for malformed
+    text, and ``DeviceError`` for a missing device or a GPU that CUDA would replace by its MIG instance.
     """
     wanted = None if text is None else text.strip()
     if wanted is not None and not re.fullmatch(_DEVICE, wanted, flags=re.ASCII):
         several = "; several GPUs are named with --gpus, as in --gpus 0,1" if "," in wanted else ""
         raise InvalidRequestError(f"{text!r} is not a device", f"write cpu, cuda, cuda:N or the UUID of a GPU{several}")
     devices = list_devices()
-    matches = [device for device in devices if wanted is None or _means(wanted, device)]
+    matches = [device for device in devices if wanted is None or _is_named(wanted, device)]
     if wanted != CPU_UUID:
         _check_is_nvidia(devices)
     if wanted is None:
-        return _whole(matches[0], devices)
+        return _refuse_split_gpu(matches[0], devices)
     if len(matches) != 1:
         raise DeviceError(
             f"{wanted} matches {len(matches)} devices" if matches else f"there is no device {wanted}",
             _with_reasons("choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)),
         )
-    return _whole(matches[0], devices)
+    return _refuse_split_gpu(matches[0], devices)
 
 
-def _whole(device: Device, devices: Sequence[Device]) -> Device:
-    """Return a device that CUDA uses as it was named; raises ``DeviceError`` for a GPU split into MIG instances.
+def _refuse_split_gpu(device: Device, devices: Sequence[Device]) -> Device:
+    """Return the device, unless it is a GPU split into MIG instances. Then raise ``DeviceError``.
 
-    CUDA would take the first of those in place of the GPU.
+    CUDA would use the first of its instances in place of the GPU.
     """
     if device.mig_uuids is None:
         return device
@@ -76,7 +76,7 @@ def _whole(device: Device, devices: Sequence[Device]) -> Device:
 
 
 def _check_is_nvidia(devices: Sequence[Device]) -> None:
-    """Raise ``DeviceError`` where the only GPU is AMD's: a search must not fall back to the CPU in silence."""
+    """Raise ``DeviceError`` where the only GPU is AMD's: a search must not silently fall back to the CPU."""
     is_hidden = os.environ.get(VISIBLE, "all").strip() in ("", "-1")
     if any(device.kind == "cuda" for device in devices) or is_hidden:
         return
@@ -89,7 +89,7 @@ def _check_is_nvidia(devices: Sequence[Device]) -> None:
 
 
 def amd_gpu(root: Path = ROOT) -> str | None:
-    """Return what shows that this machine computes on an AMD GPU; ``None`` where nothing does."""
+    """Return the evidence of an AMD GPU on this machine; ``None`` without any."""
     from importlib.metadata import PackageNotFoundError, version  # only a machine without NVIDIA's GPUs needs it
 
     if (root / "dev/kfd").exists():
@@ -104,10 +104,10 @@ def amd_gpu(root: Path = ROOT) -> str | None:
 def devices_of_ranks(
     environment: Mapping[str, Any], study: str, among: Sequence[Device] | None = None
 ) -> tuple[Device, ...]:
-    """Return a device for each rank of a recorded study: the same ones, else others of their name.
+    """Return a device for each rank of a recorded study: the same devices, else others with the same name.
 
-    They are this machine's, or ``among`` those that are given.
-    Raises ``DeviceError`` where there are too few. On a CPU all ranks share it.
+    They are chosen from ``among``, by default from this machine's devices. Raises ``DeviceError`` where there are too
+    few. On a CPU all ranks share it.
     """
     ranks: int = environment["ranks"]["world_size"]
     here = list_devices() if among is None else among
@@ -129,9 +129,9 @@ def devices_of_ranks(
 
 
 def find_gpus(text: str) -> tuple[Device, ...]:
-    """Return the GPUs named by a number of them, ``all``, or a list such as ``0,2`` or ``cuda:0,GPU-…``.
+    """Return the GPUs named by a count, ``all``, or a list such as ``0,2`` or ``cuda:0,GPU-…``.
 
-    A number means the first so many that are visible. Raises as ``find_device`` does.
+    A count means the first visible GPUs. Raises the errors of ``find_device``.
     """
     devices = list_devices()
     _check_is_nvidia(devices)
@@ -145,7 +145,7 @@ def find_gpus(text: str) -> tuple[Device, ...]:
             there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
             hint = f"use --gpus {len(gpus)} or fewer" if gpus else "leave --gpus out to use the CPU"
             raise DeviceError(f"--gpus {wanted}: {there} here", _with_reasons(hint))
-        return tuple(_whole(gpu, devices) for gpu in gpus[:count])
+        return tuple(_refuse_split_gpu(gpu, devices) for gpu in gpus[:count])
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     no_gpus = InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
     if not names or not all(re.fullmatch(rf"\d{{1,9}}|{_DEVICE}", name, flags=re.ASCII) for name in names):
@@ -161,7 +161,8 @@ def find_gpus(text: str) -> tuple[Device, ...]:
     return found
 
 
-def _means(wanted: str, device: Device) -> bool:
+def _is_named(wanted: str, device: Device) -> bool:
+    """Return whether a name such as ``cuda:1`` or the beginning of a UUID means this device."""
     if wanted.startswith(("GPU-", "MIG-")):
         return device.uuid.startswith(wanted)
     kind, _, number = wanted.partition(":")
@@ -169,7 +170,7 @@ def _means(wanted: str, device: Device) -> bool:
 
 
 def _with_reasons(hint: str) -> str:
-    """Return a hint with why a GPU may be missing: it is hidden, or NVML cannot read it."""
+    """Return a hint with reasons why a GPU may be missing: it is hidden, or NVML cannot read it."""
     if VISIBLE in os.environ:
         hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
     problem = nvml_problem()
@@ -178,7 +179,7 @@ def _with_reasons(hint: str) -> str:
 
 @functools.cache
 def devices_type() -> type[Any]:
-    """Return the type of the document that ``autotune devices`` prints."""
+    """Return the msgspec type of the output of ``autotune devices``."""
     device = make_record("Device", [("label", str), *record_fields(Device), ("precisions", tuple[Precision, ...])])
     return make_record(
         "Devices",
@@ -191,6 +192,6 @@ def devices_type() -> type[Any]:
 
 
 def devices_document(devices: Iterable[Device], problem: str | None, packages: Mapping[str, str | None]) -> Any:
-    """Return the document: the devices, why NVML cannot be used, the version of each optional package."""
+    """Return the output of ``autotune devices``: devices, NVML's problem, versions of optional packages."""
     found = [device.document() for device in devices]
     return encode(decode({"devices": found, "nvml_problem": problem, "packages": dict(packages)}, devices_type()))

@@ -41,7 +41,7 @@ class Holder:
     """ISO 8601, UTC."""
 
     def describe(self) -> str:
-        """Return ``process 71 of ada (study bert-64, since 2026-11-21 10:00 UTC)``."""
+        """Return the holder in words: ``process 71 of ada (study bert-64, since 2026-11-21 10:00 UTC)``."""
         who = f"process {self.pid}" if self.pid else "another process"
         who += f" of {self.user}" if self.user else ""
         facts = [f"study {self.study}"] if self.study else []
@@ -76,9 +76,9 @@ class Lock:
         self.release()
 
     def acquire(self, study: str) -> Holder | None:
-        """Take the lock and return ``None``, or return who holds it.
+        """Take the lock and return ``None``, or return its holder.
 
-        Raises ``LockError`` where no lock file can be kept.
+        Raises ``LockError`` where no lock file can be created.
         """
         try:
             fd = _open(self.path)
@@ -102,7 +102,7 @@ class Lock:
         return None
 
     def wait(self, study: str, on_wait: Callable[[Holder], None]) -> None:
-        """Wait for the lock and take it. ``on_wait`` is called once, with the holder, if it is not free."""
+        """Wait for the lock and take it. ``on_wait`` is called once with the holder if the lock is not free."""
         has_said_so = False
         while (holder := self.acquire(study)) is not None:
             if not has_said_so:
@@ -120,7 +120,7 @@ class Lock:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, which is created if missing. Every user may lock it; none may remove another's."""
+    """Open or create the lock file. Every user may lock it; none may remove another's."""
     folder = _open_folder(path.parent)
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -136,10 +136,10 @@ def _open(path: Path) -> int:
 
 
 def _open_folder(folder: Path) -> int:
-    """Open the folder of the locks, which is created if missing.
+    """Open or create the folder of the locks.
 
-    Raises ``PermissionError`` for a symbolic link that another user made. In a folder that everybody may write to, such
-    a link could have files created anywhere.
+    Raises ``PermissionError`` for a symbolic link of another user. In a folder that everybody may write to, such a link
+    could have files created anywhere.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     is_made = False
@@ -161,7 +161,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _holder(fd: int) -> Holder:
-    """Return the holder that the file names; one without facts while the file is being written."""
+    """Return the holder recorded in the lock file; an empty holder while the file is being written."""
     try:
         document: Any = json.loads(os.pread(fd, 4096, 0))
         pid, *words = (document[name] for name in ("pid", "user", "study", "since"))
@@ -175,7 +175,7 @@ _FLOCK = "hhqqi0q"
 
 
 def _whole_file(kind: int) -> bytes:
-    """Return a lock of this kind on a whole file, however it grows; its process id has to be 0."""
+    """Return the ``struct flock`` of a lock on a whole file; its process id has to be 0."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -215,7 +215,7 @@ class Presence:
             self._fd = None
 
     def mark(self) -> Mark:
-        """Return who is there now. Two marks tell whether any other search was there between them."""
+        """Return a mark of the current searches. Two marks tell whether another search ran between them."""
         if self._fd is None:
             return Mark(is_alone=True, arrivals=None)
         try:
@@ -225,12 +225,12 @@ class Presence:
 
     @staticmethod
     def _is_alone(fd: int) -> bool:
-        """Return whether no other search holds its lock."""
+        """Return whether no other search holds a lock on the file."""
         in_the_way = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
         kind: int = struct.unpack(_FLOCK, in_the_way)[0]
         return kind == fcntl.F_UNLCK
 
 
 def had_company(before: Mark, after: Mark) -> bool:
-    """Return whether another search was on the device at any time between two marks."""
+    """Return whether another search used the device at any time between two marks."""
     return not (before.is_alone and after.is_alone and before.arrivals == after.arrivals)

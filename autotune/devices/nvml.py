@@ -69,10 +69,10 @@ class NvmlSession:
         self._binding = pynvml
 
     def devices(self, visible: str | None) -> tuple[Device, ...]:
-        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` with this value shows, in its order.
+        """Return the GPUs that this value of ``CUDA_VISIBLE_DEVICES`` makes visible, in its order.
 
-        A GPU that cannot be read is left out and recorded in ``problems``; the others keep their index. A GPU that is
-        split into MIG instances is followed by those.
+        A GPU that cannot be read is left out and recorded in ``problems``; the others keep their index. A GPU with MIG
+        instances is followed by its instances.
         """
         if self._binding is None:
             return ()
@@ -96,7 +96,7 @@ class NvmlSession:
         return tuple(devices)
 
     def _instances(self, handle: Any) -> list[Device] | None:
-        """Return the MIG instances of a GPU; ``None`` where MIG is off. The binding of 2017 cannot list them."""
+        """Return the MIG instances of a GPU; ``None`` where MIG is off. pynvml of 2017 cannot list them."""
         mode = self._two_numbers("nvmlDeviceGetMigMode", handle)
         # The first is the mode now, the second that after the next reset.
         if mode is None or not mode[0]:
@@ -132,7 +132,7 @@ class NvmlSession:
             return None
 
     def energy_joules(self, uuid: str) -> float | None:
-        """Return the energy a GPU has used since its driver was loaded (Volta and later); ``None`` where not known.
+        """Return the energy that a GPU has used since its driver was loaded (Volta and later); ``None`` if unknown.
 
         The difference of two readings is the energy used between them, by all processes.
         """
@@ -143,7 +143,7 @@ class NvmlSession:
         return None if millijoules is None else float(millijoules) / 1000
 
     def location(self, uuid: str) -> tuple[int | None, str | None]:
-        """Return where a GPU is: its number in nvidia-smi and its PCI bus id; ``None`` is what NVML does not tell."""
+        """Return a GPU's number in nvidia-smi and its PCI bus id; ``None`` for values that NVML does not provide."""
         handle = self._known_handle(uuid)
         if handle is None:
             return None, None
@@ -151,7 +151,7 @@ class NvmlSession:
         handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
         index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
         bus_id = getattr(pci, "busId", None)
-        return None if index is None else int(index), None if bus_id is None else _text(bus_id)
+        return None if index is None else int(index), None if bus_id is None else _as_text(bus_id)
 
     def condition(self, uuid: str) -> Condition | None:
         """Return the state of a GPU now; ``None`` without NVML or such a GPU."""
@@ -181,7 +181,7 @@ class NvmlSession:
         )
 
     def policy(self, uuid: str) -> GpuPolicy | None:
-        """Return the settings that a GPU's owner chose; ``None`` without NVML or such a GPU."""
+        """Return the owner's settings of a GPU, such as power limits; ``None`` without NVML or such a GPU."""
         handle = self._known_handle(uuid)
         if handle is None:
             return None
@@ -201,7 +201,7 @@ class NvmlSession:
         )
 
     def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
-        """Return the processes that computed on a GPU since a ``time.time``, each with its peak use in per cent."""
+        """Return the processes that computed on a GPU since a ``time.time``, with their peak utilization in %."""
         handle = self._handles.get(uuid)
         busy: dict[int, int] = {}
         for sample in self._optional("nvmlDeviceGetProcessUtilization", handle, int(since_seconds * 1e6)) or ():
@@ -209,9 +209,9 @@ class NvmlSession:
         return busy
 
     def links(self, uuids: Sequence[str]) -> tuple[str, ...]:
-        """Return how each pair of GPUs is linked, in order, in nvidia-smi's words: ``NVLink``, ``PIX`` … ``SYS``.
+        """Return the link of each pair of GPUs, in order, in nvidia-smi's words: ``NVLink``, ``PIX`` … ``SYS``.
 
-        ``unknown`` where NVML does not tell.
+        ``unknown`` where NVML does not provide it.
         """
 
         def link(one: Any, other: Any) -> str:
@@ -225,7 +225,7 @@ class NvmlSession:
         return tuple(link(*pair) for pair in itertools.combinations(map(self._known_handle, uuids), 2))
 
     def _named_handle(self, name: str, by: str, *arguments: Any) -> Any:
-        """Return the handle of a GPU or a MIG instance; ``None``, with a recorded problem, where it fails."""
+        """Return the handle of a GPU or MIG instance; record a problem and return ``None`` on failure."""
         try:
             return getattr(self._binding, f"nvmlDeviceGetHandleBy{by}")(*arguments)
         except self._errors as error:
@@ -234,13 +234,13 @@ class NvmlSession:
 
     def _uuid(self, handle: Any) -> str | None:
         uuid = self._optional("nvmlDeviceGetUUID", handle)
-        return None if uuid is None else _text(uuid)
+        return None if uuid is None else _as_text(uuid)
 
     def _device(self, index: int | None, handle: Any) -> Device | None:
-        """Return one GPU as a device; ``None``, with a recorded problem, where name or memory cannot be read."""
+        """Return a GPU as a device; record a problem and return ``None`` without name or memory size."""
         try:
-            uuid = _text(self._binding.nvmlDeviceGetUUID(handle))
-            name = _text(self._binding.nvmlDeviceGetName(handle))
+            uuid = _as_text(self._binding.nvmlDeviceGetUUID(handle))
+            name = _as_text(self._binding.nvmlDeviceGetName(handle))
             memory = self._memory(handle)
         except self._errors as error:
             where = "a MIG instance" if index is None else f"cuda:{index}"
@@ -263,7 +263,7 @@ class NvmlSession:
             memory_reserved_bytes=reserved_bytes,
             memory_used_bytes=used_bytes,
             memory_free_bytes=free_bytes,
-            driver=None if driver is None else _text(driver),
+            driver=None if driver is None else _as_text(driver),
             capability=self._capability(handle),
             neighbours=self._neighbours(handle),
         )
@@ -271,8 +271,8 @@ class NvmlSession:
     def _memory(self, handle: Any) -> GpuMemory | None:
         """Return the memory of a GPU; ``None`` for a GPU that shares the host's memory.
 
-        A driver before release 510 lacks the second version of the reading, and counts reserved memory as used. A GPU
-        without memory of its own (GB10, for example) supports neither version.
+        A driver before release 510 lacks the second version of the NVML function, and counts reserved memory as used. A
+        GPU without its own memory (GB10, for example) supports neither version.
         """
         version = getattr(self._binding, "nvmlMemory_v2", None)
         if version is not None:
@@ -288,16 +288,16 @@ class NvmlSession:
         return GpuMemory(int(info.total), None, int(info.used), int(info.free)) if info.total else None
 
     def _capability(self, handle: Any) -> tuple[int, int] | None:
-        """Return the CUDA compute capability; for a MIG instance that of its GPU."""
+        """Return the CUDA compute capability; for a MIG instance, of its GPU."""
         if (numbers := self._two_numbers("nvmlDeviceGetCudaComputeCapability", handle)) is not None:
             return numbers
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
     def own_bytes(self, uuid: str) -> int | None:
-        """Return the bytes that this process uses on a GPU, its CUDA context included.
+        """Return the bytes that this process uses on a GPU, including its CUDA context.
 
-        ``None`` where the driver does not count by process (Windows' drivers), or counts processes as the host does.
+        ``None`` where the driver does not count by process (on Windows), or uses the host's process ids in a container.
         """
         handle = self._known_handle(uuid)
         for process in self._optional("nvmlDeviceGetComputeRunningProcesses", handle) or ():
@@ -306,7 +306,7 @@ class NvmlSession:
         return None
 
     def _memory_by_process(self, handle: Any) -> dict[int, int | None]:
-        """Return the memory of other processes on a GPU by process id, for computing and graphics."""
+        """Return the GPU memory of other processes by process id, for computing and graphics."""
         used_bytes: dict[int, int | None] = {}
         for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
             for process in self._optional(function, handle) or ():
@@ -319,11 +319,11 @@ class NvmlSession:
         processes = []
         for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
-            processes.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
+            processes.append(Neighbour(pid, _as_text(name) or None if name is not None else None, size_bytes))
         return tuple(processes)
 
     def _two_numbers(self, name: str, handle: Any) -> tuple[int, int] | None:
-        """Return the two results of a function, which the binding of 2017 does not wrap; ``None`` where it has none."""
+        """Return the two results of an NVML function that pynvml of 2017 does not wrap; ``None`` without results."""
         if (found := self._optional(name, handle)) is not None:
             return int(found[0]), int(found[1])
         import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
@@ -335,7 +335,7 @@ class NvmlSession:
         return first.value, second.value
 
     def _optional(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the binding; return ``None`` where binding, driver or device do not support it."""
+        """Call a function of pynvml; return ``None`` where pynvml, driver or device do not support it."""
         function = getattr(self._binding, name, None)
         if function is None:
             return None
@@ -349,7 +349,7 @@ _session: NvmlSession | None = None
 
 
 def current_session() -> NvmlSession:
-    """Return this process's NVML session, opened on first use. A parent's session is never used in a forked child.
+    """Return this process's NVML session, opened on first use. A forked child never uses its parent's session.
 
     A forked child must not shut down the session that it inherited. The library (driver 580) answers the child
     "Uninitialized" until it opens its own; a shutdown there makes the parent's next reading fail with "Unknown Error".
@@ -361,7 +361,7 @@ def current_session() -> NvmlSession:
 
 
 def device_used_bytes(uuid: str) -> int | None:
-    """Return the bytes in use on one GPU now, by all processes; ``None`` for the CPU and where NVML does not tell.
+    """Return the used bytes of a GPU, by all processes; ``None`` for the CPU and where NVML does not provide it.
 
     Fast enough to call between steps, since NVML and the GPU's handle stay open.
     """
@@ -369,27 +369,27 @@ def device_used_bytes(uuid: str) -> int | None:
 
 
 def gpu_number(uuid: str) -> int | None:
-    """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance, which has none, and without NVML."""
+    """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance and without NVML."""
     return None if uuid.startswith("MIG-") else current_session().location(uuid)[0]
 
 
 def device_condition(uuid: str) -> Condition | None:
-    """Return the state of a GPU now; ``None`` for the CPU and where NVML does not tell."""
+    """Return the current state of a GPU; ``None`` for the CPU and where NVML does not provide it."""
     return current_session().condition(uuid)
 
 
 def gpu_policy(uuid: str) -> GpuPolicy | None:
-    """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not tell."""
+    """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not provide them."""
     return current_session().policy(uuid)
 
 
 def nvml_problem() -> str | None:
-    """Return why GPUs may be missing from the last listing; ``None`` where nothing went wrong."""
+    """Return why GPUs may be missing from the last listing; ``None`` without problems."""
     return "; ".join(current_session().problems) or None
 
 
 def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int | str, ...]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` shows: positions in ``uuids``, or the UUID of a MIG instance.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` makes visible: positions in ``uuids``, or a MIG instance's UUID.
 
     ``uuids`` are those of all GPUs in nvidia-smi's order, ``None`` for one that cannot be read. The rules are CUDA's
     (CUDA programming guide, "CUDA Environment Variables") and, where those leave gaps, torch's. An entry is the number
@@ -413,7 +413,7 @@ def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int 
 
 
 def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
-    """Return what one entry of ``CUDA_VISIBLE_DEVICES`` shows; ``None`` where it shows nothing."""
+    """Return the GPU of one entry of ``CUDA_VISIBLE_DEVICES``; ``None`` for an invalid entry."""
     if entry.startswith("MIG-"):
         return entry
     if entry.startswith("GPU-"):
@@ -426,14 +426,14 @@ def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
 
 
 def _code(error: Exception) -> int | None:
-    """Return NVML's number of an error; ``None`` for a mismatch of binding and library."""
+    """Return NVML's error code; ``None`` where pynvml and the library do not match."""
     return getattr(error, "value", None)
 
 
 # The rest of this file is for the differences between nvidia-ml-py and nvidia-ml-py3 of 2017.
 
 
-def _text(value: str | bytes) -> str:
+def _as_text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

@@ -52,7 +52,7 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
 
 
 def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
-    """Return the one unit of all prices; raises ``InvalidRequestError`` where they differ, or some have none."""
+    """Return the common unit of all prices. Raises ``InvalidRequestError`` for different or missing units."""
     units = sorted({unit for _, unit in stated.values() if unit is not None})
     if len(units) > 1:
         raise InvalidRequestError(f"prices are in {' and in '.join(units)}", "give all in one unit")
@@ -65,7 +65,7 @@ def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
 
 
 def _amount(name: str, value: Any) -> tuple[float, str | None]:
-    """Return a price and its unit, ``None`` where none is given."""
+    """Return a price and its unit, or ``None`` as its unit."""
     text = str(value).strip()
     digits = text.rstrip(string.ascii_letters)
     unit = text[len(digits) :].upper() or None

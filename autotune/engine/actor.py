@@ -46,7 +46,7 @@ class NodeFacts:
 
 
 def facts_here() -> NodeFacts:
-    """Return the facts about this machine, as its process sees it."""
+    """Return host name, versions and devices of this machine."""
     return NodeFacts(this_host(), __version__, code_digest(), list_devices())
 
 
@@ -62,16 +62,16 @@ class SearchActor:
             return
         # Trials run as they would without Ray. It sets OMP_NUM_THREADS to the cores that an actor reserved, 1 for none,
         # where its own process (the raylet) has not got it.
-        if _of_raylet("OMP_NUM_THREADS") is None:
+        if _variable_of_raylet("OMP_NUM_THREADS") is None:
             os.environ.pop("OMP_NUM_THREADS", None)
         # What this process can import its child can: the folder of this package may be known to Ray alone.
         sys.path[:] = [folder for folder in sys.path if not folder.endswith(_RAY_FOLDERS)]
         os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
 
     def facts(self, most_gpus: int) -> Document:
-        """Return the facts about the node, whose first GPUs Ray may give away."""
+        """Return the facts about this node, with the first ``most_gpus`` GPUs, which Ray may assign."""
         # This actor itself was given none.
-        visible = _of_raylet(_VISIBLE)
+        visible = _variable_of_raylet(_VISIBLE)
         os.environ.pop(_VISIBLE, None)
         if visible is not None:
             os.environ[_VISIBLE] = visible
@@ -81,7 +81,7 @@ class SearchActor:
         return facts
 
     def begin(self, work: Document) -> None:
-        """Start the search, once."""
+        """Start the search; only one per actor."""
         self._asked_at = time.monotonic()
         if self._run is not None:
             return
@@ -90,7 +90,7 @@ class SearchActor:
         threading.Thread(target=self._watch, args=(os._exit,), name="patience", daemon=True).start()
 
     def messages(self, after: int, wait_seconds: float) -> list[Document]:
-        """Return the messages with larger numbers; those up to ``after`` are kept no longer."""
+        """Return the messages after number ``after``, and drop those up to it."""
         self._asked_at = time.monotonic()
         if self._run is None:
             return []
@@ -99,26 +99,26 @@ class SearchActor:
         return [encode(message) for message in messages]
 
     def cancel(self) -> None:
-        """Have the search end."""
+        """Cancel the search."""
         if self._run is not None:
             self._run.cancel()
 
     def end(self) -> None:
-        """End the process of the search, before this one is ended."""
+        """End the process of the search, before the actor ends."""
         if self._child is not None:
             self._child.tell_to_end()
             self._child.wait(5.0)
 
     def _watch(self, leave: Callable[[int], object]) -> None:
-        """End the search and this process once nobody has asked for too long."""
+        """End the search and this process once no client has called for too long."""
         while (left := self._asked_at + self._patience_seconds - time.monotonic()) > 0:
             time.sleep(min(left, 10.0) + 0.01)
         self.end()
         leave(0)
 
 
-def _of_raylet(name: str) -> str | None:
-    """Return a variable of the process of Ray that started this one."""
+def _variable_of_raylet(name: str) -> str | None:
+    """Return an environment variable of the Ray process that started this process."""
     raylet = os.environ.get("RAY_RAYLET_PID")
     if raylet is not None:
         with contextlib.suppress(OSError):

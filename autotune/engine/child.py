@@ -63,12 +63,12 @@ class Teller(Narrator):
         super().__init__(lambda text, style: say("line", {"text": text, "style": style}))
 
     def waits(self, text: str | None) -> None:
-        """Tell what it waits for before it begins."""
+        """Report what the search waits for before it begins."""
         super().waits(text)
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """Tell what is searched, and under which ceiling."""
+        """Report what is searched, and its memory ceiling."""
         super().begins(prepared, study)
         device = prepared.request.device
         self._record(None)
@@ -86,18 +86,18 @@ class Teller(Narrator):
         )
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Tell which trial begins."""
+        """Report which trial begins."""
         super().trial_begins(number, candidate, stage)
         self._say_message("trial_begins", {"number": number, "stage": stage, "description": candidate.describe()})
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
     def progress(self, number: int, progress: Progress) -> None:
-        """Show the phase or the step."""
+        """Report the phase or step of a trial."""
         super().progress(number, progress)
-        self._show()
+        self._send_status()
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """Tell how a trial ended."""
+        """Report how a trial ended."""
         super().trial_ends(trial, history)
         self._record(trial)
         outcome = trial.outcome
@@ -117,9 +117,9 @@ class Teller(Narrator):
                 "seconds": trial.seconds,
             },
         )
-        self._show(is_urgent=True)
+        self._send_status(is_urgent=True)
 
-    def _show(self, *, is_urgent: bool = False) -> None:
+    def _send_status(self, *, is_urgent: bool = False) -> None:
         moment = time.monotonic()
         if is_urgent or moment - self._shown_at >= _STATUS_SECONDS:
             self._shown_at = moment
@@ -143,7 +143,7 @@ class _Child:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Do what is asked until standard input or a signal ends it."""
+        """Do the work that arrives until standard input closes or a signal arrives."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -152,13 +152,14 @@ class _Child:
                 self._warm.prepare(Placement.of(self._device), os.environ)
             for name in _OF_A_SEARCH:
                 importlib.import_module(name)
-            self._say("", "ready", {})
+            self._send("", "ready", {})
             while not self._is_stopping and (work := self._waiting.get()) is not None:
                 self._do(work)
                 if self._device is not None and not self._is_stopping:
                     self._warm.prepare(Placement.of(self._device), os.environ)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Interrupt the current work; stop afterwards unless only this work is cancelled."""
         if self._current not in self._cancelled:
             # One that ends a search alone is sent from within.
             self._is_stopping = True
@@ -168,6 +169,7 @@ class _Child:
             raise KeyboardInterrupt
 
     def _read(self) -> None:
+        """Read messages from standard input until it closes."""
         pending = b""
         # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
         with contextlib.suppress(OSError):
@@ -182,6 +184,7 @@ class _Child:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _take(self, message: Document) -> None:
+        """Queue the work of a message, or cancel work."""
         if "work" in message:
             self._waiting.put(decode(message["work"], Work))
             return
@@ -191,15 +194,15 @@ class _Child:
             if self._current == work_id:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, work_id: str, kind: str, document: Document) -> None:
+    def _send(self, work_id: str, kind: str, document: Document) -> None:
         self._sink.write(json.dumps({"work": work_id, "kind": kind, "document": document}) + "\n")
         self._sink.flush()
 
     def _do(self, work: Work) -> None:
-        """Run a search or a verification, and say how it ended."""
+        """Run a search or a verification, and report how it ended."""
 
         def say(kind: str, document: Document) -> None:
-            self._say(work.id, kind, document)
+            self._send(work.id, kind, document)
 
         end: Document = {"state": "failed", "problem": None}
         try:
@@ -230,7 +233,7 @@ class _Child:
         say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
-        """Do the work in its database; return whether it came to its end."""
+        """Do the work in its own database; return whether it finished."""
         with contextlib.ExitStack() as stack:
             if work.storage is not None:
                 return (
@@ -247,6 +250,7 @@ class _Child:
                 return _verify(work, storage, self._devices(work), say)
 
             def record(trial: TrialRecord | None) -> None:
+                """Send the record of a study and one of its trials, with the end of the trial's log."""
                 document = read_study(store, work.study, [trial.id] if trial else [])
                 if document is not None:
                     say("record", document)
@@ -267,6 +271,7 @@ class _Child:
                     say("record", whole)
 
     def _search(self, work: Work, storage: str, teller: Teller) -> bool:
+        """Run or resume a search; return whether it finished."""
         devices = self._devices(work)
         if work.folders is not None:
             check_paths(work.options, [Path(folder) for folder in work.folders])
@@ -283,6 +288,7 @@ class _Child:
 
     @staticmethod
     def _devices(work: Work) -> list[Device]:
+        """Return the devices of the work, by default all GPUs or the CPU."""
         if work.devices:
             return [find_device(uuid) for uuid in work.devices]
         seen = list_devices()
@@ -290,6 +296,7 @@ class _Child:
 
 
 def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
+    """Return the request that resumes a study."""
     from autotune.tuning.studies import Budget, recorded_request
 
     options = work.options
@@ -302,7 +309,7 @@ def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
 
 
 def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
-    """Run a stock Trainer as a study exports it, and report the result."""
+    """Run a stock Trainer with a study's exported arguments, and report the result."""
     from autotune.results.report import load_report
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.throughput import verification_document, verification_lines, verify
@@ -330,7 +337,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
 
 
 def main(fd: int, uuid: str | None) -> None:
-    """Serve the engine that started this process, on a device or on those that it is told with each search."""
+    """Serve the engine that started this process, on one device or on the devices of each search."""
     os.set_inheritable(fd, False)
     sink = os.fdopen(fd, "w", encoding="utf-8")
     device = find_device(uuid) if uuid is not None else None

@@ -60,15 +60,16 @@ class Asked:
         return None if self.resumes else code_in(self.options, Path.cwd())
 
     def work_options(self) -> Document:
-        """Return the options that the node is told."""
+        """Return the options to send to the node."""
         left_out = {*NOT_OF_THE_WORK, "device", "study"}
         return {name: json_value(value) for name, value in self.options.items() if name not in left_out}
 
 
 def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wait: bool) -> tuple[StudyRecord, Report]:
-    """Search on a cluster, record what it says, and return the study and its report; raises as a search here does.
+    """Search on a cluster, record its messages, and return the study and its report.
 
-    Where the node is lost, the search goes on from what is recorded, on another node or the same one.
+    Raises the errors of a local search. Where the node is lost, the search continues from its record, on another node
+    or the same one.
     """
     engine = RayEngine(address)
     try:
@@ -105,7 +106,7 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
 
 
 def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> SearchRequest:
-    """Return the request on the node's devices, to find what is wrong with it before anything is started."""
+    """Return the request for the node's devices, to find its errors before anything is started."""
     if not asked.resumes:
         options = {**asked.work_options(), **({"gpus": str(len(devices))} if len(devices) > 1 else {})}
         request = search_request(options, devices, asked.study, asked.code)
@@ -120,7 +121,7 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
-    """Return a node and the devices of it that the options ask for; ``DeviceError`` where no node has them."""
+    """Return a node and its devices for the options. Raises ``DeviceError`` where no node has such devices."""
     hosts = engine.hosts()
     if not hosts:
         why = "; ".join(dict.fromkeys(engine.problems())) or "the Ray cluster has no node"
@@ -169,10 +170,10 @@ def _record_to_the_end(
     show: Show,
     asked: Asked,
 ) -> None:
-    """Run the search as often as it loses its node, a few times at most; raise the error that ended it."""
+    """Run the search until it ends, restarting it a few times if its node is lost; raise its final error."""
     losses = 0
     while True:
-        end = _record(_started(engine, work, store, place), store, storage, work.study, show)
+        end = _record(_find_or_start(engine, work, store, place), store, storage, work.study, show)
         if end["state"] in ("finished", "interrupted"):
             return
         if end["state"] == "failed":
@@ -190,8 +191,8 @@ def _record_to_the_end(
         place = _place(engine, asked.options)
 
 
-def _started(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequence[Device]]) -> Run:
-    """Return the run of a search that goes on there from before, or start it."""
+def _find_or_start(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequence[Device]]) -> Run:
+    """Return the run of a search that is still running there, or start it."""
     known = engine.find(work.id)
     if known is not None:
         return known
@@ -201,7 +202,7 @@ def _started(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequen
 
 
 def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Document:
-    """Take what a run says, to its end, which is returned. Ctrl-C has it end first."""
+    """Record the messages of a run until its end; return the end message. Ctrl-C cancels the run first."""
     heard, is_told = 0, False
     interruption = Interruption()
     with contextlib.closing(run), interrupted_by_signals(interruption, lambda text: None):

@@ -48,7 +48,7 @@ class LocalRun:
         self.is_over = False
 
     def add(self, kind: str, document: Document) -> None:
-        """Take what the process said; nothing comes after an end."""
+        """Add a message of the process. Messages after an end are dropped."""
         with self._changed:
             if self.is_over:
                 return
@@ -67,7 +67,7 @@ class LocalRun:
             return list(self._messages)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, and return whether it came in time."""
+        """Wait for the end; return whether it came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over, seconds)
 
@@ -85,7 +85,7 @@ class SearchProcess:
     """A process that runs one search at a time (``autotune.engine.child``)."""
 
     def __init__(self, device: str | None, on_end: Callable[[SearchProcess, str], None]) -> None:
-        """Start it; ``on_end`` is called with the reason once it has ended, by a thread."""
+        """Start the process. A thread calls ``on_end`` with the reason once it has ended."""
         self.device = device
         self.started_at = time.monotonic()
         self._is_deaf = False
@@ -104,12 +104,12 @@ class SearchProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs and reads what it is sent."""
+        """Whether the process runs and reads its input."""
         # One that was killed closes its pipes some time before it counts as ended.
         return not self._is_deaf and self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
-        """Hand it work; raises ``DeviceError`` where it is gone or busy."""
+        """Start work in the process. Raises ``DeviceError`` where the process is gone or busy."""
         run = LocalRun(work.id, lambda: self._send({"cancel": work.id}))
         # One that was told to end may need a moment for it, though nobody listens to it any longer.
         if self._run is not None and not self._run.ends_within(END_SECONDS):
@@ -125,6 +125,7 @@ class SearchProcess:
         return self._process.send(message, time.monotonic() + _SEND_SECONDS)
 
     def _read(self) -> None:
+        """Pass messages of the process to its run, until the process ends."""
         for line in self._process.lines():
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
@@ -142,7 +143,7 @@ class SearchProcess:
         self._on_end(self, why)
 
     def _log(self) -> None:
-        """Log what it prints, a line each, of a long one the beginning."""
+        """Log the output of the process line by line, shortened."""
         assert self._process.output is not None
         with self._process.output as stream:
             while line := stream.readline(_READ_BYTES):
@@ -151,11 +152,11 @@ class SearchProcess:
                     log.warning(text, extra={"fields": {"process": self.pid, "device": self.device}})
 
     def tell_to_end(self) -> None:
-        """Have it end, with the search that it runs."""
+        """Tell the process to end, together with its search."""
         self._process.close_input()
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end; one that takes longer is killed."""
+        """Wait for the end of the process; kill it after a timeout."""
         if self._process.wait(seconds) is None:
             self._process.kill()
 
@@ -182,7 +183,7 @@ class LocalEngine:
                 self._children[uuid] = SearchProcess(uuid, self._on_end)
 
     def _on_end(self, child: SearchProcess, why: str) -> None:
-        """Start a process again; one that ended soon after its start, later and later."""
+        """Restart a process. One that ended soon after its start waits longer each time."""
         assert child.device is not None
         uuid = child.device
         with self._guard:
@@ -199,15 +200,15 @@ class LocalEngine:
 
     def hosts(self) -> Sequence[Host]:
         """See ``Engine.hosts``."""
-        return [Host(self._name, tuple(device for device in self._devices if self._is_up(device)))]
+        return [Host(self._name, tuple(device for device in self._devices if self._is_running(device)))]
 
-    def _is_up(self, device: Device) -> bool:
+    def _is_running(self, device: Device) -> bool:
         child = self._children.get(device.uuid)
         return child is not None and child.is_alive
 
     def problems(self) -> Sequence[str]:
         """See ``Engine.problems``."""
-        down = [device.label for device in self._devices if not self._is_up(device)]
+        down = [device.label for device in self._devices if not self._is_running(device)]
         return [f"the process for searches on {label} has ended and is started again" for label in down]
 
     def start(self, work: Work, host: Host) -> Run:

@@ -41,7 +41,7 @@ class RayRun:
         self._away_since: float | None = None
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """See ``Run.messages``. Where the cluster is away for longer than the actor waits, the search is lost."""
+        """See ``Run.messages``. If the cluster is unreachable for longer than the actor waits, the search is lost."""
         try:
             if self._ticket is None:
                 self._ticket = self._cluster.call(self._actor, "messages", after, wait_seconds)
@@ -51,25 +51,25 @@ class RayRun:
             ticket, self._ticket = self._ticket, None
             messages: list[Document] = self._cluster.get(ticket)
         except NodeLostError as error:
-            return self._end(after, str(error))
+            return self._lost_message(after, str(error))
         except ServiceError as error:
             return self._wait_for_the_cluster(after, error)
         self._away_since = None
         return [decode(message, Message) for message in messages]
 
     @staticmethod
-    def _end(after: int, why: str) -> list[Message]:
+    def _lost_message(after: int, why: str) -> list[Message]:
         return [Message(after + 1, "end", {"state": "lost", "why": f"its node was lost: {why}"})]
 
     def _wait_for_the_cluster(self, after: int, error: ServiceError) -> list[Message]:
-        """Connect again, for as long as the actor would wait."""
+        """Reconnect, for as long as the actor would wait."""
         self._ticket = None
         moment = time.monotonic()
         if self._away_since is None:
             self._away_since = moment
             log.info("the cluster is away: %s", error.message)
         if moment - self._away_since > self._patience_seconds:
-            return self._end(after, error.message)
+            return self._lost_message(after, error.message)
         try:
             self._cluster.connect_again()
             actor = self._cluster.find(self._work_id)
@@ -77,7 +77,7 @@ class RayRun:
             time.sleep(_AWAY_SECONDS)
             return []
         if actor is None:
-            return self._end(after, "the cluster does not know it any more")
+            return self._lost_message(after, "the cluster does not know it any more")
         self._actor = actor
         return []
 
@@ -100,7 +100,7 @@ class RayEngine:
     shares_storage = False
 
     def __init__(self, address: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Connect; raises ``ServiceError`` where there is no cluster, or one that is not to be used."""
+        """Connect to a cluster. Raises ``ServiceError`` where it is missing or must not be used."""
         self._patience_seconds = patience_seconds
         self._cluster = RayCluster(address)
         self._cluster.connect()
@@ -115,6 +115,7 @@ class RayEngine:
         self._thread.start()
 
     def _refresh_often(self) -> None:
+        """Refresh the nodes periodically, and reconnect after errors."""
         while not self._is_closing.wait(_REFRESH_SECONDS):
             try:
                 self.refresh()
@@ -126,7 +127,7 @@ class RayEngine:
                     self._cluster.connect_again()
 
     def refresh(self) -> None:
-        """Look which nodes there are, and ask new ones what they have."""
+        """Update the list of nodes, and request the facts of new nodes."""
         nodes = {node.id: node for node in self._cluster.nodes()}
         self._refused = {key: why for key, why in self._refused.items() if key in nodes}
         hosts = []
@@ -142,7 +143,7 @@ class RayEngine:
         self._hosts = tuple(hosts)
 
     def _facts_of(self, node: ClusterNode) -> NodeFacts | None:
-        """Return what a node says of itself; ``None`` for one that is refused or does not answer."""
+        """Return the facts of a node; ``None`` for a node that is refused or does not answer."""
         if node.id in self._facts:
             return self._facts[node.id]
         if node.id in self._refused:
@@ -173,7 +174,7 @@ class RayEngine:
         return self._hosts
 
     def problems(self) -> Sequence[str]:
-        """Return why nodes are not used: the cluster does not answer, or a node was refused."""
+        """Return why nodes are unusable: the cluster does not answer, or a node was refused."""
         return [*([self._away] if self._away else []), *self._refused.values()]
 
     def start(self, work: Work, host: Host) -> Run:
@@ -196,6 +197,6 @@ class RayEngine:
         return None if actor is None else RayRun(self._cluster, work_id, actor, self._patience_seconds)
 
     def close(self) -> None:
-        """See ``Engine.close``; searches go on without this process, for as long as their actors wait."""
+        """See ``Engine.close``; searches continue without this process for as long as their actors wait."""
         self._is_closing.set()
         self._cluster.close()

@@ -63,7 +63,7 @@ class Token:
 
 
 def find_token() -> Token | None:
-    """Return the token as Ray looks for it: two variables of the environment, then a file; ``None`` without one."""
+    """Return the cluster's token as Ray finds it: two environment variables, then a file; ``None`` without one."""
     if value := os.environ.get(_TOKEN, "").strip():
         return Token(value, _TOKEN)
     named = os.environ.get(_TOKEN_PATH)
@@ -78,7 +78,7 @@ def find_token() -> Token | None:
 
 
 def check_address(text: str) -> str:
-    """Return an address of the form that is taken; raises ``InvalidRequestError`` for another."""
+    """Return a valid cluster address. Raises ``InvalidRequestError`` for an invalid one."""
     wanted = text.strip()
     if wanted == "ray://auto" or re.fullmatch(r"ray://(\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+):\d{1,5}", wanted):
         return wanted
@@ -89,7 +89,7 @@ def check_address(text: str) -> str:
 
 
 def trusts_without_token() -> bool:
-    """Return whether the user allows a cluster that asks for no token."""
+    """Return whether the user allows a cluster without authentication."""
     return os.environ.get(WITHOUT_TOKEN_VARIABLE, "") not in ("", "0")
 
 
@@ -107,7 +107,7 @@ class RayCluster:
         self._target = ""
 
     def connect(self) -> None:
-        """Connect; raises ``ServiceError`` where there is no cluster, or one that is not to be used."""
+        """Connect to the cluster. Raises ``ServiceError`` where it is missing or must not be used."""
         token = self._check_token_here()
         if token is not None:
             # Ray reads the mode when it is imported.
@@ -115,7 +115,7 @@ class RayCluster:
         try:
             import grpc
         except ImportError as error:
-            raise _not_installed() from error
+            raise _ray_missing_error() from error
         target = self.address.removeprefix(SCHEME)
         if target == "auto":
             target = _current_cluster()
@@ -124,7 +124,7 @@ class RayCluster:
         try:
             import ray
         except ImportError as error:
-            raise _not_installed() from error
+            raise _ray_missing_error() from error
         self.ray = ray
         self._target = target if is_control_server else self.address
         if not ray.is_initialized():
@@ -132,7 +132,7 @@ class RayCluster:
             self._is_ours = True
 
     def connect_again(self) -> None:
-        """Connect anew where the connection was lost; raises ``ServiceError`` while the cluster is away."""
+        """Reconnect after a lost connection. Raises ``ServiceError`` while the cluster is unreachable."""
         with self._guard:
             with contextlib.suppress(Exception):
                 if self.ray.is_initialized() and self.ray.nodes():
@@ -142,13 +142,13 @@ class RayCluster:
             self._connect(self._target)
 
     def close(self) -> None:
-        """Let go of the cluster; actors that are detached run on."""
+        """Disconnect from the cluster; detached actors continue."""
         if self._is_ours:
             with contextlib.suppress(Exception):
                 self.ray.shutdown()
 
     def _check_token_here(self) -> Token | None:
-        """Return the token for the cluster, of which only this machine is asked."""
+        """Return this machine's token for the cluster. Raises an error where a required token is missing."""
         mode = os.environ.get(_MODE, "token").lower()
         if trusts_without_token():
             return find_token() if mode == "token" else None
@@ -165,9 +165,9 @@ class RayCluster:
         return token
 
     def _probe(self, grpc: Any, target: str, token: Token | None) -> bool:
-        """Check that the cluster asks for a token and takes ours; return whether it is the control server's address.
+        """Check that the cluster requires a token and accepts ours; return whether the address is the control server.
 
-        Ray itself would try for 10 to 20 seconds before it says that it was refused.
+        Ray itself would try for 10 to 20 seconds before it reports a refusal.
         """
 
         def status(question: str, metadata: tuple[tuple[str, str], ...] = ()) -> str:
@@ -227,7 +227,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn Ray's errors into the two that there are."""
+        """Translate Ray's errors to ``ServiceError`` and ``NodeLostError``."""
         ray = self.ray
         try:
             yield
@@ -246,7 +246,7 @@ class RayCluster:
             raise ServiceError(message, "see ray status on its head", status=0) from error
 
     def nodes(self) -> tuple[ClusterNode, ...]:
-        """Return the nodes that are alive, those with the most GPUs first."""
+        """Return the live nodes, those with the most GPUs first."""
         with self._errors():
             nodes = self.ray.nodes()
         found = [
@@ -264,7 +264,7 @@ class RayCluster:
     def start(
         self, kind: type, arguments: tuple[Any, ...], node: str, *, gpus: int, cpus: int, name: str | None
     ) -> Any:
-        """Start an actor of a class on a node, and do not wait for it; one with a name outlives this process."""
+        """Start an actor of a class on a node without waiting. A named actor outlives this process."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {
@@ -290,17 +290,17 @@ class RayCluster:
                 return None
 
     def call(self, actor: Any, question: str, *arguments: Any) -> Any:
-        """Ask an actor without waiting; return a ticket for the answer."""
+        """Call a method of an actor without waiting; return a reference to the result."""
         with self._errors():
             return getattr(actor, question).remote(*arguments)
 
     def is_ready(self, ticket: Any, wait_seconds: float) -> bool:
-        """Return whether an answer is there, waiting at most so long."""
+        """Return whether a result is available, after waiting for at most ``wait_seconds``."""
         with self._errors():
             return bool(self.ray.wait([ticket], timeout=wait_seconds)[0])
 
     def get(self, ticket: Any) -> Any:
-        """Return the answer."""
+        """Return the result of a call."""
         with self._errors():
             return self.ray.get(ticket, timeout=_FETCH_SECONDS)
 
@@ -314,12 +314,12 @@ _NAMESPACE = "autotune"
 _FETCH_SECONDS = 60.0
 
 
-def _not_installed() -> InvalidRequestError:
+def _ray_missing_error() -> InvalidRequestError:
     return InvalidRequestError("--executor ray://… needs Ray, which is not installed", how_to_add("ray"))
 
 
 def _current_cluster() -> str:
-    """Return the address of the cluster that this machine is part of, as ``ray.init(address="auto")`` finds it."""
+    """Return the address of the cluster that this machine belongs to, as ``ray.init(address="auto")`` finds it."""
     named = os.environ.get(_ADDRESS, "").removeprefix(SCHEME)
     if named and named not in ("auto", "local"):
         return named
@@ -327,7 +327,7 @@ def _current_cluster() -> str:
         # ray.util.get... has no public way to ask before one is connected.
         from ray._private.services import get_ray_address_from_environment
     except ImportError as error:
-        raise _not_installed() from error
+        raise _ray_missing_error() from error
     try:
         address = get_ray_address_from_environment("auto", None)
     except (ConnectionError, ValueError) as error:
@@ -341,7 +341,7 @@ def _current_cluster() -> str:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Undo that connecting takes SIGTERM for Ray, which would end this process without ending its search."""
+    """Restore SIGTERM's handler after connecting: Ray's handler would end this process without its search."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -354,6 +354,6 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the end of what Ray says, which may be a traceback of many lines."""
+    """Return the last line of Ray's message, which may be a long traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

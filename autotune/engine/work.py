@@ -42,11 +42,11 @@ class Code:
     """Where it runs."""
 
     def options(self) -> dict[str, Any]:
-        """Return it as the option of a search."""
+        """Return the code as an option of a search."""
         return {self.kind: self.value}
 
     def placed(self, request: SearchRequest) -> SearchRequest:
-        """Return a request over this code that runs in its folder."""
+        """Return a request whose code runs in this code's folder."""
         source = request.workload.source
         assert source is not None
         source = dataclasses.replace(source, cwd=self.folder)
@@ -105,16 +105,16 @@ class Run(Protocol):
     """A search that an engine runs."""
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """Return the messages with larger numbers, waiting at most so long for the first.
+        """Return the messages after number ``after``, waiting for the first at most ``wait_seconds``.
 
-        Those up to ``after`` are acknowledged: they are not kept any longer. The last message of all is an end.
+        Messages up to ``after`` are acknowledged and dropped. The last message of all is an end.
         """
 
     def cancel(self) -> None:
-        """Have the search end soon; its end is a message."""
+        """Cancel the search. Its end is a message."""
 
     def close(self) -> None:
-        """Let go of it, whose end has been taken or is of no interest any more; nothing of it runs on."""
+        """Release the run after its end, or end it without further messages."""
 
 
 class Engine(Protocol):
@@ -127,22 +127,22 @@ class Engine(Protocol):
         """Return the machines with the devices on which searches can be started."""
 
     def start(self, work: Work, host: Host) -> Run:
-        """Start a search on devices of a host, those that ``work`` names; raises ``AutotuneError`` where it cannot."""
+        """Start a search on the devices that ``work`` names. Raises ``AutotuneError`` where that is impossible."""
 
     def find(self, work_id: str) -> Run | None:
-        """Return a search that was started before this process was; ``None`` where it is gone."""
+        """Return a search that an earlier process started; ``None`` where it is gone."""
 
     def problems(self) -> Sequence[str]:
-        """Return what keeps devices from being used now, in a line each."""
+        """Return the reasons why devices are unusable now, a line each."""
 
     def close(self) -> None:
-        """End what cannot go on without this process; the ends are messages of the runs."""
+        """End searches that cannot continue without this process; their runs get an end message."""
 
 
 def search_request(
     options: Document, devices: Sequence[Device], study: str | None = None, code: Code | None = None
 ) -> SearchRequest:
-    """Return the request that these options make on the devices, not yet checked."""
+    """Return the unchecked request of these options on the devices."""
     count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
     given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
     given = {**check_arguments(given), **(code.options() if code is not None else {}), "device": devices[0].uuid}
@@ -155,7 +155,7 @@ def search_request(
 
 
 def code_in(options: Document, folder: Path) -> Code | None:
-    """Return the code that options of the command line name, to be run in this folder."""
+    """Return the user's code that command-line options name, to be run in this folder."""
     for kind in ("trainer", "loop", "script"):
         value = options.get(kind)
         if value:
@@ -167,10 +167,10 @@ _MAY_BE_PATHS = ("model", "dataset", "tokenizer")
 
 
 def check_paths(options: Document, folders: Sequence[Path]) -> None:
-    """Raise ``InvalidRequestError`` for an option of a search that names a path outside these folders.
+    """Raise ``InvalidRequestError`` for an option of a search with a path outside these folders.
 
-    The service looks when it is asked, and the process that searches looks again on its own machine, where a name of
-    the hub may be a folder.
+    The service checks on submission, and the searching process checks again on its own machine, where the name of a hub
+    repository may be a folder.
     """
     for name in _MAY_BE_PATHS:
         if isinstance(options.get(name), str):
@@ -178,9 +178,9 @@ def check_paths(options: Document, folders: Sequence[Path]) -> None:
 
 
 def _check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
-    """Raise ``InvalidRequestError`` for a path outside the folders that the operator named.
+    """Raise ``InvalidRequestError`` for a path outside the operator's folders.
 
-    A name of the catalog or the hub is none, unless there is something of that name here.
+    A name of the catalog or the hub is no path, unless a file of that name exists here.
     """
     expanded = value
     looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value

@@ -52,7 +52,7 @@ class Grades:
                     self._factors.setdefault(key, []).append(ratio)
 
     def graded(self, chip: Chip, step: StepTime) -> Graded:
-        """Return the best that is known of a predicted step on this chip."""
+        """Return the best known time of a predicted step on this chip: measured, or predicted and corrected."""
         candidate = step.candidate
         pool = self._pools.get(chip.name)
         speed = pool.speed(candidate) if pool is not None else None
@@ -72,9 +72,9 @@ class Grades:
         return Graded(replace(step, seconds=seconds, interval_seconds=interval), "scaled")
 
     def _factor(self, chip: Chip, step: StepTime) -> float | None:
-        """Return measured over predicted time of steps in the same precision that the GPU, or the host, limits as well.
+        """Return measured over predicted time of steps with the same precision and limit, the GPU or the host.
 
-        Those of this GPU come first. ``None`` where nothing of the kind was measured, and for several ranks.
+        Steps measured on this GPU come first. ``None`` without such measurements, and for several ranks.
         """
         arm = step.candidate.arm
         if arm.ranks > 1:
@@ -111,17 +111,17 @@ class Offer:
 
     @property
     def price_per_hour(self) -> float | None:
-        """What an hour of all GPUs costs."""
+        """Price of an hour on all GPUs."""
         return None if self.price_of_one is None else self.price_of_one * self.gpus
 
     @property
     def hours(self) -> float | None:
-        """How long the job takes."""
+        """Duration of the job."""
         return None if self.best is None else self._hours(self.best.seconds)
 
     @property
     def interval_hours(self) -> tuple[float, float] | None:
-        """How long at least and at most."""
+        """Shortest and longest likely duration of the job."""
         if self.best is None:
             return None
         low, high = self.best.interval_seconds
@@ -133,12 +133,12 @@ class Offer:
 
     @property
     def cost(self) -> float | None:
-        """What the job costs; ``None`` without a price."""
+        """Cost of the job; ``None`` without a price."""
         return None if self.hours is None or self.price_per_hour is None else self.hours * self.price_per_hour
 
     @property
     def interval_cost(self) -> tuple[float, float] | None:
-        """What it costs at least and at most."""
+        """Lowest and highest likely cost of the job."""
         if self.interval_hours is None or self.price_per_hour is None:
             return None
         low, high = self.interval_hours
@@ -146,14 +146,14 @@ class Offer:
 
     @property
     def most_joules_per_sample(self) -> float | None:
-        """Energy of a sample, if the boards drew all the power that they may."""
+        """Energy of a sample at the boards' power limit."""
         if self.best is None or self.chip.rates is None:
             return None
         return self.gpus * self.chip.rates.power_watts / self.best.samples_per_second
 
 
-def in_order(offers: Sequence[Offer]) -> list[Offer]:
-    """Return offers with a price by cost, then those without by hours, then those that do not do."""
+def sort_offers(offers: Sequence[Offer]) -> list[Offer]:
+    """Return offers by cost, then offers without a price by hours, then offers on which the job does not fit."""
 
     def key(offer: Offer) -> tuple[int, float]:
         if offer.cost is not None:
@@ -164,10 +164,10 @@ def in_order(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def rank(offer: Offer, offers: Sequence[Offer]) -> int | None:
-    """Return one more than how many are surely cheaper: whose most is below this one's least.
+    """Return 1 + the number of offers that are surely cheaper: their highest cost is below this offer's lowest.
 
-    Offers whose intervals overlap thus share a rank. Hours count where no offer has a price; else those without one
-    have no rank.
+    Offers with overlapping intervals share a rank. Where no offer has a price, hours are compared. Otherwise offers
+    without a price have no rank.
     """
     has_prices = any(o.interval_cost is not None for o in offers)
     own = offer.interval_cost if has_prices else offer.interval_hours
@@ -178,7 +178,7 @@ def rank(offer: Offer, offers: Sequence[Offer]) -> int | None:
 
 
 def pareto_front(offers: Sequence[Offer]) -> list[Offer]:
-    """Return the offers than which none is both as fast and as cheap, by what is predicted."""
+    """Return the offers for which no other offer is both faster and cheaper, by predicted hours and cost."""
     known = [(o, o.hours, o.cost) for o in offers if o.hours is not None and o.cost is not None]
     front = []
     for offer, hours, cost in known:

@@ -31,12 +31,12 @@ class Limit:
 
     @property
     def host_share(self) -> float | None:
-        """Share in which the GPU waits for the host although the batches are there; ``None`` where not measured."""
+        """Share of a step in which the GPU waits for the host, not for data; ``None`` where not measured."""
         return None if self.gpu_busy_share is None else max(0.0, 1 - self.gpu_busy_share - self.data_share)
 
 
 def what_limits(measured: Measurement) -> Limit:
-    """Return what limits a step, from the measured shares."""
+    """Return what limits a step (GPU, host or data), from the measured shares."""
     busy, data = measured.gpu_busy_share, waits_for_data(measured)
     if busy is None:
         return Limit("data" if data > DATA_BOUND else "unknown", None, data, None)
@@ -48,7 +48,7 @@ def what_limits(measured: Measurement) -> Limit:
 
 
 def describe_limit(candidate: Candidate, measured: Measurement) -> str | None:
-    """Describe the limit in one line, with what would help; return ``None`` where nothing was measured."""
+    """Describe the limit of a step in one line, with advice; return ``None`` without measured shares."""
     limit = what_limits(measured)
     if limit.gpu_busy_share is None or limit.factor is None:
         return None
@@ -62,7 +62,7 @@ def describe_limit(candidate: Candidate, measured: Measurement) -> str | None:
 
 
 def _remedies(candidate: Candidate) -> str:
-    """Return what would reduce the host's time, of the options that the candidate does not use yet."""
+    """Return advice on reducing the host's time, by options that the candidate does not use yet."""
     remedies = ["fewer and larger micro-steps" if candidate.accumulates else "larger batches"]
     if not candidate.arm.torch_compile:
         remedies.append("torch.compile")
@@ -82,7 +82,7 @@ USUAL_SHARE_IN_PASSING = 0.3
 
 
 def share_in_passing(measured: Measurement) -> float | None:
-    """Return the share of the GPU's time that goes into work which a compiler can fuse; ``None``: not measured."""
+    """Return the share of GPU time in kernels that a compiler can fuse; ``None`` where not measured."""
     kinds = dict(measured.gpu_seconds_by_kind or ())
     total = sum(kinds.values())
     return sum(seconds for kind, seconds in kinds.items() if kind in _IN_PASSING) / total if total else None

@@ -60,7 +60,7 @@ class _Peaks:
 
     @classmethod
     def of(cls, history: History, candidate: Candidate) -> _Peaks:
-        """Return what the trials show of a candidate's memory class."""
+        """Return the hypotheses on a candidate's peak memory, from the trials of its memory class."""
         own, accumulates = memory_class(candidate.arm), candidate.accumulates
         batch, over = (
             candidate.per_device_train_batch_size,
@@ -74,7 +74,7 @@ class _Peaks:
         ]
         fitting = max(fits, default=0)
         like = {
-            t.candidate.per_device_train_batch_size: _bytes(t)
+            t.candidate.per_device_train_batch_size: _peak_bytes(t)
             for t in measured
             if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
         }
@@ -92,15 +92,16 @@ class _Peaks:
             return cls(fitting, over, 0, min(tops, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER, None, 1.0)
 
         def distance(tried: Tried) -> float:
+            """Return how different a trial's activations and batch are from the candidate's."""
             factor = abs(math.log2(_activations(tried.candidate.arm) / _activations(own)))
             return factor + abs(math.log2(batch / tried.candidate.per_device_train_batch_size))
 
         near = min(measured, key=distance)
         factor = _activations(own) / _activations(near.candidate.arm)
-        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_bytes(near)), None, factor)
+        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_peak_bytes(near)), None, factor)
 
     def fits(self, batch: int, line: float) -> float:
-        """Return how likely a batch stays under a line, the logarithm of bytes."""
+        """Return the probability that a batch stays under a line, given as the logarithm of bytes."""
         if batch <= self.fitting:
             return 0.99
         if self.over is not None and batch >= self.over:
@@ -109,6 +110,7 @@ class _Peaks:
             return 1 / (1 + batch / self.log_bytes)
 
         def under(at: int, share: float, factor: float) -> float:
+            """Return the probability for one hypothesis."""
             times = 1 - share + share * factor * at / self.at
             # The wider the batches that were measured, the farther they tell.
             doubt = 0.005 + 0.05 * abs(math.log2(at / self.at)) / (1 + self.octaves)
@@ -128,13 +130,13 @@ class _Peaks:
         return likely / total
 
 
-def _bytes(tried: Tried) -> int:
+def _peak_bytes(tried: Tried) -> int:
     assert tried.measurement is not None
     return tried.measurement.judged_bytes(tried.candidate.arm)
 
 
 def _activations(arm: Arm) -> float:
-    """Return what a sample's activations take, relative to those in 16 bits: roughly, to compare arms."""
+    """Return a rough size of a sample's activations relative to 16 bits, to compare arms."""
     return (1.0 if arm.precision in HALF else 1.6) * (0.3 if arm.gradient_checkpointing else 1.0)
 
 
@@ -156,7 +158,7 @@ class Chances:
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
         self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
-        self._blame = self._blamed()
+        self._broken_levers = self._weigh_broken_levers()
         self._failures: dict[Arm, list[int]] = {}
         self._completed: dict[Arm, list[int]] = {}
         for tried in history.tried:
@@ -168,13 +170,13 @@ class Chances:
         self._limits = self._weigh_limits()
 
     def chance(self, candidate: Candidate) -> float:
-        """Return how likely a candidate runs, and under the line."""
+        """Return the probability that a candidate runs without an error and stays under the memory line."""
         return self.fits(candidate) * self.runs(candidate)
 
     # Memory
 
     def fits(self, candidate: Candidate) -> float:
-        """Return how likely its peak stays under the line."""
+        """Return the probability that a candidate's peak memory stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
             # Passing no mask saves next to nothing.
@@ -187,11 +189,11 @@ class Chances:
                 self._fits[key] = self._by_prediction(candidate, math.log(predicted))
             else:
                 self._fits[key] = self._by_peaks(candidate)
-            self._fits[key] *= self._above_what_ran_out(candidate)
+            self._fits[key] *= self._by_checkpointed_layers(candidate)
         return self._fits[key]
 
     def _ran_out_compiled(self, candidate: Candidate) -> bool:
-        """Return whether another way to compile the same ran out of memory at this batch or a smaller one."""
+        """Return whether the same arm with another compiler mode ran out of memory at this batch or a smaller one."""
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         return arm.torch_compile and any(
             t.candidate.arm.torch_compile
@@ -202,15 +204,15 @@ class Chances:
         )
 
     def _allocated_bytes(self, candidate: Candidate) -> int | None:
-        """Return what the same allocated in segments that do not expand; ``None`` where that was not measured."""
+        """Return the allocated bytes measured without expandable segments; ``None`` where not measured."""
         if not candidate.arm.expandable_segments:
             return None
         plain = replace(candidate, arm=without(candidate.arm, ["expandable_segments"]))
         measured = [t.measurement.peak_allocated_bytes for t in self._history.outcomes_of(plain) if t.measurement]
         return max(measured, default=None)
 
-    def _above_what_ran_out(self, candidate: Candidate) -> float:
-        """Return 1, or less where so many layers recompute that are between what ran out and what fits: anywhere."""
+    def _by_checkpointed_layers(self, candidate: Candidate) -> float:
+        """Return the probability to fit, interpolated between trials with other numbers of checkpointed layers."""
         layers = self._history.layers
 
         def alike(tried: Tried) -> bool:
@@ -227,6 +229,7 @@ class Chances:
         return min(1.0, (candidate.arm.checkpointed_layers - max(over)) / max(1, min(fits) - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
+        """Return the predicted peak of a candidate, or ``None``. Compiled steps are derived from plain ones."""
         memory = self._history.memory
         if memory is None:
             return None
@@ -243,6 +246,7 @@ class Chances:
         return predicted.peak_reserved_bytes if predicted else None
 
     def _by_prediction(self, candidate: Candidate, predicted: float) -> float:
+        """Return the probability to fit from a predicted peak and from the predicted peaks of trials out of memory."""
         memory, arm = self._history.memory, candidate.arm
         assert memory is not None
         room = self._line - predicted
@@ -269,18 +273,18 @@ class Chances:
         return _UNCHECKED_RIGHT * under(0.005, _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
-        """Return how likely it fits by measured peaks."""
+        """Return the probability to fit from measured peaks of similar trials."""
         return _Peaks.of(self._history, candidate).fits(candidate.per_device_train_batch_size, self._line)
 
     # Failures
 
     def runs(self, candidate: Candidate) -> float:
-        """Return how likely it does not fail for another reason than memory.
+        """Return the probability that a candidate does not fail for another reason than memory.
 
-        An arm may be broken, every batch from some size on may be, or a candidate by itself.
+        An arm may be broken, every batch above some size may be, or a single candidate.
         """
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        chance = self._whole(levers_of(arm, PRIORS))
+        chance = self._none_is_broken(levers_of(arm, PRIORS))
         if not self._failures:
             return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
         total = runs = 0.0
@@ -292,7 +296,7 @@ class Chances:
         return chance * runs / total
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
-        """Return how likely an arm's trials are, broken and not, where batches from a limit on fail."""
+        """Return the likelihood of an arm's trials if it is broken and if not, where batches from ``limit`` on fail."""
         failed, completed = self._failures.get(arm, []), self._completed.get(arm, [])
         if any(batch >= limit for batch in completed):
             return 0.0, 0.0
@@ -300,7 +304,7 @@ class Chances:
         return 0.0 if completed else _ARM_FAILS, (1 - _ARM_FAILS) * whole
 
     def _weigh_limits(self) -> dict[float, float]:
-        """Return how likely each limit on the batch is, given all failures."""
+        """Return the posterior weight of each limit on the batch size, given all failures."""
         limits = {math.inf: 1 - _LIMITED} | {2 ** (quarter / 4): _LIMITED / 64 for quarter in range(64)}
         arms = {*self._failures, *self._completed}
         return {
@@ -308,10 +312,11 @@ class Chances:
             for limit, weight in limits.items()
         }
 
-    def _blamed(self) -> dict[frozenset[str], float]:
-        """Return how likely each set of levers is the broken ones, of those that never completed and failed once.
+    def _weigh_broken_levers(self) -> dict[frozenset[str], float]:
+        """Return the posterior weight of each set of broken levers.
 
-        A lever that completed once is whole. A failure is due to a broken one, or to the candidate by itself.
+        Only levers that never completed and failed at least once are suspected. A failure is due to a broken lever, or
+        to the candidate itself.
         """
         failed = [
             unproven
@@ -324,24 +329,26 @@ class Chances:
         ]
         weights: dict[frozenset[str], float] = {}
         for broken in map(frozenset, chain.from_iterable(combinations(suspects, n) for n in range(len(suspects) + 1))):
-            weight = math.prod(_fails(name) if name in broken else 1 - _fails(name) for name in suspects)
+            weight = math.prod(
+                _failure_prior(name) if name in broken else 1 - _failure_prior(name) for name in suspects
+            )
             weights[broken] = weight * math.prod(1.0 if names & broken else _BY_ITSELF for names in failed)
         total = sum(weights.values())
         return {broken: weight / total for broken, weight in weights.items()}
 
-    def _whole(self, levers: frozenset[str]) -> float:
-        """Return how likely none of some levers is broken."""
-        suspected = frozenset().union(*self._blame)
-        chance = sum(weight for broken, weight in self._blame.items() if not broken & levers)
-        return chance * math.prod(1 - _fails(name) for name in levers - suspected - self._proven)
+    def _none_is_broken(self, levers: frozenset[str]) -> float:
+        """Return the probability that none of some levers is broken."""
+        suspected = frozenset().union(*self._broken_levers)
+        chance = sum(weight for broken, weight in self._broken_levers.items() if not broken & levers)
+        return chance * math.prod(1 - _failure_prior(name) for name in levers - suspected - self._proven)
 
     def failing(self, least: float = 0.5) -> dict[str, str]:
-        """Return the levers that are broken with more than some probability, each with a trial's message."""
+        """Return the levers that are probably broken, each with the error message of a trial."""
         found = dict[str, str]()
         for tried in self._history.tried:
             if isinstance(tried.outcome, Failed):
                 for name in sorted(levers_of(tried.candidate.arm, PRIORS)):
-                    if sum(weight for broken, weight in self._blame.items() if name in broken) > least:
+                    if sum(weight for broken, weight in self._broken_levers.items() if name in broken) > least:
                         found.setdefault(name, " ".join(tried.outcome.message.split()))
         return found
 
@@ -352,5 +359,5 @@ _BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
 """How likely a candidate fails with whole levers, and how many may be the cause. Choices."""
 
 
-def _fails(lever: str) -> float:
+def _failure_prior(lever: str) -> float:
     return _COMPILED_FAILS if PRIORS[lever].seconds > 0 else _LEVER_FAILS

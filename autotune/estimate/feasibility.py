@@ -55,6 +55,7 @@ class Judge:
         return self._why_closed(candidate) is None
 
     def _why_closed(self, candidate: Candidate) -> Refusal | None:
+        """Return the reason against a trial of a candidate; ``None`` where there is no reason."""
         if self._history.outcomes_of(candidate):
             return Refusal("tried before")
         if candidate in self._history.pending:
@@ -68,7 +69,7 @@ class Judge:
         return Refusal("predicted not to fit") if self._history.is_ruled_out(candidate) else None
 
     def offloads_needlessly(self, candidate: Candidate) -> bool:
-        """Return whether a candidate keeps its optimizer state on the host although something else fits, or may fit.
+        """Return whether a candidate keeps its optimizer state on the host although an arm without this may fit.
 
         The CPU's update and the copies over PCIe cost seconds a step.
         """
@@ -82,7 +83,7 @@ class Judge:
         return any(self._may_fit_at(multiple, others) for multiple in multiples)
 
     def _syncs_needlessly(self, candidate: Candidate) -> bool:
-        """Return whether a candidate reduces gradients in each micro-step although memory does not call for it.
+        """Return whether a candidate reduces gradients in each micro-step although memory does not require this.
 
         That costs communication. It is worth a trial only where keeping whole gradients while accumulating does not
         fit.
@@ -98,9 +99,10 @@ class Judge:
         return not completed and self._failures(arm) >= _DOUBTFUL_FROM
 
     def in_expandable_segments(self, tried: Tried) -> Candidate | None:
-        """Return what left too little memory in segments that expand; ``None`` where that cannot help, or is tried.
+        """Return the candidate with expandable segments, for a trial that failed by fragmentation.
 
-        It cannot if too much was allocated, or where graphs are replayed, whose pools keep what they reserved.
+        ``None`` where that was tried or cannot help: too much was allocated, or CUDA graphs keep the memory that they
+        reserved.
         """
         arm, measured = tried.candidate.arm, tried.measurement
         if arm.expandable_segments or "expandable_segments" not in self._space.late or replays_graphs(arm):
@@ -113,7 +115,7 @@ class Judge:
         return candidate if self.is_open(candidate) and self._space.contains(candidate) else None
 
     def fits_at(self, multiple: int) -> bool:
-        """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.
+        """Return whether a batch divisible by ``multiple`` fits, so that no smaller multiple needs a search.
 
         Only candidates of the space count. The baseline may have a batch outside of it. What fits only because it saves
         memory belongs to ``Space.saving``.
@@ -126,7 +128,7 @@ class Judge:
         )
 
     def batches_in_reach(self) -> list[int]:
-        """Return the batches to search now: those of each multiple, down to the first at which something may fit."""
+        """Return the batches to search now: of each multiple in turn, until a batch of a multiple may fit."""
         reachable: list[int] = []
         batches = self._space.batches
         for multiple in batches.levels():
@@ -136,20 +138,22 @@ class Judge:
         return sorted(reachable)
 
     def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
+        """Return whether a candidate with a batch at this multiple is still open or running."""
         pending = self._history.pending
         return any(
             candidate in pending or self.is_open(candidate)
-            for candidate in self._at(multiple, arms)
+            for candidate in self._candidates_at(multiple, arms)
             if not self.is_doubtful(candidate.arm)
         )
 
-    def _at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
+    def _candidates_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
+        """Yield the candidates of arms with all batches at this multiple."""
         for arm in self._space.arms if arms is None else arms:
             for batch in self._space.batches.at_level(multiple):
                 yield self._space.candidate(arm, batch)
 
     def last_resort(self) -> Candidate | None:
-        """Return the next candidate to try where nothing fits so far, with the smallest batch first.
+        """Return the next candidate to try where nothing has fitted yet, with the smallest batch first.
 
         What is left then are candidates that only a prediction rules out, and the smallest batches of doubtful arms.
         Returns ``None`` where something fits, or where trials show that nothing does.
@@ -159,7 +163,7 @@ class Judge:
         left = [
             candidate
             for multiple in self._space.batches.levels()
-            for candidate in self._at(multiple)
+            for candidate in self._candidates_at(multiple)
             if not (self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
             and not self._history.outcomes_of(candidate)
             and self._history.ruled_out_by(candidate) is None
@@ -168,12 +172,12 @@ class Judge:
         return min(left, key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing), default=None)
 
     def _failures(self, arm: Arm) -> int:
-        """Return at how many batches an arm failed."""
+        """Return the number of batch sizes at which an arm failed."""
         tried = (t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t))
         return len({t.candidate.per_device_train_batch_size for t in tried})
 
     def refusal(self, candidate: Candidate | None) -> Refusal | None:
-        """Return why a candidate that an Optuna sampler proposed is not run; ``None`` where it may be run.
+        """Return the reason against running a candidate proposed by an Optuna sampler; ``None`` where it may run.
 
         Optuna's samplers know none of the rules of this module.
         """

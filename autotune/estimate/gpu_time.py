@@ -127,9 +127,10 @@ class GpuModel:
             rate = self._product_rate(operation.dtype) * self._efficiencies.convolution
             traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
             return least + max(amount_at(operation.flops, batch) / rate, traffic)
-        return least + self._traffic_seconds(size_bytes, self._share(operation.kind))
+        return least + self._traffic_seconds(size_bytes, self._bandwidth_share(operation.kind))
 
-    def _share(self, kind: str) -> float:
+    def _bandwidth_share(self, kind: str) -> float:
+        """Return the fraction of the memory bandwidth that kernels of a kind reach."""
         if kind == "fused_update":
             return self._efficiencies.update
         if kind in ("fill", "unknown"):
@@ -141,7 +142,7 @@ class GpuModel:
         return self._half if dtype in _HALF else self._single
 
     def _attention_seconds(self, operation: Operation, batch: int) -> float:
-        """Return the seconds of whole tiles; short sequences, causal masks and dropout make each take longer."""
+        """Return the seconds of attention in whole tiles, which short sequences, causal masks and dropout slow down."""
         own = self._efficiencies
         length, keys = (amount_at(size, batch) for size in operation.shape[2:4])
         is_flash, _, drops, is_causal = (option[1] for option in operation.shape[5:9])
@@ -158,6 +159,7 @@ class GpuModel:
         return amount_at(operation.flops, batch) * whole * longer / self._attention_rate(operation)
 
     def _attention_rate(self, operation: Operation) -> float:
+        """Return the floating-point rate of an attention kernel."""
         own = self._efficiencies
         backward = operation.kind == "attention_backward"
         if operation.dtype not in _HALF:
@@ -168,6 +170,7 @@ class GpuModel:
         return self._rates.half_flops * (own.efficient_backward if backward else own.efficient_forward)
 
     def _product_seconds(self, operation: Operation, batch: int) -> float:
+        """Return the seconds of a matrix product: of its best tiling, or of its memory traffic if that is slower."""
         products, rows, columns, inner = (amount_at(size, batch) for size in operation.shape)
         item_bytes = 2 if operation.dtype in _HALF else 4
         rate = self._product_rate(operation.dtype)
@@ -191,6 +194,7 @@ class GpuModel:
         return max(best, self._traffic_seconds(moved, self._efficiencies.product_traffic))
 
     def _unaligned(self, dtype: str) -> float:
+        """Return the slow-down of products whose rows are not aligned for tensor cores."""
         if dtype in _HALF:
             return self._efficiencies.unaligned_half_products
         # Without tensor cores, elements are loaded one by one anyway.
@@ -257,12 +261,11 @@ _MOST = 1.6
 
 
 def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
-    """Return the chip with its rates of matrix products so that measured products are predicted rightly, and its link
-    as measured.
+    """Return the chip with its matrix product rates and its link corrected by measurements.
 
     With published micro-benchmarks of four GPUs in place of measured ones, the median error of their published
     throughputs fell from 14.6 to 7.0 % in float32 and from 9.2 to 3.0 % in TF32, and rose from 22.7 to 23.7 % in fp16
-    (studies/published.py). Bandwidth, launches and dispatch are measured and kept, and correct nothing: there are no
+    (studies/published.py). Bandwidth, launches and dispatch are measured and recorded, but correct nothing: there is no
     data to say how.
     """
     rates = chip.rates
@@ -290,7 +293,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
 
 
 def _factor(rates: Rates, precision: Precision, dtype: str, kind: str, measured: Calibration) -> float:
-    """Return measured over predicted rate of a product; 1 where it was not measured, or is not believed."""
+    """Return measured over predicted rate of a product; 1 where the rate was not measured or is implausible."""
     flops, size = measured.product_flops.get(kind), (0, measured.product_size)
     if not flops:
         return 1.0

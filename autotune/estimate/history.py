@@ -82,17 +82,17 @@ class History:
             self.memory.learn(tried.candidate, tried.outcome)
 
     def replace(self, tried: Tried, outcome: Outcome) -> None:
-        """Put another outcome in the place of a trial's: what is learned of it later."""
+        """Replace the outcome of a trial by a later, better known one."""
         self.tried[self.tried.index(tried)] = replace(tried, outcome=outcome)
         self._summed_up = None
 
     def clear(self) -> None:
-        """Forget every trial that ended; what they showed of memory stays."""
+        """Forget every trial that ended, but keep the memory model."""
         self.tried.clear()
         self._summed_up = None
 
     def attempts(self, candidate: Candidate) -> int:
-        """Return how many trials of exactly this candidate ended, whichever way, or are under way."""
+        """Return the number of trials of exactly this candidate, whether ended or running."""
         return len(self.outcomes_of(candidate)) + self.pending.count(candidate)
 
     def speed(self, candidate: Candidate) -> Speed | None:
@@ -118,7 +118,7 @@ class History:
         return measured is not None and measured.fits(tried.candidate.arm, self.ceiling)
 
     def is_over(self, tried: Tried) -> bool:
-        """Return whether a trial shows that its candidate needs more memory than the line.
+        """Return whether a trial shows that its candidate needs more memory than the line allows.
 
         Running out of host memory shows nothing about the device's.
         """
@@ -127,7 +127,7 @@ class History:
         return tried.measurement is not None and not self.is_feasible(tried)
 
     def ruled_out_by(self, candidate: Candidate) -> Tried | None:
-        """Return a trial over the line whose candidate needs no more memory than this one; ``None`` if none is.
+        """Return a trial over the line that needs no more memory than this candidate; ``None`` without such a trial.
 
         Within an arm, memory grows with the per-device batch. At the same batch, accumulation needs more, since
         gradients outlive the micro-step, and keeping activations needs more than recomputing them. Nothing is concluded
@@ -165,8 +165,8 @@ class History:
     def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
         """Return one feasible trial for each candidate, with the pooled speed of its processes.
 
-        Trials that ran every micro-step count where there are any, else all count. A candidate that was over the line
-        in one of its trials is left out: it may run out of memory in training, too.
+        Where trials of a candidate ran every micro-step, only these count. A candidate that was over the line in one of
+        its trials is left out: it may run out of memory in training, too.
         """
         if among is None:
             return list(self._summary().believed)
@@ -174,7 +174,7 @@ class History:
         return [tried for tried in self._summary().believed if tried.candidate in wanted]
 
     def _summary(self) -> _Summary:
-        """Return what follows from all trials; computed once a trial, since it is asked for very often."""
+        """Return the quantities derived from all trials. They are computed once after each trial."""
         key = len(self.tried), self.ceiling
         if self._summed_up is None or self._summed_up.key != key:
             over = [tried for tried in self.tried if self.is_over(tried)]
@@ -192,9 +192,9 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the candidate to recommend.
 
-        The user's own settings, where the fastest is not distinguishably faster, and by no more than 10 %. Else the
-        least intrusive of those within the tolerance of the fastest. Of several whose settings are equally convenient
-        it is the fastest, or one with a lower peak that is expected to lose no more than the tolerance.
+        The user's own settings win where the fastest candidate is not distinguishably faster, and by no more than 10 %.
+        Else the least intrusive candidate wins among those within the tolerance of the fastest. Among equally
+        convenient candidates the fastest wins, or one with a lower peak whose expected loss is within the tolerance.
         """
         believed = self.believed(among)
         fastest = max(believed, key=speed_of, default=None)
@@ -216,7 +216,7 @@ class History:
         )
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """Return the feasible trial with the largest per-device batch, and the fastest of several."""
+        """Return the feasible trial with the largest per-device batch; the fastest of several."""
         return max(
             self.believed(among), key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)), default=None
         )

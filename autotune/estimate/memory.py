@@ -38,22 +38,22 @@ class Question:
     """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
 
     def work(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
-        """Return the question as it is sent to a process that predicts."""
+        """Return the job for a process that predicts."""
         return PredictionWork(
             as_asked(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
         )
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
-        """Return work that is equal for two questions exactly when their answers are."""
+        """Return a job that is equal for two questions exactly when their answers are equal."""
         looks = self.arm.ddp_find_unused_parameters
         asked = replace(prediction_class(self.arm), ddp_find_unused_parameters=looks)
         return replace(self.work(chip, ceiling), arm=as_asked(asked))
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
-    """Return the questions for arms and ``(batch, accumulation)`` pairs: one a memory class, in the arms' order.
+    """Return the questions for arms and ``(batch, accumulation)`` pairs, one for each memory class.
 
-    Where FSDP is searched without DDP, each of DDP's classes whose operations are needed has a question of no batch.
+    Where FSDP is searched without DDP, DDP's classes get a question without a batch, since their operations are needed.
     """
     wanted = tuple(sorted(set(batches)))
     asked: dict[Arm, Question] = {}
@@ -87,7 +87,7 @@ _RANKS_SPREAD = 0.015
 
 
 def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]:
-    """Return the bytes between which the measured peak of reserved memory lies in 95 % of recorded cells."""
+    """Return the interval of reserved bytes that contained the measured peak in 95 % of recorded cases."""
     if arm.expandable_segments:
         return round(prediction.peak_allocated_bytes * (1 + _LEAST_EXPANDABLE_EXCESS)), prediction.peak_reserved_bytes
     low, high = _RESERVED_SPREAD_CHECKPOINTED if arm.gradient_checkpointing else _RESERVED_SPREAD
@@ -102,7 +102,7 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
 def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
     """Return whether ``over``, which ran out of memory, shows that the candidate does not fit.
 
-    It does at no larger a batch, if the candidate's arm keeps at least as many activations.
+    It does if its batch is no larger and the candidate's arm keeps at least as many activations.
     """
     return (
         needs_at_least(prediction_class(candidate.arm), prediction_class(over.arm))
@@ -116,7 +116,7 @@ def _prediction_at(
 ) -> MemoryPrediction | None:
     """Return the prediction for the candidate's batch and accumulation; ``None`` where there is none.
 
-    Where only another accumulation of this batch was predicted, the inputs of more or fewer micro-steps are added.
+    A prediction for another accumulation is corrected by the inputs of more or fewer micro-steps.
     """
     batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
     if (batch, accumulation) in of_class:
@@ -140,7 +140,7 @@ class MemoryModel:
     """The predictions for one GPU by prediction class, and what trials measured of them."""
 
     def __init__(self, ceiling: Ceiling, layers: int | None = None) -> None:
-        """Start without predictions; ``layers`` is how many layers of the model can recompute their activations."""
+        """Start without predictions. ``layers`` is the number of layers that can use gradient checkpointing."""
         self._ceiling = ceiling
         self._layers = layers
         self._predictions: dict[Arm, dict[tuple[int, int], MemoryPrediction]] = {}
@@ -177,17 +177,17 @@ class MemoryModel:
             self._operations[of_class] = answer.operations
 
     def miss(self, question: Question, why: str) -> None:
-        """Keep why a prediction job gave no answer."""
+        """Record why a prediction job gave no answer."""
         self._missed[prediction_class(question.arm)] = why
 
     def why_missing(self, arm: Arm) -> str | None:
-        """Return why nothing was predicted of an arm; ``None`` where no job failed."""
+        """Return why an arm has no prediction; ``None`` where no job failed."""
         return self._missed.get(prediction_class(arm))
 
     def operations(self, arm: Arm) -> Operations | None:
-        """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels.
+        """Return the operations of an arm's step; ``None`` where they are unknown or replaced by other kernels.
 
-        Under DeepSpeed nothing is known: the model itself is in 16 bits there, and the CPU may update it.
+        Under DeepSpeed they are unknown: the model itself is in 16 bits there, and the CPU may update it.
         """
         if arm.zero_stage is not None or not is_traced(arm):
             return None
@@ -201,11 +201,10 @@ class MemoryModel:
         return self._expanding(arm, predicted) if predicted and arm.expandable_segments else predicted
 
     def _derived(self, candidate: Candidate) -> MemoryPrediction | None:
-        """Return the prediction of an arm of which no step was traced; ``None`` where it follows from no other.
+        """Return the prediction for an arm without a traced step, derived from other arms; ``None`` where impossible.
 
-        Peak memory is affine in the number of layers that recompute their activations. A mask takes no memory that
-        counts, samples that are as long as the longest have no padding, and a graph needs at least what the same step
-        needs without.
+        Peak memory is affine in the number of checkpointed layers. A mask takes no memory that counts, samples of the
+        full length have no padding, and a step with CUDA graphs needs at least the memory of a step without.
         """
         arm = candidate.arm
         plain, keeping = predicted_from(arm)
@@ -232,11 +231,11 @@ class MemoryModel:
         )
 
     def _fits(self, arm: Arm, reserved_bytes: int, margin: float = PREDICTION_MARGIN) -> bool:
-        """Return whether a predicted peak of an arm fits, with what DDP may take besides."""
+        """Return whether a predicted peak of an arm fits together with DDP's spare gradients."""
         return self._ceiling.bounds.fits(reserved_bytes + spare_bytes(arm, self.operations(arm)), margin)
 
     def _expanding(self, arm: Arm, predicted: MemoryPrediction) -> MemoryPrediction:
-        """Return the prediction with expandable segments, which reserve little more than is allocated."""
+        """Return the prediction with expandable segments, whose reserved memory is little above allocated memory."""
         reserved = round(predicted.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
         # The excess is the largest that was measured, and so has the margin in it.
         return replace(
@@ -252,16 +251,16 @@ class MemoryModel:
         return sorted(batch for batch, accumulation in of_class if accumulation == 1)
 
     def largest_batch(self, arm: Arm) -> int | None:
-        """Return the largest batch that is predicted to fit without accumulation.
+        """Return the largest batch predicted to fit without accumulation.
 
-        0 where none fits, ``None`` if not asked.
+        0 where none fits, ``None`` without a prediction.
         """
         return self._largest.get(prediction_class(arm))
 
     def learn(self, candidate: Candidate, outcome: Outcome, cap_bytes: int | None = None) -> None:
-        """Check predictions, those there are and those to come, by the outcome of a trial.
+        """Compare earlier and later predictions with the outcome of a trial.
 
-        ``cap_bytes`` is the cap that the trial had, where it differs from this ceiling's.
+        ``cap_bytes`` is the trial's memory cap, where it differs from this ceiling's.
         """
         self._forget()
         if isinstance(outcome, Completed):
@@ -278,14 +277,14 @@ class MemoryModel:
             self._failed.add(prediction_class(candidate.arm))
 
     def _forget(self) -> None:
-        """Drop what was derived from earlier predictions and measurements."""
+        """Drop values derived from earlier predictions and measurements."""
         self._checks = self._checkable = None
         self._trusted = {}
 
     def _agreements(self) -> list[tuple[Arm, bool]]:
-        """Return of each prediction that a trial checked its class, and whether the measured peak agreed with it.
+        """Return class and agreement of each prediction that a trial checked.
 
-        One does not that ran out of memory although it was predicted to need far less.
+        A trial that ran out of memory although its predicted peak was far lower disagrees.
         """
         if self._checks is None:
             most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
@@ -305,8 +304,8 @@ class MemoryModel:
     def trusted(self, arm: Arm) -> bool:
         """Return whether predictions may rule out candidates of this arm.
 
-        At least one measured peak must agree with its prediction within 5 %. None may disagree: none in the arm's class
-        where something was measured there, else none at all.
+        At least one measured peak must agree with its prediction within 5 %. No measured peak of the arm's class may
+        disagree. Where the class has no measurement, none of any class may.
         """
         of_class = prediction_class(arm)
         if of_class not in self._trusted:
@@ -328,7 +327,7 @@ class MemoryModel:
         return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())
 
     def _may_fit(self, candidate: Candidate) -> bool | None:
-        """Return whether the least that a candidate is predicted to need fits; ``None`` where nothing is predicted."""
+        """Return whether the lower end of a candidate's predicted memory fits; ``None`` without a prediction."""
         predicted, arm = self.prediction(candidate), candidate.arm
         if predicted is None:
             return None
@@ -344,11 +343,11 @@ class MemoryModel:
         return may_fit and self._ceiling.bounds.fits(least_reserved_bytes)
 
     def expects_a_fit(self) -> bool:
-        """Return whether anything is predicted to fit, or a prediction was checked by a trial."""
+        """Return whether any candidate is predicted to fit, or a trial has checked a prediction."""
         return bool(self._agreements()) or any(self.likely_fits(candidate) for candidate in self._asked)
 
     def _can_be_checked(self) -> bool:
-        """Return whether a candidate that may fit by its prediction, and that no trial contradicts, is left to try."""
+        """Return whether a trial that could check a prediction is left: a candidate that may fit."""
         if self._checkable is None:
             self._checkable = any(
                 prediction_class(candidate.arm) not in self._failed
@@ -359,10 +358,7 @@ class MemoryModel:
         return self._checkable
 
     def likely_fits(self, candidate: Candidate) -> bool | None:
-        """Return whether the upper end of the candidate's predicted reserved memory fits under the line.
-
-        ``None`` where nothing is predicted.
-        """
+        """Return whether the upper end of the predicted memory is under the line; ``None`` without a prediction."""
         predicted = self.prediction(candidate)
         if predicted is None:
             return None

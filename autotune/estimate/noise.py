@@ -42,17 +42,17 @@ class _Seen:
 
 
 def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -> str | None:
-    """Return why the answer cannot be told from another candidate of these, in words; ``None`` where it can.
+    """Return why noise hides whether the answer is the fastest candidate; ``None`` where it does not.
 
-    It cannot where another candidate may be faster by more than 10 %, in one case of twenty, for noise that was seen.
+    Noise hides it where another candidate may be faster by more than 10 %, at a probability of 5 %.
     """
-    every = {each: seen for each in {answer, *among} if (seen := _seen(history, each)) is not None}
+    every = {each: seen for each in {answer, *among} if (seen := _noise_of(history, each)) is not None}
     chosen = every.pop(answer, None)
     if chosen is None:
         return None
     if not every:
         is_wide = _ERRORS * chosen.error + chosen.lost > _WIDEST
-        return f"only {answer.describe()} was measured, and {_why(chosen)}" if is_wide else None
+        return f"only {answer.describe()} was measured, and {_largest_noise(chosen)}" if is_wide else None
     beyond = {
         other: chosen.log_sample_seconds
         - seen.log_sample_seconds
@@ -64,10 +64,11 @@ def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -
     if beyond[nearest] <= math.log1p(MATERIAL):
         return None
     other = every[nearest]
-    return f"{nearest.describe()} may be faster than {answer.describe()}, since {_why(other, chosen)}"
+    return f"{nearest.describe()} may be faster than {answer.describe()}, since {_largest_noise(other, chosen)}"
 
 
-def _seen(history: History, candidate: Candidate) -> _Seen | None:
+def _noise_of(history: History, candidate: Candidate) -> _Seen | None:
+    """Return speed and noise of a candidate's trials; ``None`` where no trial completed."""
     speed, trials = history.speed(candidate), history.pool.counting(candidate)
     if speed is None or not trials:
         return None
@@ -86,9 +87,9 @@ def _seen(history: History, candidate: Candidate) -> _Seen | None:
 
 
 def _step_error(tried: Tried) -> float:
-    """Return the standard error of a trial's mean step for what makes its steps differ; 0 of a single step.
+    """Return the standard error of a trial's mean step without known causes; 0 for a single step.
 
-    Lengths of batches do, and shapes that are new to the process. Neither is noise.
+    Known causes are different batch lengths and shapes that are new to the process. Neither is noise.
     """
     measured = tried.measurement
     if measured is None or len(measured.step_seconds_each) < 2:
@@ -97,13 +98,14 @@ def _step_error(tried: Tried) -> float:
 
 
 def _others_share(tried: Tried) -> float:
+    """Return the share of the machine that other processes used during a trial."""
     if not isinstance(tried.outcome, Completed) or not tried.outcome.disturbed:
         return 0.0
     return min(_MOST_SHARE, tried.outcome.others_share or _UNKNOWN_SHARE)
 
 
-def _why(*seen: _Seen) -> str:
-    """Say which noise is the largest of what was seen of some candidates."""
+def _largest_noise(*seen: _Seen) -> str:
+    """Return in words the largest source of noise of some candidates."""
     busiest = max(seen, key=lambda each: each.lost)
     unsteady = max(seen, key=lambda each: each.step_error)
     between = max(each.process_deviation for each in seen)

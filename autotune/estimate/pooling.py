@@ -135,7 +135,7 @@ class Deviations(NamedTuple):
 
 
 def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
-    """Return how the processes of candidates deviate, by kind; each sequence has the completed trials of one."""
+    """Return the deviations between processes by kind. Each sequence has the completed trials of one candidate."""
     by_kind: dict[Kind, list[tuple[float, float, int]]] = {}
     for trials in repeated:
         processes = list({process_of(t.trial_id, t.outcome): t for t in trials}.values())
@@ -144,13 +144,13 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
             squares = squares_about_mean([_log_sample_seconds(tried) for tried in processes])[1]
             # The means of a few steps differ even where processes do not.
             within = math.fsum(_variance_of_steps(tried) for tried in processes) * degrees / len(processes)
-            kind = _kind(trials[0].candidate, _busy_share(trials))
+            kind = _kind(trials[0].candidate, _last_busy_share(trials))
             by_kind.setdefault(kind, []).append((squares, within, degrees))
-    return {kind: _between(parts) for kind, parts in by_kind.items()}
+    return {kind: _sum_deviations(parts) for kind, parts in by_kind.items()}
 
 
-def _between(parts: Iterable[tuple[float, float, int]]) -> Deviations:
-    """Add up deviations, less what steps explain of them, but no more than half of them: few are not exact."""
+def _sum_deviations(parts: Iterable[tuple[float, float, int]]) -> Deviations:
+    """Add up deviations between processes, less the noise of steps, but at least half of them."""
     squares, within, degrees = map(math.fsum, zip(*parts, strict=True))
     return Deviations(max(squares - within, squares / 2), degrees)
 
@@ -159,7 +159,7 @@ class Pool:
     """Pools the completed trials of each candidate."""
 
     def __init__(self, trials: Iterable[Tried], before: Mapping[Kind, Deviations] | None = None) -> None:
-        """Take the trials; ``before`` is what this machine has shown before them."""
+        """Pool the trials. ``before`` has the deviations that this machine has shown earlier."""
         self._before = before or {}
         self._trials: dict[Candidate, list[Tried]] = {}
         for tried in trials:
@@ -177,8 +177,8 @@ class Pool:
         return distinct_processes((tried.trial_id, tried.outcome) for tried in self._trials.get(candidate, ()))
 
     def busy_share(self, candidate: Candidate) -> float | None:
-        """Return the last measured share of a step in which the GPU computes; ``None`` where it was not measured."""
-        return _busy_share(self._trials.get(candidate, ()))
+        """Return the last measured share of a step in which the GPU computes; ``None`` without a measurement."""
+        return _last_busy_share(self._trials.get(candidate, ()))
 
     def is_host_bound(self, candidate: Candidate) -> bool:
         """Return whether the step was measured to be host-bound, rather than waiting for data."""
@@ -199,19 +199,19 @@ class Pool:
         return _counting(self._trials.get(candidate, ()))
 
     def deviation_seen(self, candidate: Candidate) -> float:
-        """Return the deviation between processes that candidates of this kind have shown in these trials, else 0."""
+        """Return the standard deviation between processes of such candidates in these trials; 0 without repetitions."""
         if self._deviations is None:
             self._deviations = deviations(self._trials.values())
         squares, degrees = self._deviations.get(_kind(candidate, self.busy_share(candidate)), Deviations())
         return math.sqrt(squares / degrees) if degrees else 0.0
 
     def degrees(self, candidate: Candidate) -> float:
-        """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
+        """Return the degrees of freedom of the known deviation between processes of such a candidate."""
         kind = _kind(candidate, self.busy_share(candidate))
         return self._shown(kind).degrees
 
     def pooled(self, candidate: Candidate) -> Tried:
-        """Return the candidate's last trial, with step time, speed and peaks replaced by those of all its processes."""
+        """Return the candidate's last trial with time, speed and peaks pooled over all its processes."""
         counting = _counting(self._trials[candidate])
         speed = self.speed(candidate)
         last = counting[-1]
@@ -226,7 +226,7 @@ class Pool:
         return replace(last, outcome=Completed(measured, source=getattr(last.outcome, "source", None)))
 
     def is_faster(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a candidate's mean speed is higher than another's by more than the 95 % interval of both."""
+        """Return whether a candidate is significantly faster than another, at 95 %."""
         one, two = self.speed(candidate), self.speed(other)
         if one is None or two is None:
             return one is not None
@@ -241,6 +241,7 @@ class Pool:
         return expected_excess(difference(other.log_sample_seconds, one.log_sample_seconds))
 
     def _combine(self, candidate: Candidate) -> Speed:
+        """Return the pooled speed of a candidate, with the interval of its next run."""
         counting = _counting(self._trials[candidate])
         logs = [_log_sample_seconds(tried) for tried in counting]
         count = len(logs)
@@ -253,7 +254,7 @@ class Pool:
         return Speed(1 / math.exp(mean.mean), processes, mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
-        """Return the prior of such a candidate, updated with what repeated candidates of its kind showed."""
+        """Return the variance between processes: the prior, updated with repeated candidates of the same kind."""
         usual = usual_variance(candidate.arm, self.busy_share(candidate))
         kind = _kind(candidate, self.busy_share(candidate))
         shown = self._shown(kind)
@@ -262,7 +263,7 @@ class Pool:
         return usual.updated(shown.sum_of_squares, shown.degrees)
 
     def _shown(self, kind: Kind) -> Deviations:
-        """Return what processes of this kind have shown, now and before."""
+        """Return the deviations of a kind, from these trials and from earlier ones."""
         if self._deviations is None:
             self._deviations = deviations(self._trials.values())
         now, before = (of.get(kind, Deviations()) for of in (self._deviations, self._before))
@@ -270,17 +271,18 @@ class Pool:
 
 
 def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
+    """Return the kind of a candidate, by what makes its processes deviate from each other."""
     host_bound = None if busy_share is None else busy_share < HOST_BOUND
     return Kind(candidate.arm.cpu_affinity, host_bound, host_bound is True and replays_graphs(candidate.arm))
 
 
 def _counting(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials that count: those with every micro-step run if there are any, one for each process."""
+    """Return one trial for each process, only those with every micro-step run if there are any."""
     whole = [tried for tried in trials if tried.in_full] or list(trials)
     return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
 
-def _busy_share(trials: Iterable[Tried]) -> float | None:
+def _last_busy_share(trials: Iterable[Tried]) -> float | None:
     shares = [t.measurement.gpu_busy_share for t in trials if t.measurement and t.measurement.gpu_busy_share]
     return shares[-1] if shares else None
 
@@ -291,9 +293,9 @@ def _log_sample_seconds(tried: Tried) -> float:
 
 
 def _variance_of_steps(tried: Tried) -> float:
-    """Return the variance of the mean step of one process, from its steps alone, relative to that mean squared.
+    """Return the relative variance of a process's mean step, from its steps alone.
 
-    0 where they do not tell: of one step, and of batches whose lengths differ.
+    0 with a single step, and where batches differ in length.
     """
     measured = tried.measurement
     if measured is None or measured.batches_vary:

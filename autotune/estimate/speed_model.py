@@ -91,13 +91,13 @@ class Process:
     variances: list[float] = field(default_factory=list)
 
     def observe(self, at: Features, value: float, deviation: float) -> None:
-        """Take in a value above the mean, with the deviation of its noise."""
+        """Add an observation: its value relative to the mean, and the deviation of its noise."""
         self.points.append(at)
         self.values.append(value)
         self.variances.append(deviation**2)
 
     def posterior(self, among: Sequence[Features]) -> tuple[Floats, Floats]:
-        """Return what is added to the mean of candidates, and its deviation."""
+        """Return mean and deviation of the process at some candidates, relative to the prior mean."""
         names = sorted({name for each in (*self.points, *among) for name in each.amounts})
         index = {name: i for i, name in enumerate(names)}
         known = [self.effects[name].deviation if name in self.effects else 0.0 for name in names]
@@ -111,6 +111,7 @@ class Process:
             return np.asarray(out * deviations, dtype=np.float64)
 
         def smooth(one: Floats, other: Floats) -> Floats:
+            """Return the covariance between batch sizes."""
             apart = (one[:, None] - other[None, :]) / _OCTAVES
             return np.asarray(self.machine**2 + self.smooth**2 * np.exp(-0.5 * apart**2), dtype=np.float64)
 
@@ -134,7 +135,7 @@ class Process:
         return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
 
     def mean(self, features: Features) -> float:
-        """Return what the effects of a candidate's features add up to."""
+        """Return the prior mean: the sum of the effects of a candidate's features."""
         return math.fsum(
             amount * self.effects[name].mean for name, amount in features.amounts.items() if name in self.effects
         )
@@ -196,17 +197,18 @@ class SpeedModel:
         self._learn(seen)
 
     def _bases(self) -> tuple[float, float]:
-        """Return the logarithms of the seconds of a sample and of a micro-step in bf16, as far as they are known."""
+        """Return the logarithms of the known GPU seconds of a sample and host seconds of a micro-step, in bf16."""
         known = next(iter(self._history.steps.known()), None) if self._history.steps is not None else None
         if known is None:
             self._is_predicted = False
             return 0.0, math.log(_HOST_SECONDS)
         candidate = known.candidate
-        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual(candidate, self._usual_gpu)
-        host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual(candidate, _HOST)
+        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual_effect(candidate, self._usual_gpu)
+        host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual_effect(candidate, _HOST)
         return gpu, host
 
     def _processes(self) -> tuple[Process, Process]:
+        """Return the Gaussian processes of the GPU's and the host's time, before any observation."""
         most = _PREDICTED if self._is_predicted else math.inf
         gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
         host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
@@ -217,8 +219,8 @@ class SpeedModel:
                     gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
         for name, prior in PRIORS.items():
             work = self._passing * prior.passing + (1 - self._passing) * prior.computing
-            gpu_effects[name] = _lever(work * (_FULL if prior.host < 0.5 else 1.0))
-            host_effects[name] = _lever(prior.host)
+            gpu_effects[name] = _effect_of_factor(work * (_FULL if prior.host < 0.5 else 1.0))
+            host_effects[name] = _effect_of_factor(prior.host)
             if BY_NAME[name].memory == "reserved":
                 # How the allocator reserves memory makes nothing faster.
                 gpu_effects[name] = host_effects[name] = Effect(0.005, 0.002)
@@ -238,6 +240,7 @@ class SpeedModel:
         return Process(gpu_effects, machine[0], _SMOOTH, _OWN), Process(host_effects, machine[1], 0.0, _OWN)
 
     def _learn(self, seen: Sequence[Tried]) -> None:
+        """Add the completed trials to both Gaussian processes."""
         unclear = []
         for tried in seen:
             at, measured = self._features(tried.candidate), tried.measurement
@@ -265,7 +268,7 @@ class SpeedModel:
             self._learn_from_sum(at, total, noise, filled=any(p is at for p in self._gpu.points))
 
     def _learn_from_sum(self, at: Features, total: float, noise: float, *, filled: bool) -> None:
-        """Take in a step of which it is not known whether the host takes as long."""
+        """Add a trial for which it is unknown whether the GPU or the host limits the step."""
         host, doubt = (float(v[0]) for v in self._host.posterior([at]))
         host += self._host_mean(at)
         if not filled:
@@ -293,6 +296,7 @@ class SpeedModel:
             self._host.observe(at, value - self._host_mean(at), math.sqrt(1 / precision))
 
     def _noise(self, tried: Tried) -> float:
+        """Return the relative deviation of a trial's measured time."""
         measured = tried.measurement
         assert measured is not None
         speed = self._history.speed(tried.candidate)
@@ -304,7 +308,7 @@ class SpeedModel:
         return max(0.003, own.error / own.mean)
 
     def _features(self, candidate: Candidate) -> Features:
-        """Return a candidate's features; of one that is not predicted beside others that are, its doubt as well."""
+        """Return a candidate's features, with an extra feature where only other candidates have predictions."""
         at, arm = features(candidate), candidate.arm
         if arm.checkpointed_layers is not None:
             at = replace(at, amounts={**at.amounts, "recomputing": arm.checkpointed_layers / self._history.layers})
@@ -318,7 +322,7 @@ class SpeedModel:
         if (step := self._predicted(candidate)) is not None:
             base = math.log(step.gpu_seconds / candidate.samples_per_step)
         else:
-            base = self._gpu_base + _usual(candidate, self._usual_gpu)
+            base = self._gpu_base + _usual_effect(candidate, self._usual_gpu)
         return base + self._gpu.mean(at)
 
     def _host_mean(self, at: Features) -> float:
@@ -326,11 +330,11 @@ class SpeedModel:
         if (step := self._predicted(candidate)) is not None:
             base = math.log(step.host_seconds / candidate.samples_per_step)
         else:
-            base = self._host_base + _usual(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
+            base = self._host_base + _usual_effect(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
         return base + self._host.mean(at)
 
     def _predicted(self, candidate: Candidate) -> StepTime | None:
-        """Return the predicted step of the candidate without levers; ``None`` where there is none."""
+        """Return the predicted step of the candidate without optional levers; ``None`` without a prediction."""
         if self._history.steps is None:
             return None
         plain = without(plain_loader(candidate.arm), (*PRIORS, "cpu_affinity"))
@@ -339,7 +343,7 @@ class SpeedModel:
     # What it says
 
     def times(self, among: Sequence[Candidate]) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return mean and deviation of the logarithms of the GPU's and the host's seconds a sample."""
+        """Return mean and deviation of the logarithm of seconds per sample, for the GPU and for the host."""
         at = [self._features(candidate) for candidate in among]
         gpu, gpu_error = self._gpu.posterior(at)
         if self._is_whole:
@@ -351,8 +355,10 @@ class SpeedModel:
         return gpu, gpu_error, host, host_error
 
     def expected(self, among: Sequence[Candidate], best: float) -> tuple[Floats, Floats]:
-        """Return the expected improvement of each over a speed in samples a second, in logs, where a loss counts as 0;
-        and the expected logarithm of its seconds a sample, roughly: the larger of the two means."""
+        """Return the expected improvement of candidates over a speed, and their expected seconds, in logarithms.
+
+        ``best`` is in samples a second. The seconds of a sample are roughly the larger of the GPU's and the host's.
+        """
         gpu, gpu_error, host, host_error = self.times(among)
         limit = -math.log(best)
         below = limit - 3 * np.linspace(0, 1, 80) ** 2
@@ -365,10 +371,11 @@ class SpeedModel:
 
 
 def extra_seconds(history: History, candidate: Candidate) -> float:
-    """Return what a trial takes beyond a usual one: what compiling the like took, else the prior.
+    """Return the seconds that a trial takes beyond a usual trial, mostly for compilation.
 
-    That is the last trial of the same shapes, whose code may be cached, or else the longest: BERT-large took 10.9 s to
-    compile, 2.3 s at the same batch without graphs, and 9.2 s at another one (H200, 28 November 2026).
+    The value is that of the last trial with the same shapes, whose code may be cached, else the longest measured, else
+    the prior. BERT-large took 10.9 s to compile, 2.3 s at the same batch without graphs, and 9.2 s at another batch
+    (H200, 28 November 2026).
     """
     has, compiler = levers_of(candidate.arm, PRIORS), _compiler(candidate.arm)
     if has and compiles(candidate.arm):
@@ -383,10 +390,12 @@ def extra_seconds(history: History, candidate: Candidate) -> float:
 
 
 def _compiler(arm: Arm) -> set[str]:
+    """Return the levers of an arm that belong to ``torch.compile``."""
     return {name for name in levers_of(arm, PRIORS) if "torch_compile" in (name, BY_NAME[name].part_of)}
 
 
 def _shape(candidate: Candidate) -> tuple[object, ...]:
+    """Return the settings on which the compiled code depends."""
     arm = candidate.arm
     return candidate.per_device_train_batch_size, candidate.accumulates, arm.precision, arm.length_multiple
 
@@ -396,13 +405,13 @@ def below(z: float) -> float:
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
-def _usual(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
-    """Return what precision, checkpointing and the batch usually do, in logs, over bf16 in large batches."""
+def _usual_effect(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
+    """Return the usual log effect of a candidate's features, relative to bf16 in large batches."""
     amounts = features(candidate).amounts
     return math.fsum(amount * effects[name].mean for name, amount in amounts.items() if name in effects)
 
 
-def _lever(factor: float) -> Effect:
+def _effect_of_factor(factor: float) -> Effect:
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
 

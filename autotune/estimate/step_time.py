@@ -63,20 +63,20 @@ class Exchange:
     host_step: float = 0.0
 
     def added_seconds(self, busy_seconds: float, *, overlaps: bool = True) -> float:
-        """Return how much longer a step takes in which the GPU or the host is busy for this long meanwhile.
+        """Return how much communication lengthens a step, after overlap with computation of ``busy_seconds``.
 
-        That is the last backward pass; under FSDP all that is computed.
+        Under DDP it overlaps with the last backward pass, under FSDP with all computation.
         """
         hidden = busy_seconds if overlaps else 0.0
         return self.copies + max(self.shown, self.exchanged - hidden)
 
 
 def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Case = "usual") -> Exchange:
-    """Return what FSDP adds to a candidate's steps on GPUs of one host; raises as ``exchange`` does.
+    """Return the communication that FSDP adds to a candidate's steps on GPUs of one host.
 
-    In a ring each rank receives all parts of the others once. In bf16 and fp16 weights are gathered and gradients
+    In a ring each rank receives all parts of the others once. In bf16 and fp16, weights are gathered and gradients
     reduced in 16 bits (accelerate's mixed precision of FSDP2). Under hybrid sharding, ranks of different groups then
-    sum up the gradients of their part.
+    all-reduce the gradients of their part. Raises the errors of ``exchange``.
     """
     arm, link = candidate.arm, _link(chip)
     exchanged_bytes = operations.gradient_bytes / (2 if arm.precision in ("bf16", "fp16") else 1)
@@ -101,7 +101,7 @@ def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Ca
 
 
 def _link(chip: Chip) -> Link:
-    """Return what the GPUs exchange data through; raises ``InvalidRequestError`` for GPUs that have no link."""
+    """Return the link between the GPUs. Raises ``InvalidRequestError`` for GPUs without a known link."""
     assert chip.rates is not None
     if chip.rates.link is None:
         raise InvalidRequestError(f"several {chip.name} in one host are not predicted", "ask for one")
@@ -109,9 +109,9 @@ def _link(chip: Chip) -> Link:
 
 
 def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
-    """Return the exchange of gradients between ranks on GPUs of one host.
+    """Return the all-reduce of gradients between ranks on GPUs of one host.
 
-    A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs that have no link.
+    A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs without a known link.
     """
     link, rates = _link(chip), chip.rates
     assert rates is not None
@@ -225,12 +225,12 @@ class StepTime:
 
     @property
     def scaling_efficiency(self) -> float | None:
-        """Return the throughput over that of as many GPUs that train alone; ``None`` for one."""
+        """Return throughput over that of the same number of independent GPUs; ``None`` for one GPU."""
         return self.alone_seconds / self.seconds if self.candidate.arm.ranks > 1 else None
 
     @property
     def unknown_share(self) -> float:
-        """Return the share of the GPU time that is the memory traffic of unknown operations."""
+        """Return the share of GPU time in operations of unknown kind, whose memory traffic is assumed."""
         return self.gpu_seconds_by_kind.get("unknown", 0.0) / self.gpu_seconds if self.gpu_seconds else 0.0
 
     @property
@@ -246,10 +246,7 @@ class StepTime:
 
     @property
     def utilisation(self) -> float:
-        """Return the model FLOPs utilization (MFU).
-
-        The share of the GPU's specified peak that the model itself uses.
-        """
+        """Return the model FLOPs utilization (MFU): model operations per second over the GPU's specified peak."""
         return self.model_flops / self.seconds / self.peak_flops
 
     @property
@@ -282,11 +279,11 @@ class StepTimeModel:
         self._models: dict[Precision, GpuModel] = {}
 
     def knows(self, arm: Arm) -> bool:
-        """Return whether steps of an arm can be predicted: not of several chips that have no link in one host."""
+        """Return whether steps of an arm can be predicted; several chips need a known link."""
         return arm.ranks == 1 or self._rates.link is not None
 
     def predict(self, operations: Operations, candidate: Candidate) -> StepTime:
-        """Return the predicted step of a candidate with these operations; see ``knows``."""
+        """Return the predicted step of a candidate with these operations, where ``knows`` is true."""
         precision = candidate.arm.precision
         if precision not in self._models:
             self._models[precision] = GpuModel(self._rates, precision, EFFICIENCIES)
@@ -297,11 +294,11 @@ class StepTimeModel:
             others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
             total = sum(gpu.by_kind.values())
             casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
-            gpu = replace(_scaled(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
+            gpu = replace(_scaled_gpu_time(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
         ranks = candidate.arm.ranks
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
-            step_seconds(operations, _scaled(gpu, gpu_factor), host.scaled(host_factor), accumulation)
+            step_seconds(operations, _scaled_gpu_time(gpu, gpu_factor), host.scaled(host_factor), accumulation)
             for gpu_factor, host_factor in zip(self._doubt.gpu, self._doubt.host, strict=True)
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
@@ -334,7 +331,7 @@ class StepTimeModel:
         )
 
     def _sharding_host(self, operations: Operations, candidate: Candidate) -> HostSpeed:
-        """Return a host that issues what FSDP does besides."""
+        """Return the host speed with the additional work of FSDP."""
         more, tensors = gathering(operations, self._chip, candidate), max(1, operations.gradient_tensors)
         return replace(
             self._host,
@@ -343,7 +340,7 @@ class StepTimeModel:
         )
 
 
-def _scaled(gpu: GpuTime, factor: float) -> GpuTime:
+def _scaled_gpu_time(gpu: GpuTime, factor: float) -> GpuTime:
     return replace(
         gpu,
         forward=gpu.forward * factor,
@@ -358,12 +355,13 @@ def step_seconds(operations: Operations, gpu: GpuTime, host: HostSpeed, accumula
     forward, backward = host.micro_step(operations)
     adding = gpu.accumulation * (accumulation - 1) / accumulation
     computes = gpu.forward + gpu.backward + adding
-    micro_step = _longest(computes, forward + gpu.backward, forward + backward)
+    micro_step = _smooth_maximum(computes, forward + gpu.backward, forward + backward)
     update = max(gpu.update, host.tensor_seconds * operations.gradient_tensors)
     return accumulation * (micro_step + host.micro_step_seconds) + update + host.step_seconds
 
 
-def _longest(*seconds: float) -> float:
+def _smooth_maximum(*seconds: float) -> float:
+    """Return a smooth maximum of several times."""
     most = max(seconds)
     total: float = math.fsum((s / most) ** _CORNER for s in seconds)
     return most * math.pow(total, 1 / _CORNER)
@@ -378,7 +376,7 @@ class StepForecast:
         self._known: dict[Candidate, StepTime] = {}
 
     def predicted(self, candidate: Candidate) -> StepTime | None:
-        """Return the predicted step of a candidate; ``None`` where its operations are not known, or not yet."""
+        """Return the predicted step of a candidate; ``None`` while its operations are unknown."""
         if candidate not in self._known:
             operations = self._memory.operations(candidate.arm)
             if operations is None or not self._model.knows(candidate.arm):

@@ -29,9 +29,9 @@ class ChildProcess:
     def __init__(
         self, module: str, log: IO[bytes] | int, environment: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
-        """Start it; raises ``OSError`` where there can be no process.
+        """Start the process. Its output goes to ``log``, with ``subprocess.PIPE`` to ``output``.
 
-        What it prints goes to ``log``, with ``subprocess.PIPE`` to ``output``.
+        Raises ``OSError`` where no process can be started.
         """
         read_fd, write_fd = os.pipe()
         try:
@@ -63,24 +63,24 @@ class ChildProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def send(self, message: Document, deadline: float) -> bool:
-        """Send a line; return ``False`` where the process is gone or does not read before the deadline."""
+        """Send a line. Return ``False`` where the process is gone or does not read before the deadline."""
         with self._writing:
             if self._stdin.closed:
                 return False
             return write_all(self._stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield what it writes, a line each, until nobody can write more."""
+        """Yield the lines that the process writes, until the pipe is closed."""
         while not self.reports.closed:
             wait_until_ready([self.reports.fd])
             yield from self.reports.read()
 
     def read_to_end(self, deadline: float) -> bytes | None:
-        """Return all that it writes until its end; ``None`` where that takes too long."""
+        """Return everything that the process writes until its end; ``None`` after the deadline."""
         said = b""
         while wait_until_ready([self.reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
             chunk = os.read(self.reports.fd, 1 << 16)
@@ -90,18 +90,18 @@ class ChildProcess:
         return None
 
     def close_input(self) -> None:
-        """Close its standard input, which tells it to end."""
+        """Close the standard input of the process, which tells it to end."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end, and return its status; ``None`` where it has not ended after so many seconds."""
+        """Wait for the end and return the exit status; ``None`` after a timeout."""
         with contextlib.suppress(TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def kill(self) -> None:
-        """Kill it with what it has started in its session, and wait for its end."""
+        """Kill the process and all processes of its session, and wait for its end."""
         # The id of one that was waited for may be another's by now.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -109,7 +109,7 @@ class ChildProcess:
         self._process.wait()
 
     def end(self, seconds: float = 0.0) -> None:
-        """Tell it to end, kill it where that takes longer than so many seconds, and close what it wrote to."""
+        """Tell the process to end, kill it after ``seconds``, and close its pipes."""
         self.close_input()
         if not seconds or self.wait(seconds) is None:
             self.kill()
@@ -118,7 +118,7 @@ class ChildProcess:
         self.close()
 
     def close(self) -> None:
-        """Close the pipe that it writes to, which is read no longer."""
+        """Close the pipe from the process."""
         if self.reports.fd >= 0:
             os.close(self.reports.fd)
             self.reports.fd = -1

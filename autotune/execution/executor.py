@@ -44,16 +44,16 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> tuple[Placement, ...]:
-        """Where trials can run at the same time. Two slots may be equal, such as two on one CPU."""
+        """Placements of concurrent trials. Two slots may be equal, such as two on one CPU."""
 
     def submit(self, job: TrialJob) -> str:
-        """Start a trial in a free slot and do not wait for it; return its id."""
+        """Start a trial in a free slot without waiting; return its id."""
 
     def wait(self) -> tuple[str, Progress | Outcome]:
-        """Wait until a trial under way says something or ends; return its id with that. An outcome is the last."""
+        """Wait for a running trial's progress or outcome, its last report; return it with the trial's id."""
 
     def close(self) -> None:
-        """End every trial under way, of which nothing more is heard, and leave no process behind."""
+        """End every running trial without further reports, and leave no process behind."""
 
 
 class LocalExecutor:
@@ -112,7 +112,7 @@ class LocalExecutor:
             self._listen()
 
     def _listen(self) -> None:
-        """Wait until one of the servers says something or is to be given up."""
+        """Wait until a server sends something or reaches its deadline."""
         servers = [running.server for running in self._running.values()]
         seconds = min(server.seconds_left() or 0.0 for server in servers)
         if len(servers) == 1:
@@ -123,7 +123,7 @@ class LocalExecutor:
             server.listen(0.0)
 
     def pids_of(self, trial_id: str) -> frozenset[int]:
-        """Return the processes of a trial under way, one for each rank."""
+        """Return the process ids of a running trial, one for each rank."""
         running = self._running.get(trial_id)
         return frozenset(running.server.pids_of(trial_id) if running is not None else ())
 
@@ -147,7 +147,7 @@ class _Running:
     """What the trial said of its progress, and when."""
 
     def outcome(self, answer: Answer) -> Outcome:
-        """Return the outcome that the job's end stands for."""
+        """Return the outcome of a job from its answer."""
         outcome = outcome_of(answer, self.job.timeout_seconds, self.job.log_path)
         now = oom_kills()
         if isinstance(outcome, Failed) and outcome.reason == "killed" and now != self.kills_before:
@@ -160,7 +160,7 @@ class _Running:
         return outcome
 
     def _needed(self) -> str:
-        """Say how long a trial that was stopped would have needed, as far as its steps tell."""
+        """Return in words how long a stopped trial would have needed, estimated from its steps."""
         effort = self.job.effort
         least = effort.warmup_steps + min(2, effort.max_steps) + effort.busy_steps
         # By number, since each of several ranks tells of its steps.
@@ -177,7 +177,7 @@ class _Running:
 
 
 def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
-    """Run one trial on an executor that runs nothing else, and wait for its end."""
+    """Run one trial on an idle executor, and wait for its end."""
     try:
         executor.submit(job)
         while True:

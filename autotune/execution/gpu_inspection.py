@@ -37,7 +37,7 @@ class GpuInspection:
         self._has_log = False
 
     def begin(self, log_folder: Path | None = None) -> None:
-        """Start the process, unless that is done or its answer is known. Without a folder, it leaves no log."""
+        """Start the process, unless it is running or has answered. Without a folder, it writes no log."""
         self._log_folder = log_folder
         if self._placement.kind == "cuda" and self._process is None and self._kept is None:
             self._used_before = device_used_bytes(self._work.device_uuid)
@@ -48,7 +48,7 @@ class GpuInspection:
             self._process = self._stack.enter_context(process)
 
     def finish(self) -> GpuFacts | None:
-        """Wait for what it tells, and end it; raises ``TrialServerError`` where no answer comes.
+        """Wait for the answer and end the process. Raises ``TrialServerError`` without an answer.
 
         ``None`` where no process was started, as for a CPU.
         """
@@ -76,13 +76,13 @@ class GpuInspection:
         return facts
 
     def close(self) -> None:
-        """End the process where it still runs."""
+        """End the process if it still runs."""
         self._stack.close()
         self._process = None
 
 
 def merged(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
-    """Return what the trial server found out with the facts of the GPU beside it."""
+    """Return the trial server's inspection completed by the facts of the GPU."""
     if of_gpu is None:
         return inspection
     software = replace(inspection.software, cuda=of_gpu.cuda, cudnn=of_gpu.cudnn, cublas=of_gpu.cublas)

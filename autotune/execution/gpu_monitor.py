@@ -43,7 +43,7 @@ class LocalProcesses(Executor, Protocol):
     """An executor whose trials are processes of this host."""
 
     def pids_of(self, trial_id: str) -> frozenset[int]:
-        """Return the processes of a trial under way."""
+        """Return the process ids of a running trial."""
 
 
 class WatchedExecutor:
@@ -81,7 +81,7 @@ class WatchedExecutor:
         return self._executor.slots
 
     def submit(self, job: TrialJob) -> str:
-        """Wait for the trial's memory, submit and watch it; ``DeviceError`` where one of its GPUs is lost."""
+        """Wait for free memory, then submit and watch the trial. Raises ``DeviceError`` for a lost GPU."""
         if self._presence is not None:
             self._marks[job.trial_id] = self._presence.mark()
         needed_bytes = job.cap_bytes + self._context_bytes
@@ -101,11 +101,12 @@ class WatchedExecutor:
         return self._executor.submit(job)
 
     def wait(self) -> tuple[str, Progress | Outcome]:
-        """See ``Executor.wait``; the outcome says what disturbed the trial."""
+        """See ``Executor.wait``; the outcome includes what disturbed the trial."""
         trial_id, report = self._executor.wait()
-        return trial_id, report if isinstance(report, Progress) else _starved(self._judge(trial_id, report))
+        return trial_id, report if isinstance(report, Progress) else _with_cpu_contention(self._judge(trial_id, report))
 
     def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
+        """Stop watching a trial, and return its outcome with disturbances by others."""
         watches = self._watches.pop(trial_id, [])
         for watch in watches:
             watch.stop()
@@ -126,13 +127,13 @@ class WatchedExecutor:
         self._executor.close()
 
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
-        """Return the GPU as it is once a trial's memory is free, or when waiting is given up."""
+        """Wait until a trial's memory is free or patience is exhausted; return the GPU's state."""
         deadline = time.monotonic() + _RETURN_SECONDS
         has_said_so = False
         while True:
             now = device_condition(gpu.uuid)
             _check_is_there(gpu, now)
-            if now is None or not _is_short(now, needed_bytes):
+            if now is None or not _lacks_memory(now, needed_bytes):
                 return now
             if time.monotonic() >= deadline or self._is_ending():
                 if has_said_so or self._patience_seconds <= _RETURN_SECONDS:
@@ -146,8 +147,8 @@ class WatchedExecutor:
             time.sleep(_INTERVAL_SECONDS)
 
 
-def _starved(outcome: Outcome) -> Outcome:
-    """Return an outcome with what it says of other processes on the CPU, where its step depends on the CPU."""
+def _with_cpu_contention(outcome: Outcome) -> Outcome:
+    """Return an outcome marked as disturbed where other processes used the CPU on which its step depends."""
     if not isinstance(outcome, Completed) or accepts_noise():
         return outcome
     share, busy = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
@@ -167,17 +168,17 @@ def _check_is_there(gpu: Device, now: Condition | None) -> None:
         )
 
 
-def _is_short(now: Condition, needed_bytes: int) -> bool:
+def _lacks_memory(now: Condition, needed_bytes: int) -> bool:
     return now.free_bytes is not None and now.free_bytes + _SLACK_BYTES < needed_bytes
 
 
 def _newcomer_lines(pids: frozenset[int]) -> list[str]:
-    """Name the processes that were not there before the trial."""
+    """Return a line for each process that came to the GPU during the trial."""
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
 def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
-    """Name the processes that computed beside the trial."""
+    """Return a line for each process that computed on the GPU during the trial."""
     return [
         f"process {pid} took {share} % of the GPU"
         for pid, share in sorted(shares.items())
@@ -186,7 +187,7 @@ def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
 
 
 def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
-    """Return the outcome with what NVML says of the GPU's own part in it."""
+    """Return the failure with NVML's information where the GPU was lost or had errors."""
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
         why = f"NVML says that {gpu.label} is lost"
@@ -222,7 +223,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more readings."""
+        """Stop taking readings."""
         self._ended.set()
         self._thread.join()
 
@@ -244,9 +245,9 @@ class _Watch:
             case Completed():
                 busy = current_session().busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
-                drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
+                drawing = frozenset(pid for sample in (self._before, *self._conditions) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
-                slowed = clocks.slowed(self._gpu, self._before, self._samples)
+                slowed = clocks.slowed(self._gpu, self._before, self._conditions)
                 why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
                 shown = {pid: share for pid, share in neighbours.items() if _share_lines({pid: share}, drawing)}
                 others_share = min(1.0, sum(shown.values()) / 100) or None
@@ -254,27 +255,27 @@ class _Watch:
         return outcome
 
     @property
-    def _samples(self) -> list[Condition]:
+    def _conditions(self) -> list[Condition]:
         return [reading.condition for reading in self._readings if reading.condition is not None]
 
     def _newcomers(self) -> frozenset[int]:
-        """Return the processes that came while the trial ran, the trial's own left out.
+        """Return the processes that came during the trial, without the trial's own.
 
-        Where NVML counts processes as the host does, the trial's number is not known; it is then the
-        newcomer that was there the longest.
+        Where NVML uses the host's process ids, the trial's id is unknown; it is then the newcomer that was there the
+        longest.
         """
-        seen = Counter(pid for sample in self._samples for pid in sample.pids if pid not in self._before.pids)
+        seen = Counter(pid for sample in self._conditions for pid in sample.pids if pid not in self._before.pids)
         own_pids = frozenset(pid for reading in self._readings for pid in reading.own)
         own = own_pids & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
 
     def _missing(self, after: Condition) -> list[str]:
-        """Say why less was free than a trial may reserve, before it or after it, its own memory being back."""
+        """Return a line where less memory was free than a trial may reserve, before or after it."""
         deadline = time.monotonic() + _RETURN_SECONDS
-        while _is_short(after, self._needed_bytes) and time.monotonic() < deadline:
+        while _lacks_memory(after, self._needed_bytes) and time.monotonic() < deadline:
             time.sleep(_INTERVAL_SECONDS)
             after = device_condition(self._gpu.uuid) or self._before
-        short = [condition for condition in (self._before, after) if _is_short(condition, self._needed_bytes)]
+        short = [condition for condition in (self._before, after) if _lacks_memory(condition, self._needed_bytes)]
         missing = [self._needed_bytes - (condition.free_bytes or 0) for condition in short]
         return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
 
@@ -293,7 +294,7 @@ class _Clocks:
         self._noted: set[tuple[str, str]] = set()
 
     def slowed(self, gpu: Device, before: Condition, samples: Sequence[Condition]) -> list[str]:
-        """Say what throttled the GPU while the trial ran, and not otherwise."""
+        """Return what throttled the GPU during this trial, unlike before."""
         words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
         steady = self._slowdowns.get(gpu.uuid, frozenset()) | set(before.slowdowns)
         self._slowdowns[gpu.uuid] = frozenset(words)

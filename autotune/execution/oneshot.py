@@ -38,7 +38,7 @@ class OneShot:
     """A child process for one job. Entering starts it; leaving ends it, and removes every file of it."""
 
     def __init__(self, module: str, work: object, environment: Mapping[str, str], log_path: Path) -> None:
-        """Run ``python -m module`` on some work; it also gets ``output_dir``, an empty temporary folder."""
+        """Prepare ``python -m module`` for some work. ``output_dir`` is added to it, an empty temporary folder."""
         self._module = module
         self._work = work
         self._environment = environment
@@ -71,12 +71,12 @@ class OneShot:
         self._stack.close()
 
     def kill(self) -> None:
-        """End the process, whoever waits for its answer."""
+        """End the process; a waiting ``answer`` raises."""
         if self._process is not None:
             self._process.kill()
 
     def answer(self, kind: type[T], timeout_seconds: float) -> T:
-        """Wait for the answer, which is of a type; raises ``TrialServerError`` where none comes in time."""
+        """Wait for the answer and decode it. Raises ``TrialServerError`` where none comes in time."""
         assert self._process is not None
         said = self._process.read_to_end(time.monotonic() + timeout_seconds)
         if said is None:
@@ -103,10 +103,10 @@ def run_fresh(
     offline: bool,
     variables: Mapping[str, str] | None = None,
 ) -> T:
-    """Run ``python -m module`` on some work and return its answer of a type; no process and no file of it is left.
+    """Run ``python -m module`` on some work and return its decoded answer; leave no process and no file behind.
 
-    It sees the devices of ``placement`` alone, and has ``variables`` set. An ``offline`` process never asks the Hugging
-    Face hub. Raises ``TrialServerError`` where no answer comes in time.
+    It sees only the devices of ``placement``, with ``variables`` in its environment. An ``offline`` process never asks
+    the Hugging Face hub. Raises ``TrialServerError`` where no answer comes in time.
     """
     environment = {**server_environment(placement, os.environ, offline=offline), **(variables or {})}
     with OneShot(module, work, environment, log_path) as process:

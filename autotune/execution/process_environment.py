@@ -35,7 +35,7 @@ _RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those that open autotune's service, database or cluster."""
+    """Return environment variables without credentials of autotune's service, database or cluster."""
     return {
         name: value for name, value in variables.items() if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
     }
@@ -44,10 +44,10 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 def server_environment(
     placement: Placement, current: Mapping[str, str], *, offline: bool, own_code: bool = False
 ) -> dict[str, str]:
-    """Return ``current`` made fit for a server that runs trials on the devices of ``placement`` alone.
+    """Return the environment for a server that runs trials only on the devices of ``placement``.
 
-    Nothing in it opens autotune's service, database or cluster. ``offline`` keeps the hub client from asking the
-    network for what a trial has no need of; ``own_code`` leaves what the user's own code may depend on as it is.
+    It contains no credentials of autotune's service, database or cluster. ``offline`` stops the hub client from
+    unneeded network requests; ``own_code`` keeps variables that the user's own code may depend on.
     """
     environment = {
         name: value

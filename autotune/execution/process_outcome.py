@@ -14,7 +14,7 @@ from autotune.core.units import lines_with_words
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
-    """Return the last lines of a log that say something, joined; empty where there is none."""
+    """Return the last non-empty lines of a log, joined; an empty string without a log."""
     try:
         with open(path, "rb") as log:
             log.seek(0, os.SEEK_END)
@@ -26,9 +26,9 @@ def tail(path: str | Path, lines: int = 3) -> str:
 
 
 def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:
-    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training.
+    """Raise ``TrainingSourceError`` where the user's own code did not reach its training.
 
-    ``problem`` is what its inspection says of that.
+    ``problem`` is the inspection's explanation.
     """
     if problem is not None:
         message, hint = problem.message, problem.hint
@@ -49,7 +49,7 @@ def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path:
 
 
 def how_it_ended(answer: Answer, log_path: str) -> str:
-    """Say in a few words how a process that gave no result ended."""
+    """Return in a few words how a process without a result ended."""
     if answer.refused is not None:
         return answer.refused
     if answer.overdue:
@@ -72,7 +72,7 @@ def _signal_name(number: int) -> str:
 
 
 def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome:
-    """Return the outcome of a job by what its process said, else by how it ended."""
+    """Return the outcome of a job from its process's answer, else from how the process ended."""
     if answer.result is not None:
         try:
             return outcome_from_document(answer.result)

@@ -16,7 +16,7 @@ _WAIT_SECONDS = 20.0
 
 @functools.cache
 def find_protection() -> FoundProtection:
-    """Return the best protection that works here, which is tried out in a process of its own."""
+    """Return the best working file protection, tested in a separate process."""
     command = [sys.executable, "-P", "-m", "autotune.worker.user.protection"]
     try:
         said = subprocess.run(command, capture_output=True, timeout=_WAIT_SECONDS, check=False).stdout

@@ -19,7 +19,7 @@ MOST_RESTARTS = 3
 def run_recovering(
     words: Sequence[str], variables: Mapping[str, str], training: RealTraining, say: Callable[[str], None]
 ) -> int:
-    """Run a training to its end; return its exit code. Ctrl-C and SIGTERM reach it, and it is not started again."""
+    """Run a training to its end or a signal, with a smaller batch after out of memory; return its exit code."""
     with tempfile.TemporaryDirectory(prefix="autotune-recover-") as folder:
         # A moment on the clock of files: checkpoints of earlier runs are older.
         since = os.stat(folder).st_mtime
@@ -44,6 +44,7 @@ def run_recovering(
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a command, passing on SIGTERM; return its exit code."""
     before = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C to both.
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)

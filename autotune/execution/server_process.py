@@ -28,7 +28,7 @@ _START_SECONDS = 300.0
 
 
 def _how_to_start(error: OSError) -> str:
-    """Return what to do about a process that could not be started."""
+    """Return advice for a process that could not be started."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "close some of the files that are open, or raise the limit: ulimit -n"
     if error.errno in (errno.EAGAIN, errno.ENOMEM):
@@ -66,7 +66,7 @@ class ServerProcess:
 
     @property
     def starts_at_once(self) -> bool:
-        """Whether the process starts before it is needed; with ``on_start``, it starts when it is first needed."""
+        """Whether the process starts ahead of its first use; with ``on_start`` it does not."""
         return self._on_start is None
 
     @property
@@ -76,16 +76,16 @@ class ServerProcess:
 
     @property
     def fd(self) -> int | None:
-        """The file descriptor that can be read when there are messages; ``None`` without a process."""
+        """The file descriptor of the server's messages; ``None`` without a process."""
         return self._server.reports.fd if self._server is not None else None
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
-        """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
+        """Return the process ids of a running job, in the order of its ranks; an empty tuple otherwise."""
         child = self._children.get(job_id)
         return child.pids if child is not None else ()
 
     def start(self) -> None:
-        """Start the process, or take the idle one; its imports overlap with whatever the caller does next."""
+        """Start the process, or take the idle one. Its imports overlap with the caller's next work."""
         environment = self._environment()
         # Reading versions takes milliseconds, which only a search that may leave its server to another one spends.
         imports = Imports.of(self.workload, environment) if self._warm is not None else None
@@ -125,10 +125,10 @@ class ServerProcess:
         return server_environment(self.placement, os.environ, offline=not needs_hub and not own_code, own_code=own_code)
 
     def await_ready(self) -> bool:
-        """Block until the server can take jobs; return whether it is another process than before.
+        """Wait until the server can take jobs; return whether it is a new process.
 
-        It is started where there is none, and again where it died between two jobs. ``TrialServerError`` where its
-        imports fail.
+        It is started where there is none, and again where it died between two jobs. Raises ``TrialServerError`` where
+        its imports fail.
         """
         if self._server is not None and self._server.is_ready and not self._server.is_alive:
             self.close()
@@ -168,17 +168,17 @@ class ServerProcess:
         return is_new
 
     def _was_killed(self) -> bool:
-        """Return whether a signal ended the server, which says nothing against another one."""
+        """Return whether a signal killed the server, so that a new process may work."""
         assert self._server is not None
         return (self._server.wait(LEAVE_SECONDS) or 0) < 0
 
     def send(self, message: Document, deadline: float) -> bool:
-        """Send a line; return ``False`` where the server is gone or does not read before the deadline."""
+        """Send a line. Return ``False`` where the server is gone or does not read before the deadline."""
         assert self._server is not None
         return self._server.send(message, deadline)
 
     def read(self, deadline: float) -> list[ServerLine] | None:
-        """Return the lines that have come, waiting for some until ``deadline``; ``None`` once the server is gone."""
+        """Return new lines of the server, waiting until ``deadline``; ``None`` once the server is gone."""
         assert self._server is not None
         reports = self._server.reports
         if not wait_until_ready([reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
@@ -195,7 +195,7 @@ class ServerProcess:
         return said
 
     def release(self) -> None:
-        """Hand a server that runs nothing back, for the next search to take; end any other one."""
+        """Hand an idle server back for the next search; end a busy one."""
         server = self._server
         if self._warm is None or server is None or not server.is_ready or self._children:
             self.close()
@@ -204,7 +204,7 @@ class ServerProcess:
         self._warm.keep(server)
 
     def close(self) -> None:
-        """End the server and whatever it runs; no process and no file of a job is left."""
+        """End the server and all its jobs, with their processes and files."""
         server, self._server = self._server, None
         if server is None:
             return

@@ -121,23 +121,23 @@ class TrialServer:
 
     @property
     def workload(self) -> Workload:
-        """The workload, with the facts of its data once that was read."""
+        """The workload, with the facts of its dataset once it was read."""
         return self._process.workload
 
     @property
     def data_folder(self) -> Path | None:
-        """The folder of the data that was read; ``None`` where none was."""
+        """The folder of the prepared dataset; ``None`` without one."""
         return self._data.folder if self._data is not None else None
 
     @property
     def fd(self) -> int | None:
-        """The file descriptor that can be read when the server has said something; ``None`` without a server."""
+        """The file descriptor of the server's messages; ``None`` without a server."""
         return self._process.fd
 
     def start(self, *, inspects: bool = False) -> None:
-        """Start the server, unless that is done: its imports overlap with whatever the caller does next.
+        """Start the server if needed. Its imports overlap with the caller's next work.
 
-        With ``inspects``, what ``inspect`` needs of the GPU is found out beside them.
+        With ``inspects``, the GPU is inspected at the same time.
         """
         if not self._process.is_started:
             self._process.start()
@@ -145,17 +145,17 @@ class TrialServer:
             self._gpu.begin(self._log_folder)
 
     def close(self) -> None:
-        """End the server and whatever it runs; leaves no process behind. The next job starts another one."""
+        """End the server and all its jobs; leave no process behind. The next job starts a new server."""
         self._process.close()
         self._lose_jobs(overdue=False)
 
     # Jobs of any kind
 
     def begin(self, job: Job) -> None:
-        """Hand a job to the server, once its imports are done, and do not wait for the job."""
-        self._begin(job, is_beside=False)
+        """Send a job to the server, after its imports, without waiting for the job."""
+        self._send_job(job, is_beside=False)
 
-    def _begin(self, job: Job, *, is_beside: bool) -> None:
+    def _send_job(self, job: Job, *, is_beside: bool) -> None:
         if self._process.await_ready():
             self._lose_jobs(overdue=False)
         if self.workload.source is not None:
@@ -166,9 +166,9 @@ class TrialServer:
             self.close()
 
     def _protected(self) -> Protection:
-        """Return what protects the user's files from a job of their own code.
+        """Return the protection of the user's files from their own code.
 
-        Raises ``TrainingSourceError`` where nothing does, and that was not asked for.
+        Raises ``TrainingSourceError`` where no protection works, unless the user asked for none.
         """
         if self._protection is None:
             self._protection = self._find_protection()
@@ -177,6 +177,7 @@ class TrialServer:
         return Protection(self._protection, self._layer.output_dir)
 
     def _find_protection(self) -> ProtectionKind:
+        """Return the protection that works here, or raise ``TrainingSourceError``."""
         source, protection = self.workload.source, find_protection()
         assert source is not None
         why = protection.why_not_better if protection.kind == "none" else None
@@ -191,19 +192,19 @@ class TrialServer:
         )
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
-        """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
+        """Return the process ids of a running job, in the order of its ranks; an empty tuple otherwise."""
         return self._process.pids_of(job_id)
 
     def seconds_left(self) -> float | None:
-        """Return how long the jobs under way may still take until the server is given up; ``None`` without any.
+        """Return the seconds until the first deadline of the running jobs; ``None`` without any.
 
-        Jobs beside the trials do not count: nobody waits for them for ever.
+        Prediction jobs have no deadline here: nobody waits for them for ever.
         """
         deadlines = [job.deadline for job in self._jobs.values() if not job.has_ended and not job.is_beside]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def listen(self, wait_seconds: float | None) -> bool:
-        """Read messages of the server, waiting at most so long for one; return whether any came.
+        """Read messages of the server, waiting for one at most ``wait_seconds``; return whether any came.
 
         A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
         """
@@ -221,16 +222,17 @@ class TrialServer:
         return bool(messages)
 
     def progress_of(self, job_id: str) -> Progress | None:
-        """Return the next thing that a job said of its progress, in order; ``None`` where there is nothing new."""
+        """Return the next progress report of a job, in order; ``None`` without a new report."""
         progress = self._jobs[job_id].progress
         return progress.popleft() if progress else None
 
     def end_of(self, job_id: str) -> Answer | None:
-        """Return a job's answer, once: its ``result``, if any, and how its process ended; ``None`` before that."""
+        """Return a job's final answer, once; ``None`` before its end."""
         job = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
 
     def _take(self, line: ServerLine) -> None:
+        """Assign a message to its job."""
         match line:
             case Ended(job_id):
                 job = self._jobs.get(job_id)
@@ -247,7 +249,7 @@ class TrialServer:
             job.progress.append(line.progress)
 
     def _lose_jobs(self, *, overdue: bool) -> None:
-        """Record that the ends of the running jobs can no longer be reported."""
+        """Mark the running jobs as lost with their server."""
         for job in self._jobs.values():
             if not job.has_ended:
                 job.answer = replace(job.answer, lost=True, overdue=overdue)
@@ -270,17 +272,17 @@ class TrialServer:
     # Jobs beside the trials
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
-        """Start a job beside the trials, once the server's imports are done, and do not wait; see ``ended``."""
+        """Start a prediction job, after the server's imports, without waiting; see ``ended``."""
         log_path = self._prediction_log(job_id)
-        self._begin(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
+        self._send_job(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """Return the submitted jobs that have ended since the last call, waiting at most so long for the first."""
+        """Return the prediction jobs ended since the last call, waiting at most ``wait_seconds`` for the first."""
         deadline = time.monotonic() + wait_seconds
-        while self._beside(has_ended=False) and not self._beside(has_ended=True):
+        while self._prediction_jobs(has_ended=False) and not self._prediction_jobs(has_ended=True):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
                 break
-        ended = {job_id: self._jobs[job_id].answer for job_id in self._beside(has_ended=True)}
+        ended = {job_id: self._jobs[job_id].answer for job_id in self._prediction_jobs(has_ended=True)}
         for job_id in ended:
             del self._jobs[job_id]
         return {
@@ -293,15 +295,15 @@ class TrialServer:
     def _prediction_log(self, job_id: str) -> Path:
         return self._log_folder / f"predict-{job_id}.log"
 
-    def _beside(self, *, has_ended: bool) -> list[str]:
+    def _prediction_jobs(self, *, has_ended: bool) -> list[str]:
         return [job_id for job_id, job in self._jobs.items() if job.is_beside and job.has_ended is has_ended]
 
     # Questions before the first trial
 
     def read_data(self, folder: Path) -> Workload:
-        """Read the workload's data into ``folder``, from which trials then map it; return the workload with its facts.
+        """Read the workload's dataset into ``folder``, for all trials; return the workload with the dataset's facts.
 
-        Raises ``InvalidRequestError`` where the data is no good, ``TrialServerError`` when no answer comes.
+        Raises ``InvalidRequestError`` for invalid data, ``TrialServerError`` when no answer comes.
         """
         held = hold_data(folder)
         if held is None:
@@ -316,17 +318,18 @@ class TrialServer:
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
-        """Hand trials the workload as its inspection has shown it, this one or an earlier one that is remembered."""
+        """Use this workload for trials, with the result of its inspection now or earlier."""
         # Where it is remembered, the process that inspects the GPU may still run. It would disturb the first trial.
         self._gpu.close()
         self._process.workload = workload
 
     def discard_data(self) -> None:
-        """Remove the data that was read, unless another search uses it."""
+        """Remove the prepared dataset, unless another search uses it."""
         if self._data is not None:
             self._data.discard()
 
     def _read_anew(self, folder: Path) -> None:
+        """Read the dataset in a job. Raises the errors of ``read_data``."""
         assert self.workload.data is not None
         # Its folder is named after what the data held when it was looked at.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
@@ -338,7 +341,7 @@ class TrialServer:
             raise InvalidRequestError(answer.problem.message, answer.problem.hint)
 
     def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
-        """Run a job and return its answer of a type, or why there is none, in words."""
+        """Run a job and return its decoded answer, or the reason in words why there is none."""
         log_path = str(self._log_folder / f"{name}.log")
         answer = self._run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
         try:
@@ -347,12 +350,13 @@ class TrialServer:
             return str(error)
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Inspection:
-        """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
+        """Return the inspection of this environment and workload by ``autotune.worker.facts.inspect``.
 
         The memory of the user's own code is traced for some ``arms`` where the chip is known, see
         ``autotune.worker.user.trainer_memory``.
 
-        Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
+        Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is the
+        reason.
         """
         if self.workload.source is not None:
             self._protected()
@@ -374,7 +378,7 @@ class TrialServer:
         try:
             answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:
-            raise self._not_inspected(str(error), log_path) from error
+            raise self._inspection_error(str(error), log_path) from error
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, answered.problem, log_path, timeout_seconds)
         if answered.inspection is not None and answered.inspection.model is not None and self._protection is not None:
@@ -384,21 +388,21 @@ class TrialServer:
                 answered, inspection=replace(answered.inspection, model=replace(model, interface=interface))
             )
         if answered.inspection is None:
-            raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
+            raise self._inspection_error(how_it_ended(answer, str(log_path)), log_path)
         return merged(answered.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
 
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
-        """Return the first steps of some settings, or why there are none."""
+        """Return the first steps with some settings, or the reason why there are none."""
         self._looks += 1
         answer = self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)
         return LookAnswer(problem=answer) if isinstance(answer, str) else answer
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
-        """Return what a long run needs beyond its first steps, or why that is not known."""
+        """Return what a long run needs beyond its first steps, or the reason why this is unknown."""
         answer = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
         return Rehearsal(problem=answer) if isinstance(answer, str) else answer
 
-    def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
+    def _inspection_error(self, why: str, log_path: Path) -> TrialServerError:
         return TrialServerError(
             f"the device {self.placement.label} could not be inspected: {why}",
             f"see {log_path} and {self.server_log}",

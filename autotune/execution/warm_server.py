@@ -35,9 +35,9 @@ class Imports:
 
     @staticmethod
     def of(workload: Workload | None, environment: Mapping[str, str]) -> Imports | None:
-        """Return the imports for a workload; ``None`` for code of the user's own, which may need any package.
+        """Return the imports for a workload; ``None`` for the user's own code, which may need any package.
 
-        No workload stands for one without a dataset and adapters.
+        No workload means a workload without dataset and adapters.
         """
         if workload is not None and workload.source is not None:
             return None
@@ -57,7 +57,7 @@ class StartedServer(ChildProcess):
     """The process of a trial server, which waits to be told its workload."""
 
     def __init__(self, log_path: Path, environment: Mapping[str, str], imports: Imports | None) -> None:
-        """Start it; raises ``OSError`` where there can be no process."""
+        """Start the process. Raises ``OSError`` where no process can be started."""
         with open(log_path, "ab", opener=private_opener) as log:
             super().__init__("autotune.worker.server", log, environment)
         self.imports = imports
@@ -65,7 +65,7 @@ class StartedServer(ChildProcess):
         """Whether it can take jobs: its imports are done."""
 
     def leave(self) -> None:
-        """End the process with everything that it runs."""
+        """End the process and all its jobs."""
         # Before its imports are done it runs nothing, and would only hear of the closed pipe then.
         self.end(LEAVE_SECONDS if self.is_ready else 0.0)
 
@@ -93,9 +93,9 @@ class WarmServer:
         return self._idle.pid if self._idle is not None else None
 
     def prepare(self, placement: Placement, environment: Mapping[str, str]) -> None:
-        """Start a server for the next search, unless one is idle: its imports are those of most workloads.
+        """Start a server for the next search, unless one is idle, with the imports of most workloads.
 
-        The GPU is inspected beside it. Where no process can be started, the next search says why.
+        The GPU is inspected at the same time. Where no process can be started, the next search reports why.
         """
         with contextlib.suppress(TrialServerError):
             self.inspection(placement, convolves=False).begin()
@@ -108,12 +108,12 @@ class WarmServer:
             self._idle.send({"workload": None, "is_plain": True}, time.monotonic() + LEAVE_SECONDS)
 
     def inspection(self, placement: Placement, *, convolves: bool) -> GpuInspection:
-        """Return the inspection of the GPU, with or without the kernels of convolutions; it may have begun."""
+        """Return the inspection of the GPU, with or without convolution kernels; it may have begun."""
         key = (placement.device.uuid, convolves, _loaded_versions())
         return self._inspections.setdefault(key, GpuInspection(placement, convolves))
 
     def take(self, imports: Imports | None) -> StartedServer | None:
-        """Hand out the idle server where its imports are those that are needed; another one is ended."""
+        """Return the idle server if its imports match; end it otherwise."""
         idle, self._idle = self._idle, None
         if idle is not None and (imports is None or idle.imports != imports or not idle.is_alive):
             idle.leave()
@@ -121,7 +121,7 @@ class WarmServer:
         return idle
 
     def keep(self, server: StartedServer) -> None:
-        """Keep a server that runs nothing; one whose imports no other search can use is ended."""
+        """Keep an idle server; end it where no other search can use its imports."""
         if server.imports is None or not server.is_alive:
             server.leave()
             return
@@ -129,7 +129,7 @@ class WarmServer:
         self._idle = server
 
     def close(self) -> None:
-        """End the idle server, and an inspection under way."""
+        """End the idle server and running inspections."""
         for inspection in self._inspections.values():
             inspection.close()
         self._end_idle()

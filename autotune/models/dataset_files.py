@@ -53,10 +53,10 @@ class LocatedData(NamedTuple):
 
 
 def locate(name: str, split: str | None) -> LocatedData:
-    """Find the dataset that ``name`` stands for. Files are hashed but not parsed; the hub is asked for the commit.
+    """Find the dataset with this name. Files are hashed but not parsed; the hub is asked for the commit.
 
-    ``split`` is ``None`` where the user named none: then it is ``train``, or all files where none is named so. Raises
-    ``InvalidRequestError`` where there is no such dataset, its format is unknown, or it lacks the split.
+    ``split`` is ``None`` where the user named none: then it is ``train``, or all files where no file is named so.
+    Raises ``InvalidRequestError`` where there is no such dataset, its format is unknown, or it lacks the split.
     """
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if path.is_dir():
@@ -101,7 +101,7 @@ def check_unchanged(spec: DataSpec, *, of_processor: bool = False) -> None:
 
 
 def tokenizer_content(name: str, *, of_processor: bool = False) -> str:
-    """Return a hash of a tokenizer's or processor's files in a folder; a hub name stands for itself."""
+    """Return a hash of a tokenizer's or processor's files in a folder; for a hub name, the name itself."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         return name
@@ -112,7 +112,7 @@ def tokenizer_content(name: str, *, of_processor: bool = False) -> str:
 
 
 def under_plain_names(files: list[str], folder: Path) -> list[str]:
-    """Link files into a new folder, under names that are no glob pattern, chain of URLs or option to datasets."""
+    """Link files into a new folder under plain names, which ``datasets`` cannot mistake for patterns or URLs."""
     folder.mkdir(parents=True)
     links = []
     for number, file in enumerate(files):
@@ -132,13 +132,13 @@ def data_files(source: str, kind: DataKind, split: str) -> list[str]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that tells the format, without that of a compression."""
+    """Return the suffix of the file format, without a compression suffix."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
 def _near_file(path: Path) -> str:
-    """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none.
+    """Return ``did you mean …?`` for a misspelt file, with similar data files in its folder, or an empty string.
 
     What follows the last dot has to be like a suffix of a known format: names on the hub may have versions there.
     """
@@ -151,6 +151,7 @@ def _near_file(path: Path) -> str:
 
 
 def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, list[Path]]:
+    """Return format and files of a dataset's folder."""
     if any((path / file).is_file() for file in _SAVED_FILES):
         if split not in (None, DEFAULT_SPLIT) and not (path / _SAVED_FILES[1]).is_file():
             raise InvalidRequestError(
@@ -185,7 +186,7 @@ def _files_of_kind(path: Path, kind: DataKind) -> list[Path]:
 
 
 def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """Return the files whose name, or whose folder's name, contains the split's name as a word."""
+    """Return the files whose name or folder contains the split's name as a word."""
     words = "|".join(re.escape(word.lower()) for word in _SPLIT_WORDS.get(split, (split,)))
     # A letter next to it makes it part of another word; a digit or a sign does not.
     named = re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])")
@@ -193,6 +194,7 @@ def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _content(root: Path, files: Iterable[Path]) -> str:
+    """Return a hash of file contents, or of sizes and times where the files are large."""
     facts = [(file, file.stat()) for file in files]
     is_small = sum(status.st_size for _, status in facts) <= _HASHED_BYTES
     digest = hashlib.sha256()
@@ -210,7 +212,7 @@ _MARK = "@"
 
 
 def hub_content(name: str) -> str:
-    """Return ``NAME@COMMIT`` for a dataset ``NAME`` or ``NAME:CONFIG``; the name alone where no commit is known.
+    """Return ``NAME@COMMIT`` for a dataset ``NAME`` or ``NAME:CONFIG``; the name alone for an unknown commit.
 
     Asks the hub, then its cache on this machine. Imports huggingface_hub.
     """
@@ -231,5 +233,5 @@ def hub_content(name: str) -> str:
 
 
 def commit_of(content: str) -> str | None:
-    """Return the commit in a result of ``hub_content``; ``None`` where none was known."""
+    """Return the commit in a result of ``hub_content``; ``None`` without one."""
     return content.partition(_MARK)[2] or None

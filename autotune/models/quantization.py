@@ -23,9 +23,10 @@ _OF_IMAGES = frozenset({"multi_modal_projector", "merger", "modality_projection"
 
 
 def with_quantize_alone(workload: Workload) -> Workload:
-    """Return the workload without what its config states of quantization, where that is what ``--quantize`` does.
+    """Return the workload without its config's quantization, where ``--quantize`` asks for the same.
 
-    Raises ``InvalidRequestError`` where it is not, since a model of random weights would be built without it.
+    Raises ``InvalidRequestError`` where they differ, since a model with random weights is built without the config's
+    quantization.
     """
     stated = workload.config.get(STATED)
     if not stated:

@@ -57,10 +57,10 @@ class ModelSource:
 
 
 def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
-    """Return the config that ``name`` stands for; ``allow_hub=False`` makes no request.
+    """Return the config of a model's name; ``allow_hub=False`` makes no request.
 
-    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` where nothing has this name,
-    or its config cannot be built.
+    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` for an unknown name, or where
+    its config cannot be built.
     """
     if not name.strip():
         raise UnknownModelError(f"{name!r} is not a model name", _NEXT_STEP)
@@ -74,7 +74,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
     # What the hub could have no repository of must not reach its client.
     is_odd = ".." in name or "--" in name or name.endswith(".git")
     if is_odd or _REPOSITORY_NAME.fullmatch(name) is None:
-        raise _unknown(name, "it is not in the catalog and cannot be the name of a hub repository")
+        raise _unknown_model_error(name, "it is not in the catalog and cannot be the name of a hub repository")
     from huggingface_hub import try_to_load_from_cache
 
     # A cache that cannot be read counts as empty.
@@ -94,7 +94,7 @@ def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
     return entry.name if "/" in entry.name else None
 
 
-def _unknown(name: str, reason: str) -> UnknownModelError:
+def _unknown_model_error(name: str, reason: str) -> UnknownModelError:
     near = catalog.near_names(name)
     question = f"did you mean {' or '.join(near)}? " if near else ""
     return UnknownModelError(f"no model {name!r}: {reason}", question + _NEXT_STEP)
@@ -104,7 +104,7 @@ def _unknown(name: str, reason: str) -> UnknownModelError:
 
 
 def _refuse_path(name: str, folder: str) -> None:
-    """Raise ``UnknownModelError`` for what can only be a path, and holds no ``config.json``."""
+    """Raise ``UnknownModelError`` for a name that must be a path but has no ``config.json``."""
     if os.path.isdir(folder):
         raise UnknownModelError(
             f"the folder {name!r} has no {CONFIG_FILE}",
@@ -113,11 +113,11 @@ def _refuse_path(name: str, folder: str) -> None:
     if os.path.exists(folder):
         raise UnknownModelError(f"{name!r} is a file", f"give the folder that holds {CONFIG_FILE}")
     if name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count(os.sep) > 1:
-        raise _unknown(name, "there is no such folder")
+        raise _unknown_model_error(name, "there is no such folder")
 
 
 def _read_config(name: str, file: Path) -> dict[str, Any]:
-    """Return the config in a file; raises ``UnknownModelError`` unless an architecture can be built from it."""
+    """Return the config in a file. Raises ``UnknownModelError`` unless an architecture can be built from it."""
     where = f"{str(file)!r}, the config of model {name!r},"
     hint = f"save_pretrained writes a {CONFIG_FILE} that works; 'autotune models' lists architectures that need none"
     try:
@@ -164,24 +164,24 @@ def _hub_file(name: str, allow_hub: bool) -> str:
 
     nowhere = "it is neither in the catalog nor in the local hub cache"
     if not allow_hub:
-        raise _unknown(name, nowhere)
+        raise _unknown_model_error(name, nowhere)
     if constants.HF_HUB_OFFLINE:
-        raise _unknown(name, f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE)")
+        raise _unknown_model_error(name, f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE)")
     try:
-        return _within(_HUB_DEADLINE_SECONDS, lambda: _download(name))
+        return _with_timeout(_HUB_DEADLINE_SECONDS, lambda: _download(name))
     except errors.GatedRepoError as error:
         raise UnknownModelError(
             f"model {name!r} is gated: the hub gives it only to users who accepted its terms",
             f"accept them on its page and log in with 'hf auth login'; {_NEXT_STEP}",
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise _unknown(name, f"{nowhere}, and the hub has none of this name, or a private one") from error
+        raise _unknown_model_error(name, f"{nowhere}, and the hub has none of this name, or a private one") from error
     except errors.RemoteEntryNotFoundError as error:
-        raise _unknown(name, f"its hub repository has no {CONFIG_FILE}") from error
+        raise _unknown_model_error(name, f"its hub repository has no {CONFIG_FILE}") from error
     except Exception as error:
         # Anything else from the client, its HTTP library or the disk: the next step is the same.
         text = _first_line(error)
-        raise _unknown(name, f"{nowhere}, and the hub could not be reached ({text})") from error
+        raise _unknown_model_error(name, f"{nowhere}, and the hub could not be reached ({text})") from error
 
 
 def _download(name: str) -> str:
@@ -199,8 +199,8 @@ def _download(name: str) -> str:
             enable_progress_bars()
 
 
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """Return the result of ``work``, or raise ``TimeoutError``. A thread that goes on does not delay the exit."""
+def _with_timeout(seconds: float, work: Callable[[], str]) -> str:
+    """Return the result of ``work``, or raise ``TimeoutError``. A thread that continues does not delay the exit."""
     results: list[str] = []
     errors: list[Exception] = []
 

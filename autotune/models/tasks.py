@@ -21,19 +21,19 @@ _DEFAULT_SCALE = 2
 
 
 def is_merging(model_type: str) -> bool:
-    """Return whether a model takes the patches of all images of a batch as one list, and their sizes beside it."""
+    """Return whether a model takes the image patches of a batch as one list, with their sizes beside it."""
     return model_type in _MERGING
 
 
 def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
-    """Return the pixels of each side of the images to measure with: what was asked for, else what is usual.
+    """Return the side of the images in pixels: the requested side, else the model's usual one.
 
-    Raises ``InvalidRequestError`` for a model whose images are not known, or a size that it does not take.
+    Raises ``InvalidRequestError`` for a model with unknown images, or a side that it does not support.
     """
     model_type = str(config.get("model_type"))
     vision = config.get("vision_config") or {}
     if model_type in _MERGING:
-        step = _step(config)
+        step = _token_side(config)
         side = asked or _USUAL_SIDE // step * step
         if side % step:
             near = [whole for whole in (side // step * step, (side // step + 1) * step) if whole]
@@ -58,10 +58,10 @@ def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
 
 
 def tokens_of_image(config: dict[str, Any], side: int) -> int:
-    """Return the tokens of one image of so many pixels each side."""
+    """Return the number of tokens of a square image."""
     if config["model_type"] in _MERGING:
-        return (side // _step(config)) ** 2
-    patches = (side // _patch(config)) ** 2
+        return (side // _token_side(config)) ** 2
+    patches = (side // _patch_side(config)) ** 2
     return int(patches / int(config.get("scale_factor", _DEFAULT_SCALE)) ** 2)
 
 
@@ -75,12 +75,12 @@ def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: in
         )
 
 
-def _step(config: dict[str, Any]) -> int:
+def _token_side(config: dict[str, Any]) -> int:
     vision = config.get("vision_config") or {}
-    return _patch(config) * int(vision.get("spatial_merge_size", 2))
+    return _patch_side(config) * int(vision.get("spatial_merge_size", 2))
 
 
-def _patch(config: dict[str, Any]) -> int:
+def _patch_side(config: dict[str, Any]) -> int:
     vision = config.get("vision_config") or {}
     return int(vision.get("patch_size", _DEFAULT_PATCH[str(config["model_type"])]))
 
@@ -175,7 +175,7 @@ DEFAULT_SEQ_LEN = 512
 
 
 def max_seq_len(config: dict[str, Any]) -> int | None:
-    """Return the most tokens that the position embeddings allow; ``None`` where they set no limit."""
+    """Return the largest length that position embeddings allow; ``None`` without a limit."""
     # DeBERTa-v2 and -v3 have relative positions as well, and a table of absolute ones only if this is true.
     relative_only = config.get("relative_attention") is True and config.get("position_biased_input") is False
     if relative_only or config.get("model_type") in _RELATIVE_POSITION_TYPES:
@@ -184,7 +184,7 @@ def max_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def _stated_seq_len(config: dict[str, Any]) -> int | None:
-    """Return the length in the config, whether or not it is a limit."""
+    """Return the length in the config, even if it is no limit."""
     # Of models of images and text, those of the text.
     text = {**config, **(config.get("text_config") or {})}
     for key in _POSITION_KEYS:
@@ -195,9 +195,9 @@ def _stated_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int:
-    """Return the sequence length to measure: what was asked for, else 512 or the config's length if shorter.
+    """Return the sequence length to measure: the requested one, else 512 or the config's smaller length.
 
-    Raises ``InvalidRequestError`` where more was asked for than the model allows.
+    Raises ``InvalidRequestError`` where the model does not support the requested length.
     """
     if task in ("image-classification",):
         return 1

@@ -22,12 +22,12 @@ _UNEVEN = 0.1
 
 
 def batch_cell(candidate: Candidate) -> str:
-    """Return ``32 × 2``."""
+    """Return per-device batch × accumulation: ``32 × 2``."""
     return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
 
 
 def speed_cell(outcome: Outcome | None) -> str:
-    """Return samples a second, or why there are none. Its uncertainty is that of its candidate, told below ``Best``."""
+    """Return samples a second, or the reason why there are none. The uncertainty is shown below ``Best``."""
     match outcome:
         case Completed(measurement=measured):
             return format_rate(measured.samples_per_second)
@@ -39,9 +39,9 @@ def speed_cell(outcome: Outcome | None) -> str:
 
 
 def verdict_cell(verdict: str, outcome: Outcome | None, speed: Speed | None) -> str:
-    """Return a verdict by a candidate's speed, with that speed where it is the mean of several processes.
+    """Return a verdict, with the candidate's mean speed where several processes were measured.
 
-    Steps of one process that differ much are told, too.
+    Large differences between the steps of one process are mentioned, too.
     """
     words = [verdict] if verdict else []
     if speed is not None and speed.processes > 1:
@@ -52,7 +52,7 @@ def verdict_cell(verdict: str, outcome: Outcome | None, speed: Speed | None) -> 
 
 
 def peak_cell(outcome: Outcome | None) -> str:
-    """Return peak reserved memory; a lower bound where the trial ran out."""
+    """Return peak reserved memory; a lower bound where the trial ran out of memory."""
     match outcome:
         case Completed(measurement=measured):
             return format_bytes(measured.peak_reserved_bytes)
@@ -69,7 +69,7 @@ def took_cell(trial: TrialRecord) -> str:
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return columns as wide as their widest cell, two spaces apart; those headed as in ``right`` are right-aligned.
+    """Return a table as lines, with columns as wide as their widest cell and those of ``right`` right-aligned.
 
     ``rich.table`` would fold cells to 80 columns where stdout is no terminal, and takes 33 ms to import.
     """
@@ -91,10 +91,10 @@ def narrow_table_lines(
     folds: int = 0,
     right: Collection[str] = (),
 ) -> list[str]:
-    """Return ``table_lines`` of at most so many columns, as far as that can be.
+    """Return ``table_lines``, if possible at most ``columns`` wide.
 
-    Where they would be wider, the cells headed as in ``spare`` are left out, one after the other. Then the words of the
-    cells that stand at ``folds`` go on in further lines.
+    In a wider table, the columns named in ``spare`` are left out, one after the other. Then the cells of column
+    ``folds`` are wrapped.
     """
     lines = table_lines(head, rows, right)
     if columns is None:

@@ -59,18 +59,18 @@ class SpeedChart:
 
     @property
     def is_far_below_ceiling(self) -> bool:
-        """Whether all peaks would be at the left end of a linear axis up to the ceiling."""
+        """Whether a linear axis up to the memory ceiling would squeeze all points at its left end."""
         peaks = [point.peak_bytes for point in self.points]
         return bool(peaks) and 0 < max(peaks) < self.cap_bytes / 5 and min(peaks) > 0
 
     @property
     def leaves_ceiling_out(self) -> bool:
-        """Whether the ceiling is so far from all trials, of which none reached it, that an axis to it shows nothing."""
+        """Whether the axis ends before the ceiling, since all trials are far below it."""
         return self.is_far_below_ceiling and not self.over
 
     @property
     def ceiling_words(self) -> str:
-        """What is written at the ceiling."""
+        """The label of the ceiling."""
         cap = f"ceiling {format_bytes(self.cap_bytes)}"
         if self.leaves_ceiling_out:
             return f"{cap}, far to the right"
@@ -107,7 +107,7 @@ class StepRow:
 
     @property
     def told(self) -> str:
-        """The row in words, shown as its tooltip."""
+        """The row in words, for its tooltip."""
         (low, high), count = self.interval, self.speed.processes
         return (
             f"{self.candidate.describe()}: {format_seconds(self.seconds)}, next run {format_seconds(low)} to "
@@ -125,12 +125,12 @@ class StepChart:
 
 
 def _arms(report: Report) -> tuple[Arm, ...]:
-    """Return every arm that was tried, in the order of the first trials."""
+    """Return every tried arm, in the order of the first trials."""
     return tuple(dict.fromkeys(trial.candidate.arm for trial in report.trials))
 
 
 def _marks(report: Report) -> dict[str | None, Mark]:
-    """Return the trials that are marked, by their ids: a trial that is several things has the last mark."""
+    """Return the mark of each marked trial by its id. Of several marks the last is used."""
     expert = expert_of(report)
     measured = expert.candidate if expert is not None and expert.is_measured else None
     last = [trial.id for trial in report.trials if trial.candidate == measured and measurement(trial)][-1:]
@@ -141,7 +141,7 @@ def _marks(report: Report) -> dict[str | None, Mark]:
 
 
 def speed_chart(report: Report) -> SpeedChart:
-    """Return the chart of completed trials, and of each candidate that ran out of memory once."""
+    """Return the chart of completed trials, and of candidates that ran out of memory."""
     arms, marks, unit = _arms(report), _marks(report), rate_unit(report.workload)
     points, over = [], {}
     for trial in report.trials:

@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.host_name import OWN_NAMES, host_name
-from autotune.results.dashboard_private import as_the_dashboard_knows_it, frozen_study, id_of_trial
+from autotune.results.dashboard_private import frozen_study, id_of_trial, set_dashboard_fields
 from autotune.results.optuna_trials import TRIAL_ID_ATTRIBUTE, frozen_trials
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord
@@ -39,7 +39,7 @@ _IDLE_SECONDS = 30
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
-    """Return whether every constraint of the trial is met (zero or less), which they are where there are none."""
+    """Return whether every constraint of the trial is zero or less, or there are none."""
     return all(value <= 0 for value in trial.constraints.values())
 
 
@@ -53,7 +53,7 @@ class DashboardStorage(BaseStorage):
         """By number, the names of the studies that were seen."""
 
     def get_all_studies(self) -> list[FrozenStudy]:
-        """Return every study, with its objective named."""
+        """Return every study, with the name of its objective."""
         studies = [each.study for each in self._store.studies()]
         self._names = {_number_of(study.id): study.name for study in studies}
         return [frozen_study(_number_of(study.id), study) for study in studies]
@@ -70,11 +70,11 @@ class DashboardStorage(BaseStorage):
         return self._study(study_id).name
 
     def get_study_directions(self, study_id: int) -> list[StudyDirection]:
-        """Return that a study maximizes."""
+        """Return the directions of a study: maximize."""
         return self._frozen(study_id).directions
 
     def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
-        """Return nothing: no study has any."""
+        """Return the user attributes of a study, which are empty."""
         return self._frozen(study_id).user_attrs
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
@@ -85,6 +85,7 @@ class DashboardStorage(BaseStorage):
         return frozen_study(study_id, self._study(study_id))
 
     def _study(self, study_id: int) -> StudyRecord:
+        """Return the record of a study. Raises ``KeyError`` for an unknown number."""
         if study_id not in self._names:
             self.get_all_studies()
         study = self._store.study(self._names[study_id])
@@ -95,16 +96,16 @@ class DashboardStorage(BaseStorage):
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        """Return the study's trials, their constraints also where the dashboard looks for them."""
+        """Return the study's trials, with constraints also in the system attributes that the dashboard reads."""
         study = self._study(study_id)
         trials = frozen_trials(study, self._store.trials(study.id))
         for trial in trials:
-            as_the_dashboard_knows_it(trial, _number_of(trial.user_attrs[TRIAL_ID_ATTRIBUTE]))
+            set_dashboard_fields(trial, _number_of(trial.user_attrs[TRIAL_ID_ATTRIBUTE]))
         self._latest_trials[study_id] = trials
         return [trial for trial in trials if states is None or trial.state in states]
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """Return one of the trials that were shown."""
+        """Return a trial that the dashboard has shown."""
         shown = (trial for trials in self._latest_trials.values() for trial in trials)
         for trial in shown:
             if id_of_trial(trial) == trial_id:
@@ -112,10 +113,10 @@ class DashboardStorage(BaseStorage):
         raise KeyError(trial_id)
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """Return the winner that autotune named, else the best feasible trial, else the best of all.
+        """Return the winner that autotune recorded, else the best feasible trial, else the best of all.
 
-        Chosen among the trials that were shown last, so that the page is consistent. Raises ``ValueError`` where no
-        trial is complete.
+        It is one of the trials shown last, so that the page is consistent. Raises ``ValueError`` where no trial is
+        complete.
         """
         trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id)
         winner_id = self._study(study_id).best_trial_id
@@ -129,7 +130,7 @@ class DashboardStorage(BaseStorage):
         return max(feasible or complete, key=lambda trial: trial.values[0])
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        """Refuse to change anything: the dashboard may try to even on a GET."""
+        """Refuse any change. The dashboard may try one even on a GET."""
         raise PermissionError("this dashboard only shows studies")
 
     create_new_study = delete_study = set_study_user_attr = set_study_system_attr = _refuse
@@ -138,12 +139,12 @@ class DashboardStorage(BaseStorage):
 
 
 def _number_of(record_id: str) -> int:
-    """Return a number for a record, of which a browser holds every digit."""
+    """Return a number for a record's id, small enough for JavaScript's integers."""
     return int(record_id[:12], 16)
 
 
 def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
-    """Drop infeasible trials from the best trials of a response, as a bottle plugin.
+    """Return a bottle plugin that drops infeasible trials from the best trials of a response.
 
     A storage cannot say that there is no best trial.
     """
@@ -171,7 +172,7 @@ button:has([data-testid="EditIcon"]), a[href$="/note"] { display: none; }
 
 
 def _read_only_page(way_back: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a bottle plugin that hides what changes a study from the page, and adds a link back."""
+    """Return a bottle plugin that hides the page's editing controls and adds a link back."""
     link = f'<body><a class="way-back" href="{way_back}">← autotune</a>' if way_back is not None else "<body>"
 
     def plugin(view: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +192,7 @@ def _read_only_page(way_back: str | None) -> Callable[[Callable[..., Any]], Call
 
 
 def app_over(storage: DashboardStorage, way_back: str | None = None) -> WSGIApplication:
-    """Return the dashboard over a storage, as a WSGI application that only reads; ``way_back`` is where it links to."""
+    """Return the dashboard as a read-only WSGI application. ``way_back`` is the target of its link back."""
     bottle_app: Any = optuna_dashboard.wsgi(storage)
     bottle_app.install(_drop_infeasible_best)
     bottle_app.install(_read_only_page(way_back))
@@ -216,6 +217,7 @@ def app_over(storage: DashboardStorage, way_back: str | None = None) -> WSGIAppl
 
 
 def _refuse(start_response: StartResponse, status: str, sentence: str, *headers: tuple[str, str]) -> list[bytes]:
+    """Send an error response with one sentence."""
     body = (sentence + "\n").encode()
     start_response(
         status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
@@ -231,7 +233,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     allow_reuse_port = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that hang up or send nothing."""
+        """Ignore browsers that close the connection or send nothing."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -247,7 +249,7 @@ class _Handler(WSGIRequestHandler):
 
 @contextmanager
 def dashboard_server(store_location: str, port: int = 8080) -> Iterator[WSGIServer]:
-    """Yield a server that listens already, for this machine alone; port 0 takes a free one (``server.server_port``).
+    """Yield a listening dashboard server for this machine; port 0 takes a free port (``server.server_port``).
 
     Raises ``InvalidRequestError`` for a port that is not free, and ``StorageError`` where the database cannot be
     opened.
@@ -268,9 +270,9 @@ def dashboard_server(store_location: str, port: int = 8080) -> Iterator[WSGIServ
 
 
 def serve(store_location: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the dashboard until Ctrl-C; ``ready`` is called with its address once it listens.
+    """Serve the dashboard until Ctrl-C. Call ``ready`` with its address once it listens.
 
-    Raises what ``dashboard_server`` does.
+    Raises the errors of ``dashboard_server``.
     """
     with dashboard_server(store_location, port) as server, suppress(KeyboardInterrupt):
         ready(f"http://{_ADDRESS}:{server.server_port}/")

@@ -23,19 +23,19 @@ in Optuna 5)."""
 
 
 def frozen_study(number: int, study: StudyRecord) -> FrozenStudy:
-    """Return a study as Optuna's storages do, with its objective named."""
+    """Return a study as Optuna's ``FrozenStudy``, with the name of its objective."""
     name = OBJECTIVE_NAMES[study.request.get("objective", "throughput")]
     attributes: dict[str, Any] = {METRIC_NAMES_KEY: [name]}
     return FrozenStudy(study.name, StudyDirection.MAXIMIZE, {}, attributes, number)
 
 
-def as_the_dashboard_knows_it(trial: FrozenTrial, number: int) -> None:
-    """Give a trial the number under which a storage has it, and copy its constraints to where they are looked for."""
+def set_dashboard_fields(trial: FrozenTrial, number: int) -> None:
+    """Set a trial's number in the storage, and copy its constraints to the attribute that the dashboard reads."""
     trial._trial_id = number
     if trial.constraints:
         trial.system_attrs[CONSTRAINTS_KEY] = list(trial.constraints.values())
 
 
 def id_of_trial(trial: FrozenTrial) -> int:
-    """Return the number under which a storage has a trial."""
+    """Return the number of a trial in the storage."""
     return trial._trial_id

@@ -48,14 +48,14 @@ class Expert:
 
     @property
     def batch(self) -> str:
-        """What is said of its batch: a larger one may fit where it is not the largest that fits."""
+        """The batch in words: the largest that fits, or the largest tried where a larger one may fit."""
         if not self.may_be_larger:
             return "the largest batch that fits"
         return "the largest batch tried" if self.is_measured else "a larger batch"
 
 
 def expert_of(report: Report) -> Expert | None:
-    """Return the expert's settings of a study; ``None`` where nothing like them was tried, or speed is not searched."""
+    """Return what an expert would run without a search; ``None`` for ``max-batch``, or without a similar trial."""
     if report.study.request["objective"] != "throughput":
         return None
     tried = _tried_by_experts(report)
@@ -97,7 +97,7 @@ def _tried_by_experts(report: Report) -> list[Tried]:
     total, world_size = request["effective_batch"], request.get("world_size", 1)
 
     def is_asked(candidate: Candidate) -> bool:
-        """Whether it trains the samples a step that are searched; the user's own settings may train others."""
+        """Return whether a candidate has the search's effective batch, unlike some users' own settings."""
         return total is None or candidate.samples_per_step * world_size == total
 
     # The baseline itself has a batch that nobody chose for its size.
@@ -106,7 +106,7 @@ def _tried_by_experts(report: Report) -> list[Tried]:
 
 
 def _larger(report: Report, candidate: Candidate) -> Candidate | None:
-    """Return the candidate at the next larger batch, twice as large where there is no effective batch."""
+    """Return the candidate at the next larger batch; twice the batch where there is no effective batch."""
     request = report.study.request
     try:
         batches = Batches(
@@ -122,13 +122,13 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
 
 
 def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:
-    """Return whether a larger batch is predicted to fit, by the line through the peaks of two measured ones.
+    """Return whether a larger batch is predicted to fit, by a line through two measured peaks.
 
-    ``None`` where there are no two.
+    ``None`` without two measured peaks.
     """
     if report.history.is_ruled_out(larger):
         return False
-    points = _points(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
+    points = _values_by_batch(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
     if len(points) < 2:
         return None
     (b1, y1), (b2, y2) = points[-2:]
@@ -137,18 +137,20 @@ def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool 
 
 
 def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
-    """Return the speed at a larger batch, by the line through the micro-steps of the two largest measured batches.
+    """Return the predicted speed at a larger batch, by a line through the two largest measured batches.
 
-    ``None`` where more samples took no longer: what was measured then is noise, and says nothing of still more.
+    ``None`` where the larger batch took no longer: then the difference is noise.
     """
-    points = _points(tried, larger.arm, lambda m: 1 / m.samples_per_second)
+    points = _values_by_batch(tried, larger.arm, lambda m: 1 / m.samples_per_second)
     (b1, s1), (b2, s2) = points[-2:]
     slope = (b2 * s2 - b1 * s1) / (b2 - b1)
     batch = larger.per_device_train_batch_size
     return batch / (b2 * s2 + slope * (batch - b2)) if slope > 0 else None
 
 
-def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]) -> list[tuple[int, float]]:
+def _values_by_batch(
+    tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]
+) -> list[tuple[int, float]]:
     # A batch may be measured with more than one accumulation; the last of them counts.
     points = {
         t.candidate.per_device_train_batch_size: value(t.measurement)
@@ -162,16 +164,16 @@ _OF_WEIGHTS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def computed_in(precision: Precision, weight_dtype: str) -> Precision:
-    """Return the precision of the products of weights stored in a dtype: that of autocast, else their own."""
+    """Return the precision of matrix products with this weight dtype: that of autocast, else of the weights."""
     return precision if precision in ("bf16", "fp16") else _OF_WEIGHTS.get(weight_dtype, precision)
 
 
 def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None:
-    """Return the share of the GPU's rated arithmetic that a step uses (MFU).
+    """Return the model FLOPs utilization (MFU) of a step; ``None`` where operations or peak rate are unknown.
 
-    Counted are matrix products, convolutions and attention of both passes, without padding and what is computed again.
-    Where a trial could not count them, those count that another with the same samples in a batch counted. Rated is
-    what the GPU's data sheet says for this precision. ``None`` where either is not known.
+    Matrix products, convolutions and attention of both passes count, without padding and recomputation. Where a trial
+    could not count them, the count of another trial with the same samples in a batch is used. The peak rate is that of
+    the GPU's data sheet in this precision.
     """
     chip, flops = chip_of_device(report.environment["device_name"]), measured.sample_flops
     for trial in report.trials:

@@ -97,23 +97,23 @@ class Export:
 
     @property
     def framework(self) -> Framework:
-        """What trains; a ``Trainer`` for a model by name."""
+        """The framework of the training; ``trainer`` for a model by name."""
         return self.source.framework if self.source is not None else "trainer"
 
     @property
     def interface(self) -> CodeInterface:
-        """How the user's own code takes its settings."""
+        """The way in which the user's own code takes its settings."""
         return self.source.interface if self.source is not None else CodeInterface()
 
     @property
     def takes_options(self) -> bool:
-        """Whether what trains is a script, which takes the arguments as options, unless it has them from elsewhere."""
+        """Whether the training is a script that takes the arguments as command-line options."""
         is_function = self.source is not None and self.source.kind != "script"
         return not is_function and self.interface.made_from == "flags"
 
     @property
     def usual_form(self) -> Format | LaunchFormat:
-        """The form in which what trains takes the settings."""
+        """The default export format for this kind of code."""
         is_script = self.source is not None and self.source.kind == "script"
         if self.candidate.arm.needs_launcher and (is_script or self.source is None):
             return "torchrun"
@@ -129,12 +129,12 @@ class Export:
 
     @property
     def template(self) -> Template | None:
-        """The command line of a script that is told its settings by placeholders; ``None`` for other code."""
+        """The command line of a script with placeholders; ``None`` for other code."""
         return self.source.template if self.source is not None and self.framework == "placeholders" else None
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What a launcher starts, as it is called in the folder that the search was started in."""
+        """The words of the training's command, without a launcher, relative to the search's working folder."""
         if self.source is None:
             return ("train.py",)
         if self.source.module is not None:
@@ -144,17 +144,17 @@ class Export:
 
     @property
     def ranks(self) -> int:
-        """Processes that train together."""
+        """Number of processes that train together in a trial."""
         return self.candidate.arm.ranks
 
     @property
     def processes(self) -> int:
-        """Processes of the training: one for each rank, or for each device of ``--world-size``."""
+        """Number of processes of the training: one for each rank, or for each device of ``--world-size``."""
         return max(self.ranks, self.world_size)
 
     @property
     def variables(self) -> dict[str, str]:
-        """All environment variables that a launcher does not set as they were measured by itself."""
+        """Environment variables of the measurement that a launcher does not set by itself."""
         # torchrun and accelerate set it to 1.
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
         filled = self.template.fill_variables(self.filling) if self.template is not None else ()
@@ -162,7 +162,7 @@ class Export:
 
     @property
     def applied(self) -> str:
-        """The code that applies what has no field in ``TrainingArguments``; empty where there is none."""
+        """Python code for settings without a field in ``TrainingArguments``; an empty string without such settings."""
         if self.applied_settings:
             return apply_call(self.applied_settings)
         multiple = self.collator_multiple
@@ -177,7 +177,7 @@ class Export:
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
-        """The arguments that speed and memory were measured with: all but those of the evaluation."""
+        """The arguments that affected the measurement: all but those of the evaluation."""
         return {name: value for name, value in self.arguments.items() if name not in _OF_EVALUATION}
 
 
@@ -187,7 +187,7 @@ def apply_call(settings: Mapping[str, Any]) -> str:
 
 
 def make_export(report: Report) -> Export:
-    """Return the export of a study's best trial; raises ``NoResultError`` where it has none."""
+    """Return the export of a study's best trial. Raises ``NoResultError`` without a best trial."""
     best = report.best
     if best is None and report.study.state == "running":
         raise NoResultError(
@@ -250,7 +250,7 @@ def make_export(report: Report) -> Export:
             if best.candidate.arm.expandable_segments
             else {}
         ),
-        differs=(*_order_of(best.candidate.arm), *(report.study.look.sentences if report.study.look else ())),
+        differs=(*_order_note(best.candidate.arm), *(report.study.look.sentences if report.study.look else ())),
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
@@ -264,14 +264,14 @@ def make_export(report: Report) -> Export:
     )
 
 
-def _order_of(arm: Arm) -> list[str]:
-    """Say in which order samples come, where it is not the one that was asked for."""
+def _order_note(arm: Arm) -> list[str]:
+    """Return a note on the order of samples, where it is not the requested order."""
     order = arm.train_sampling_strategy
     return [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
-    """Return the threads of each rank that were measured; those of an optimizer on the CPU share the cores."""
+    """Return ``OMP_NUM_THREADS`` of each rank as measured. For an optimizer on the CPU, ranks share the cores."""
     cores = (environment.get("host") or {}).get("usable_cores")
     if arm.offloads_optimizer and cores:
         return str(offloading_threads(int(cores), max(arm.ranks, world_size)))
@@ -283,12 +283,13 @@ _REENTRANT_OFF = (5, 23)
 
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
-    """Return what the export, in a form, cannot contain since it is no field of ``TrainingArguments``."""
-    return [in_one_line(line) for line in (*export.differs, *_beside(export, form))]
+    """Return notes on settings that this form cannot contain, since they are no fields of ``TrainingArguments``."""
+    return [in_one_line(line) for line in (*export.differs, *_notes_outside(export, form))]
 
 
-def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    several = _processes(export, form)
+def _notes_outside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    """Return the notes of ``beside_lines`` before control characters are escaped."""
+    several = _process_notes(export, form)
     if form != "torchrun" and not (form == "cli" and export.template is not None):
         set_them = "start the training with {}={} in its environment"
         in_file = launch_variables(export.candidate.arm) if form == "accelerate" else {}
@@ -297,14 +298,14 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         if export.template is not None:
             how = "write the values of --format json there, or train with autotune run"
             by_hand = [f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files]
-            return [*by_hand, *several, *_placement(export), f"measured on {export.measured}"]
+            return [*by_hand, *several, *_pinning_notes(export), f"measured on {export.measured}"]
         if export.source is not None and export.framework != "trainer":
             lines = hand_over(export.source, export.arguments, export.candidate)
             batches = export.rehearsal.loader_batches if export.rehearsal is not None else {}
             for key, size in batches.items():
                 place = os.path.basename(key.rpartition("#")[0])
                 lines.append(f"set by hand: batch_size of the validation DataLoader at {place} = {size}")
-            return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
+            return [*lines, *several, *_pinning_notes(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]
         launched = (
@@ -312,15 +313,15 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         )
         is_overruled = launched is not None and export.candidate.arm.precision in ("fp32", "tf32")
         return [
-            _over(export),
+            _how_to_pass(export),
             *(
                 [f"start it without --mixed_precision {launched}, which it was not measured with"]
                 if is_overruled
                 else []
             ),
             *several,
-            *_placement(export),
-            *_applying(export),
+            *_pinning_notes(export),
+            *_apply_notes(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
             *(
                 [*export.rehearsal.alarms, *export.rehearsal.sentences]
@@ -334,11 +335,18 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             f"measured on {export.measured}",
         ]
     measured = f"measured on {export.measured}"
-    return [*several, *_placement(export), *_zero(export, form), *made_by_hand(export), *_applying(export), measured]
+    return [
+        *several,
+        *_pinning_notes(export),
+        *_deepspeed_notes(export, form),
+        *made_by_hand(export),
+        *_apply_notes(export),
+        measured,
+    ]
 
 
 def made_by_hand(export: Export) -> list[str]:
-    """Return what only the code can do that makes a model by name and its data; none for the user's own code."""
+    """Return notes on settings of the model and its data, which only code can set; empty for the user's own code."""
     if export.task == "own":
         return []
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
@@ -355,8 +363,8 @@ def made_by_hand(export: Export) -> list[str]:
     return lines
 
 
-def _applying(export: Export) -> list[str]:
-    """Say how to apply what has no field in ``TrainingArguments``."""
+def _apply_notes(export: Export) -> list[str]:
+    """Return a note on how to apply settings without a field in ``TrainingArguments``."""
     if not export.applied:
         return []
     if export.applied_settings:
@@ -365,8 +373,8 @@ def _applying(export: Export) -> list[str]:
     return [f"before it trains: {export.applied}{why}"]
 
 
-def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Say how many processes to start, where the form does not do that."""
+def _process_notes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    """Return a note on how many processes to start, where the form does not start them."""
     count = export.processes
     if form == "accelerate" and export.on_cpu and count > 1:
         return [f"on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node {count}"]
@@ -376,8 +384,8 @@ def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     return [f"start {count} processes: this is the batch of each ({how})"]
 
 
-def _zero(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Say what a training with DeepSpeed needs besides its arguments."""
+def _deepspeed_notes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    """Return notes on what DeepSpeed needs besides the arguments."""
     if export.candidate.arm.zero_stage is None:
         return []
     is_alone = export.processes == 1 and form not in LAUNCH_FORMATS
@@ -389,8 +397,8 @@ def _zero(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     ]
 
 
-def _over(export: Export) -> str:
-    """Return how the arguments get to the user's script or function."""
+def _how_to_pass(export: Export) -> str:
+    """Return in words how the arguments get to the user's script or function."""
     if export.source is not None and export.source.kind != "script":
         # A launcher's command line is without them.
         form = " (--format json)" if export.ranks > 1 else ""
@@ -405,8 +413,8 @@ def _over(export: Export) -> str:
             return f"give them to {export.model} after its other options (--format cli), where the last one counts"
 
 
-def _placement(export: Export) -> list[str]:
-    """Say how to pin the training to one core, where that was measured."""
+def _pinning_notes(export: Export) -> list[str]:
+    """Return a note on pinning the training to one core, where this was measured."""
     core = export.cpu_core
     if core is None:
         return []
@@ -419,7 +427,7 @@ def _placement(export: Export) -> list[str]:
 
 
 def _pinning_lines(export: Export) -> str:
-    """Return Python lines that pin the process before torch is imported, and free the processes forked from it."""
+    """Return Python code that pins the process before torch is imported, but not its forked children."""
     if export.cpu_core is None:
         return ""
     return (
@@ -430,7 +438,7 @@ def _pinning_lines(export: Export) -> str:
 
 
 def render(export: Export, form: Format) -> str:
-    """Return the export as text that ends in a newline."""
+    """Return the export as text in a format, ending in a newline."""
     match form:
         case "json":
             return json.dumps(export.arguments, indent=2) + "\n"
@@ -452,7 +460,7 @@ def yaml_text(comments: Iterable[str], settings: Mapping[str, Any]) -> str:
 
 
 def render_launch(export: Export, form: LaunchFormat) -> str:
-    """Return how to start the winner's processes, as text that ends in a newline.
+    """Return the launch command or configuration of the winner, ending in a newline.
 
     Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
     """
@@ -472,7 +480,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
 
 
 def _accelerate_config(export: Export) -> str:
-    """Return the file that ``accelerate config`` would write; the training itself gets the exported arguments."""
+    """Return an accelerate configuration file. The training itself gets the exported arguments."""
     on_cpu = export.on_cpu
     arm = export.candidate.arm
     processes = export.processes
@@ -508,7 +516,7 @@ def _accelerate_config(export: Export) -> str:
 
 
 def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of peft's ``LoraConfig`` that a recorded workload stands for."""
+    """Return the arguments of peft's ``LoraConfig`` for a recorded workload."""
     if not workload.get("peft"):
         return {}
     task = {"task_type": PEFT_TASKS[workload["task"]]} if workload["task"] in PEFT_TASKS else {}
@@ -517,7 +525,7 @@ def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``BitsAndBytesConfig`` that a recorded workload stands for; dtypes by name."""
+    """Return the arguments of ``BitsAndBytesConfig`` for a recorded workload, with names of dtypes."""
     if not workload.get("quantize"):
         return {}
     arguments = Workload.from_document(dict(workload)).bits_arguments()
@@ -528,15 +536,15 @@ def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call in Python; the values of dtypes are names of torch."""
+    """Return a call as Python code, with dtypes as attributes of ``torch``."""
     said = (f"{key}={f'torch.{value}' if key.endswith('_dtype') else repr(value)}" for key, value in arguments.items())
     return f"{name}({', '.join(said)})"
 
 
 def _flags(export: Export) -> list[str]:
-    """Return the arguments as words of a command line, as far as the script has flags for them.
+    """Return the arguments as command-line words, where the script has flags for them.
 
-    Of a script with placeholders it is the whole command line.
+    For a script with placeholders, return the whole command line.
     """
     if export.template is not None:
         # Not before the command, so that $(…) takes them, too.
@@ -570,6 +578,7 @@ def _flags(export: Export) -> list[str]:
 
 
 def _python(export: Export) -> str:
+    """Return the export as Python code."""
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     if export.task == "own":
         pinning = _pinning_lines(export)
@@ -611,11 +620,11 @@ def _python(export: Export) -> str:
 
 
 def hub_name(export: Export) -> str:
-    """Return the hub repository of a name of the catalog; any other name as it is."""
+    """Return the hub repository of a catalog name, or any other name unchanged."""
     entry = None if "/" in export.model else catalog.find(export.model)
     return repository_of(entry, export.model) or export.model if entry else export.model
 
 
 def _call_apply(export: Export) -> str:
-    """Return the line of Python that applies what has no field in ``TrainingArguments``."""
+    """Return Python code that applies settings without a field in ``TrainingArguments``."""
     return f"# once there is a Trainer:\n{export.applied}\n" if export.applied else ""

@@ -196,6 +196,7 @@ def trial_type() -> type[Any]:
 
 
 def _shapes(measured: Measurement | None) -> ShapesDocument | None:
+    """Return the JSON of a trial's batch shapes; ``None`` where they were not measured."""
     if measured is None or measured.shapes_seen is None:
         return None
     each, in_steps = measured.new_shape_seconds, measured.new_shapes_in_steps
@@ -203,7 +204,7 @@ def _shapes(measured: Measurement | None) -> ShapesDocument | None:
 
 
 def trial_document(view: TrialView) -> Document:
-    """Return one trial as ``--json`` prints it; what was not measured is ``None``."""
+    """Return one trial as ``--json`` prints it, with ``None`` for missing measurements."""
     trial, measured, outcome = view.record, view.measured, view.record.outcome
     peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
     document: Document = encode(

@@ -32,7 +32,7 @@ BATCH = "per_device_train_batch_size"
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
-    """Return the state and the value of an outcome. Out of memory is PRUNED without a value; a fault is FAIL."""
+    """Return Optuna's state and value of an outcome: PRUNED for out of memory, FAIL for a fault, both without value."""
     if isinstance(outcome, Completed):
         batch = candidate.per_device_train_batch_size
         value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
@@ -42,7 +42,7 @@ def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return how far a trial is above what is feasible, in GiB; ``None`` for a fault, which says nothing.
+    """Return by how many GiB a trial is above the memory line; ``None`` for a fault.
 
     A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
     """
@@ -54,7 +54,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
 
 
 def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[FrozenTrial]:
-    """Return a study's trials as Optuna's, with the parameters that varied; while it runs, with those that may vary."""
+    """Return a study's trials as Optuna's, with the parameters that varied or, in a running study, may vary."""
     records = list(records)
     settings = [record.candidate.recorded_parameters() for record in records]
     values: dict[str, set[Any]] = {BATCH: set()}
@@ -72,7 +72,7 @@ def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[Fr
 
 
 def _distribution(name: str, found: set[Any]) -> BaseDistribution:
-    """Return what a parameter is drawn from: the same for all refreshes of a page, where the table has its values."""
+    """Return the distribution of a parameter, equal for all refreshes of a page where the lever has known values."""
     if name == BATCH:
         return IntDistribution(1, LARGEST_FREE_BATCH)
     known = next((row.values for row in LEVERS if row.name == name), ())
@@ -108,7 +108,7 @@ def _frozen(
 
 
 def _attributes(candidate: Candidate, outcome: Outcome | None) -> dict[str, float | str]:
-    """Return flat numbers, which dashboards can plot, and the earlier trial they are from, if any."""
+    """Return user attributes of a trial: flat numbers for plots, and the reused trial if any."""
     attributes: dict[str, float | str] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
     source = source_of(outcome)
     if source is not None:

@@ -71,7 +71,7 @@ class OwnArguments(TypedDict, total=False):
 
 
 def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
-    """Return a candidate under the code's names; only what the code was seen to use."""
+    """Return a candidate under the code's own names, limited to settings that the code uses."""
     kind = source.framework
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
@@ -83,20 +83,20 @@ def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
 
 
 def _loading(candidate: Candidate) -> dict[str, int]:
-    """Return how the data is to be loaded, as far as that is not left to the code."""
+    """Return the data loader settings that the code does not decide."""
     arm = candidate.arm
     values = {"workers": arm.dataloader_num_workers, "prefetch": arm.dataloader_prefetch_factor}
     return {what: value for what, value in values.items() if value}
 
 
 def flags(source: TrainingSource, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the command-line flag of each argument for which the script's own parser has one."""
+    """Return the script's own command-line flags for these arguments."""
     known, names = source.interface.flags, _NAMES[source.framework]
     return {name: known[what] for what, name in names.items() if what in known and name in arguments}
 
 
 def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: Candidate) -> list[str]:
-    """Return lines that say what to do with the arguments, for code that is no Trainer's."""
+    """Return instructions for passing the arguments to code without a Trainer."""
     interface, kind, name = source.interface, source.framework, source.name
     made_at = f" at {interface.loader}" if interface.loader else ""
     by_loader = {"workers": "num_workers", "prefetch": "prefetch_factor"}

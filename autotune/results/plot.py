@@ -16,9 +16,9 @@ _MARKERS = "os^Dp"
 
 
 def plot_trials(report: Report) -> Any:
-    """Plot samples a second against peak memory, as the HTML report does: a mark a trial, a line an arm, the ceiling.
+    """Plot samples a second against peak memory with a marker for each trial and a line for each arm.
 
-    Returns the matplotlib ``Axes`` of a new figure; raises ``InvalidRequestError`` where matplotlib is not installed.
+    Returns the matplotlib ``Axes`` of a new figure. Raises ``InvalidRequestError`` where matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidRequestError("a plot needs matplotlib, which is not installed", how_to_add("plot"))
@@ -53,7 +53,7 @@ def plot_trials(report: Report) -> Any:
 
 
 def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
-    """Plot the trials of one arm from the smallest batch to the largest, hollow where the headroom is not kept."""
+    """Plot the trials of one arm in order of batch, with hollow markers below the required headroom."""
     points = sorted((p for p in chart.points if p.arm == number), key=lambda p: p.candidate.per_device_train_batch_size)
     line = axes.errorbar(
         [point.peak_bytes / unit for point in points],

@@ -12,7 +12,7 @@ from autotune.core.schema import decode, make_record, record_fields
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHECKED_AGAINST
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer, in_order, pareto_front, rank
+from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.estimate.step_time import Limiter, StepTime
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class SpeedDocument:
 
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
-    """Return the predicted speed of a candidate as it is printed."""
+    """Return the predicted speed of a candidate as JSON-ready data."""
     real = workload.seq_len * (1 - workload.padding)
     tokens = predicted.samples_per_second * real if workload.is_text else None
     return SpeedDocument(
@@ -80,7 +80,7 @@ class TimedBatchDocument(SpeedDocument, BatchDocument):
 
 @functools.cache
 def arm_prediction_type() -> type[Any]:
-    """Return the type of a configuration with all its batches, each of which has a type of its own."""
+    """Return the msgspec type of a configuration with all its batches."""
     return make_record(
         "ArmPrediction",
         [*record_fields(Arm), ("largest_batch", int | None), ("batches", list[Any]), ("why_not", str | None, None)],
@@ -89,12 +89,12 @@ def arm_prediction_type() -> type[Any]:
 
 @functools.cache
 def best_prediction_type() -> type[Any]:
-    """Return the type of a configuration at the batch at which it is fastest."""
+    """Return the msgspec type of a configuration at its fastest batch."""
     return make_record("BestPrediction", [*record_fields(Arm), *record_fields(TimedBatchDocument)])
 
 
 def best_of(arms: Sequence[Any]) -> Any:
-    """Return the fastest configuration that fits, with its batch; ``None`` where none fits at a predicted speed."""
+    """Return the fastest configuration and batch that fits; ``None`` where none has a predicted speed."""
     timed = [
         (arm, batch) for arm in arms for batch in arm.batches if batch.fits and isinstance(batch, TimedBatchDocument)
     ]
@@ -205,11 +205,11 @@ def advice_document(offers: list[Offer], workload: Workload, samples: float, pri
         workload={name: value for name, value in workload.document().items() if name != "config"},
         samples=samples,
         prices=PricesDocument(prices.unit, prices.source),
-        gpus=[_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
+        gpus=[_offer_document(offer, workload, rank(offer, offers), offer in front) for offer in sort_offers(offers)],
     )
 
 
-def _row(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
+def _offer_document(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
     rates = offer.chip.rates
     row = OfferDocument(
         gpu=offer.chip.name,
@@ -247,11 +247,11 @@ class BatchView:
 
     @property
     def samples_per_second(self) -> float:
-        """The predicted speed; 0 where none is predicted."""
+        """The predicted speed; 0 without a prediction."""
         return self.speed.samples_per_second if self.speed is not None else 0.0
 
     def name(self) -> str:
-        """Return ``bf16, checkpointing at 32 × 2``."""
+        """Return configuration and batch: ``bf16, checkpointing at 32 × 2``."""
         candidate = self.candidate
         batch = f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
         return f"{candidate.arm.describe()} at {batch}"
@@ -274,7 +274,7 @@ class ArmView:
 
     @property
     def fastest(self) -> BatchView | None:
-        """The fastest batch that fits, or the largest where speed is not predicted; ``None`` where none fits."""
+        """The fastest batch that fits, or the largest without predicted speeds; ``None`` where none fits."""
         return max(
             self.fitting,
             key=lambda batch: (batch.samples_per_second, batch.candidate.per_device_train_batch_size),
@@ -297,30 +297,30 @@ class GpuView:
 
     @property
     def ranks(self) -> int:
-        """How many GPUs train together."""
+        """Number of GPUs that train together."""
         return self.arms[0].arm.ranks
 
     @property
     def best(self) -> BatchView | None:
-        """The fastest that fits; ``None`` where no speed is predicted or none fits."""
+        """The fastest configuration and batch that fits; ``None`` without any."""
         timed = [batch for arm in self.arms for batch in arm.fitting if batch.speed is not None]
         return max(timed, key=lambda batch: batch.samples_per_second, default=None)
 
 
 def gpu_view(document: Document) -> GpuView:
-    """Return the view of one of the ``gpus`` of a prediction; raises ``ValueError`` where it is malformed."""
+    """Return the view of one entry of ``gpus`` in a prediction. Raises ``ValueError`` for a malformed entry."""
     arms = []
     for of_arm in document["arms"]:
-        arm, batches = _known(of_arm, Arm), []
+        arm, batches = _decode_leniently(of_arm, Arm), []
         for batch in of_arm["batches"]:
-            timed = _known(batch, TimedBatchDocument) if "samples_per_second" in batch else None
-            memory: BatchDocument = timed or _known(batch, BatchDocument)
+            timed = _decode_leniently(batch, TimedBatchDocument) if "samples_per_second" in batch else None
+            memory: BatchDocument = timed or _decode_leniently(batch, BatchDocument)
             candidate = Candidate(arm, memory.per_device_train_batch_size, memory.gradient_accumulation_steps)
             batches.append(BatchView(candidate, memory, timed))
         arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches), of_arm.get("why_not")))
     return GpuView(
         document["gpu"],
-        _known({**document["workload"], "config": {}}, Workload),
+        _decode_leniently({**document["workload"], "config": {}}, Workload),
         document["ceiling_bytes"],
         document["line_bytes"],
         document["fits_below_bytes"],
@@ -330,7 +330,7 @@ def gpu_view(document: Document) -> GpuView:
     )
 
 
-def _known(document: Document, kind: type[T]) -> T:
-    """Decode a document, without the fields that this version does not know: a service may be newer."""
+def _decode_leniently(document: Document, kind: type[T]) -> T:
+    """Decode a document but ignore unknown fields, which a newer service may send."""
     names = dict(record_fields(kind))
     return decode({name: value for name, value in document.items() if name in names}, kind)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.core.candidate import Candidate
 from autotune.core.units import format_bytes, format_rate
 from autotune.core.workload import Workload
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import Offer, in_order, pareto_front, rank
-from autotune.estimate.step_time import StepTime
+from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
 from autotune.results.predicted import ArmView, BatchView, GpuView
 
@@ -72,7 +70,7 @@ _GRADES = {
 def prediction_lines(
     gpus: Sequence[GpuView], *, all_batches: bool, anatomy: bool, columns: int | None = None
 ) -> list[str]:
-    """Return what is predicted for each GPU, and of several a comparison, in tables of so many columns."""
+    """Return the predictions for each GPU, and a comparison of several GPUs, as tables."""
     lines = []
     for gpu in gpus:
         lines += [*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy, columns=columns), ""]
@@ -80,7 +78,7 @@ def prediction_lines(
 
 
 def accuracy_lines(gpus: Sequence[GpuView], optims: Sequence[str] = ()) -> list[str]:
-    """Return how good predictions like these were where they were measured."""
+    """Return sentences on the measured accuracy of such predictions."""
     lines = [f"Predicted, not measured: {ACCURACY}."]
     has_speed = any(gpu.best is not None for gpu in gpus)
     lines += few_bits_lines(gpus[0].workload.quantize, optims, has_speed=has_speed)
@@ -92,7 +90,7 @@ def accuracy_lines(gpus: Sequence[GpuView], optims: Sequence[str] = ()) -> list[
 
 
 def few_bits_lines(quantize: str | None, optims: Sequence[str], *, has_speed: bool) -> list[str]:
-    """Return how good predictions are of weights and of moments in few bits; none where neither is."""
+    """Return sentences on the accuracy for quantized weights or optimizer states; empty without quantization."""
     if quantize is None and not any("8bit" in name for name in optims):
         return []
     speed = [f"Few bits, speed: {FEW_BITS_SPEED}."] if quantize is not None and has_speed else []
@@ -100,7 +98,7 @@ def few_bits_lines(quantize: str | None, optims: Sequence[str], *, has_speed: bo
 
 
 def experts_line(unquantized_bytes: int, dtype: str) -> str:
-    """Return how much of a model ``--quantize`` leaves as it is."""
+    """Return a sentence on the size of the weights that ``--quantize`` leaves unquantized."""
     return (
         f"{format_bytes(unquantized_bytes)} of weights stay in {dtype}: the experts of the model are no linear layers, "
         "which are what --quantize quantizes"
@@ -108,7 +106,7 @@ def experts_line(unquantized_bytes: int, dtype: str) -> str:
 
 
 def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
-    """Return what is predicted for one kind of GPU."""
+    """Return the predictions for one kind of GPU as lines."""
     workload, best = gpu.workload, gpu.best
     on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
     lines = [
@@ -150,7 +148,7 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
 
 
 def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
-    """Return whether all that fits with gradients reduced in each micro-step fits without that, too."""
+    """Return whether every batch that fits with gradients reduced in each micro-step also fits without."""
     if not arm.arm.sync_each_batch:
         return False
     plain = next((other for other in arms if other.arm == replace(arm.arm, sync_each_batch=False)), None)
@@ -167,7 +165,7 @@ def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
 
 
 def _which_fit(arms: Sequence[ArmView]) -> str:
-    """Return which strategies fit, each with its largest batch."""
+    """Return a sentence on the strategies that fit, each with its largest batch."""
     largest: dict[str, int] = {}
     for arm in arms:
         name = str(arm.arm.strategy)
@@ -181,7 +179,7 @@ def _which_fit(arms: Sequence[ArmView]) -> str:
 
 
 def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:
-    """Return which configuration to choose, its speed, and those that are nearly as fast."""
+    """Return a sentence on the configuration to choose, its speed, and those nearly as fast."""
     speed = best.speed
     assert speed is not None
     low, high = speed.samples_per_second_interval
@@ -201,7 +199,7 @@ def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:
 
 
 def _not_compared(arms: Sequence[ArmView]) -> str:
-    """Return which strategies fit without a predicted speed, so that they were no choice; an empty text for none."""
+    """Return a sentence on strategies that fit but have no predicted speed; an empty string without any."""
     names = dict.fromkeys(
         arm.arm.strategy
         for arm in arms
@@ -214,7 +212,7 @@ def _not_compared(arms: Sequence[ArmView]) -> str:
 
 
 def unknown_line(calls: dict[str, int], share: float) -> str:
-    """Return a sentence about operations of which only the memory traffic is predicted."""
+    """Return a sentence on operations of unknown duration, for which only memory traffic is predicted."""
     most = sorted(calls, key=lambda name: -calls[name])
     names = ", ".join(f"{name} ({calls[name]} ×)" for name in most[:_MOST_NAMED])
     more = f" and {len(most) - _MOST_NAMED} more" if len(most) > _MOST_NAMED else ""
@@ -225,7 +223,7 @@ def unknown_line(calls: dict[str, int], share: float) -> str:
 
 
 def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
-    """Return what an optimizer step takes, and the GPU time of each kind of work in it, largest first."""
+    """Return the predicted times of an optimizer step, and its GPU time by kind of work, largest first."""
     steps = [
         (batch.candidate, batch.speed)
         for arm in arms
@@ -252,7 +250,7 @@ def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
 
 
 def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]:
-    """Return a line for each GPU with its best configuration."""
+    """Return a table with each GPU's best configuration."""
     rows = []
     for gpu in gpus:
         best = gpu.best
@@ -268,7 +266,7 @@ def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]
 
 
 def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[list[str]]:
-    """Return the rows of one configuration, which is named in the first."""
+    """Return the rows of one configuration, one for each batch; the first row names the configuration."""
     rows = []
     name = arm.arm.describe()
     for batch in arm.batches:
@@ -280,7 +278,7 @@ def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str])
 
 
 def _chosen_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[str]:
-    """Return the row of the fastest batch that fits, or of the largest where speed is not predicted.
+    """Return the row of the fastest batch that fits, or of the largest without predicted speeds.
 
     Where none fits, it is the batch with the lowest peak.
     """
@@ -306,7 +304,7 @@ def _speed_cells(batch: BatchView, head: list[str]) -> list[str]:
 
 
 def _peak_cells(batch: BatchView, line_bytes: int, *, has_allocated: bool) -> list[str]:
-    """Return the peaks, reserved bytes with their share of the line; without allocated ones a row takes 80 columns."""
+    """Return the cells of the peaks: allocated bytes if wanted, reserved bytes with their share of the line."""
     allocated, reserved = batch.memory.peak_allocated_bytes, batch.memory.peak_reserved_bytes
     cells = [format_bytes(allocated)] if has_allocated else []
     return [*cells, f"{format_bytes(reserved):>8} {reserved / line_bytes:>4.0%}"]
@@ -324,12 +322,12 @@ def advice_lines(
     prices: Prices,
     columns: int | None = None,
 ) -> list[str]:
-    """Return the GPUs in the order in which they are to be chosen, in a table of so many columns."""
+    """Return the GPUs in the order to choose, as a table at most ``columns`` wide."""
     lines = [
         f"{workload.model} ({workload.task}, {workload.seq_len} tokens); {workload.describe_numerics()}; "
         f"effective batch {effective_batch}, {samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
     ]
-    front, ordered = pareto_front(offers), in_order(offers)
+    front, ordered = pareto_front(offers), sort_offers(offers)
     has_prices = any(offer.cost is not None for offer in offers)
     grades = {offer.graded.grade for offer in offers if offer.graded is not None}
     head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]
@@ -342,11 +340,13 @@ def advice_lines(
             continue
         speed = _with_ends(offer.best.samples_per_second, offer.best.interval_samples_per_second)
         known = "" if len(grades) == 1 else f" ({offer.graded.grade})"
-        row = [name, f"{_candidate(offer.best).describe()}{known}", speed, format_rate(offer.hours)]
+        # The number of GPUs says the ranks.
+        candidate = replace(offer.best.candidate, arm=replace(offer.best.candidate.arm, strategy=None, ranks=1))
+        row = [name, f"{candidate.describe()}{known}", speed, format_rate(offer.hours)]
         rows.append((row, offer))
 
     def table(*, with_ends: bool) -> list[str]:
-        cells = [[*row, _cost(offer, with_ends=with_ends)][: len(head)] for row, offer in rows]
+        cells = [[*row, _cost_cell(offer, with_ends=with_ends)][: len(head)] for row, offer in rows]
         return narrow_table_lines(head, cells, columns, (), folds=1)
 
     shown = table(with_ends=True)
@@ -355,7 +355,7 @@ def advice_lines(
     # Outside the table, whose second column such a sentence would widen beyond 80 characters.
     width = max((len(name) for name in (*(row[0] for row, _ in rows), *(name for name, _ in refused))), default=0)
     lines += [f"{name:<{width}}  {why}" for name, why in refused]
-    lines.append(_undecided(ordered) + (" * none is both as fast and as cheap." if front else ""))
+    lines.append(_order_line(ordered) + (" * none is both as fast and as cheap." if front else ""))
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
     if steps:
         most = max(steps, key=lambda step: step.unknown_share)
@@ -363,12 +363,7 @@ def advice_lines(
     return lines
 
 
-def _candidate(step: StepTime) -> Candidate:
-    """Return a candidate without its ranks, which the number of GPUs says."""
-    return replace(step.candidate, arm=replace(step.candidate.arm, strategy=None, ranks=1))
-
-
-def _cost(offer: Offer, *, with_ends: bool) -> str:
+def _cost_cell(offer: Offer, *, with_ends: bool) -> str:
     if offer.cost is None or offer.interval_cost is None:
         return ""
     return _with_ends(offer.cost, offer.interval_cost) if with_ends else format_rate(offer.cost)
@@ -380,8 +375,8 @@ def _with_ends(value: float, interval: tuple[float, float]) -> str:
     return f"{format_rate(value)} ({low}–{high})"
 
 
-def _undecided(ordered: list[Offer]) -> str:
-    """Say by what the GPUs are sorted, and which of them may be the first although they are not."""
+def _order_line(ordered: list[Offer]) -> str:
+    """Return a sentence on the sort order, and on GPUs that may be first although they are not."""
     best = "cheapest" if any(offer.cost is not None for offer in ordered) else "fastest"
     ranked = [(rank(offer, ordered), _name(offer)) for offer in ordered]
     tied, behind = ([name for number, name in ranked if number and (number > 1) is late] for late in (False, True))
@@ -398,7 +393,7 @@ def _name(offer: Offer) -> str:
 
 
 def grade_lines(offers: list[Offer], quantize: str | None = None, optims: Sequence[str] = ()) -> list[str]:
-    """Return what each grade means that an offer has, and how good predictions of few bits are."""
+    """Return the meaning of each grade among the offers, and the accuracy for quantized weights."""
     grades = dict.fromkeys(offer.graded.grade for offer in offers if offer.graded is not None)
     few_bits = few_bits_lines(quantize, optims, has_speed=bool(grades.keys() - {"measured"}))
     return [*(f"{grade}: {_GRADES[grade]}." for grade in grades), *few_bits]

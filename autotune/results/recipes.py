@@ -44,9 +44,9 @@ AnyForm = Format | LaunchFormat | Recipe
 
 
 def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
-    """Return a study's winner in a form, ending in a newline, and what has to be said beside it.
+    """Return a study's winner in a form, ending in a newline, and notes for settings outside of it.
 
-    Raises ``InvalidRequestError`` where the form cannot say it, and ``NoResultError`` where there is no winner.
+    Raises ``InvalidRequestError`` where the form cannot express the winner, and ``NoResultError`` without a winner.
     """
     made = make_export(report)
     match form:
@@ -59,9 +59,10 @@ def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
 
 
 def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
+    """Return the winner as a recipe, with comments on settings that it cannot contain."""
     if form == "model-card":
         return _model_card(report, export)
-    _check_can_say(export, form)
+    _check_expressible(export, form)
     makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
     settings = makers[form](export, report.workload)
     # Of others it is not known which transformers they train with.
@@ -72,8 +73,8 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     return yaml_text(map(in_one_line, lines), settings)
 
 
-def _check_can_say(export: Export, form: Recipe) -> None:
-    """Raise ``InvalidRequestError`` for a training that the recipe cannot say."""
+def _check_expressible(export: Export, form: Recipe) -> None:
+    """Raise ``InvalidRequestError`` for a training that the recipe cannot express."""
     arm, name = export.candidate.arm, _NAMES[form]
     if export.task != "causal-lm":
         what = "your own code" if export.task == "own" else f"a model for {export.task}"
@@ -100,7 +101,7 @@ def _adapters(export: Export, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _trl(export: Export, _: Any) -> dict[str, Any]:
-    """``trl sft --config FILE``: the fields of ``TrainingArguments``, and those of TRL's ``ModelConfig``."""
+    """Return the settings for ``trl sft --config FILE``: ``TrainingArguments`` and TRL's ``ModelConfig``."""
     settings = {name: value for name, value in export.arguments.items() if value is not None}
     settings |= {"model_name_or_path": hub_name(export), **export.model_arguments}
     if export.lora:
@@ -205,7 +206,7 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
 
 
 def _model_card(report: Report, export: Export) -> str:
-    """Return a section in Markdown: the settings, what was measured, and where."""
+    """Return a model card section in Markdown: settings, measurements, hardware."""
     # What has an export has a winner, which was measured.
     assert report.best is not None
     measured = measurement(report.best)

@@ -40,15 +40,15 @@ class Report:
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
-        return None if trial_id is None else self._by_id.get(trial_id)
+        return None if trial_id is None else self._trials_by_id.get(trial_id)
 
     @functools.cached_property
-    def _by_id(self) -> dict[str, TrialRecord]:
+    def _trials_by_id(self) -> dict[str, TrialRecord]:
         return {trial.id: trial for trial in self.trials}
 
     @property
     def best(self) -> TrialRecord | None:
-        """The winner; ``None`` until the search ends or pauses with one."""
+        """The winner; ``None`` until the search ends or pauses with a winner."""
         return self.trial(self.study.best_trial_id)
 
     @property
@@ -58,12 +58,12 @@ class Report:
 
     @property
     def is_text(self) -> bool:
-        """Whether the samples of a model by name are counted in tokens."""
+        """Whether the model is given by name and its samples are text."""
         return self.workload["task"] not in ("image-classification", "speech-seq2seq", "own")
 
     @property
     def baseline_name(self) -> str:
-        """What the baseline's settings are called."""
+        """The name of the baseline's settings in sentences."""
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
         if self.source is not None and not self.source.interface.has_own_settings:
@@ -78,29 +78,29 @@ class Report:
 
     @property
     def is_own_best(self) -> bool:
-        """Whether the user's own settings are the answer: nothing was distinguishably faster."""
+        """Whether the user's own settings won, since no candidate was distinguishably faster."""
         tried = [trial.candidate for trial in (self.best, self.baseline) if trial is not None]
         return self.has_own_settings and len(tried) == 2 and tried[0] == tried[1]
 
     @property
     def samples(self) -> int | None:
-        """Samples of the user's own data; ``None`` where there is none, or that is not known."""
+        """Number of samples of the user's own data; ``None`` without such data or where unknown."""
         facts = data_facts(self.workload)
         return facts.samples if facts is not None else self.source.interface.samples if self.source else None
 
     @property
     def is_loop(self) -> bool:
-        """Whether a training loop of the user's own was searched."""
+        """Whether the search was over a training loop of the user."""
         return self.source is not None and self.source.kind == "loop"
 
     @functools.cached_property
     def source(self) -> TrainingSource | None:
-        """The user's own code that was searched, with secrets masked; ``None`` for a model by name."""
+        """The user's own code, with secrets masked; ``None`` for a model by name."""
         document = self.workload.get("source")
         return read_source(document) if document else None
 
     def is_elsewhere(self, trial: TrialRecord) -> bool:
-        """Return whether a trial ran on another machine than the study went on with."""
+        """Return whether a trial ran on another machine than the study's current one."""
         return trial.environment_id != self.study.environment_id
 
     def feasible(self, trial: TrialRecord) -> bool:
@@ -110,7 +110,7 @@ class Report:
 
     @functools.cached_property
     def history(self) -> History:
-        """The trials that count, pooled as the search pooled them; none of another machine."""
+        """The trials of the study's current machine, pooled as in the search."""
         own = self.baseline.candidate if self.baseline is not None and self.has_own_settings else None
         history, repeats = History(self.ceiling, own=own, before=self.before), Repeats()
         for trial in self.trials:
@@ -123,10 +123,10 @@ class Report:
         return history
 
     def speed(self, trial: TrialRecord | None) -> Speed | None:
-        """Return the pooled speed of a trial's candidate, with the prediction for its next run.
+        """Return the pooled speed of a trial's candidate, with the interval of its next run.
 
-        The answer is chosen by it, and every number of a candidate follows from it. ``None`` where the trial did not
-        complete.
+        The winner was chosen by this speed, and every printed number of a candidate follows from it. ``None`` where the
+        trial did not complete.
         """
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
@@ -144,7 +144,7 @@ class Report:
         return found[0].measurement.at_speed(speed.samples_per_second)
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
-        """Return the mean tokens a second of a measurement, padding left out; ``None`` where samples are not text."""
+        """Return the mean tokens a second without padding; ``None`` where samples are not text."""
         if measured is not None and self.workload["task"] == "own" and measured.tokens_per_sample is not None:
             return measured.samples_per_second * measured.tokens_per_sample
         if measured is None or not self.is_text:
@@ -155,17 +155,17 @@ class Report:
 
     @property
     def is_speedup_a_bound(self) -> bool:
-        """Whether the winner's speed-up may be smaller than stated: the baseline was disturbed, the winner was not."""
+        """Whether the stated speed-up is an upper bound: the baseline was disturbed, the winner was not."""
         return self._was_disturbed(self.baseline) and not self._was_disturbed(self.best)
 
     def _was_disturbed(self, trial: TrialRecord | None) -> bool:
-        """Return whether all trials that count for a trial's candidate were disturbed."""
+        """Return whether every trial of the same candidate was disturbed by other processes."""
         counting = self.history.outcomes_of(trial.candidate) if trial is not None else []
         return bool(counting) and all(getattr(tried.outcome, "disturbed", False) for tried in counting)
 
     @functools.cached_property
     def too_noisy(self) -> str | None:
-        """Why it cannot be told whether the best is the fastest; ``None`` where it can, or the user accepts noise."""
+        """Why noise hides whether the best is the fastest; ``None`` where it does not, or the user accepts noise."""
         best = self.best
         if best is None or accepts_noise() or self.study.request.get("objective", "throughput") != "throughput":
             return None
@@ -176,7 +176,7 @@ class Report:
         return too_noisy(self.history, best.candidate, {t.candidate for t in self.history.believed()} - left_out)
 
     def check_is_told(self) -> None:
-        """Raise ``TooNoisyError`` where the best may not be the fastest."""
+        """Raise ``TooNoisyError`` where noise hides whether the best is the fastest."""
         if self.too_noisy is not None:
             raise TooNoisyError(
                 f"too noisy to tell which candidate is the fastest: {self.too_noisy}",
@@ -185,7 +185,7 @@ class Report:
             )
 
     def speedup(self) -> float | None:
-        """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""
+        """Return the winner's speed over the baseline's; ``None`` where either is missing."""
         best, baseline = self.speed(self.best), self.speed(self.baseline)
         return best.samples_per_second / baseline.samples_per_second if best and baseline else None
 
@@ -196,10 +196,10 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
 
 
 def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict[Kind, Deviations]:
-    """Return how processes had deviated on a study's machine before it; ``trials`` are of ``Store.repeated_trials``.
+    """Return the deviations between processes on a study's machine before the study.
 
-    What came later is left out, so that a study's numbers stay what they were; and trials of its workload, which the
-    study itself may have reused.
+    ``trials`` are of ``Store.repeated_trials``. Later trials are left out, so that a study's numbers never change.
+    Trials of the same workload are left out, since the study may have reused them.
     """
     repeated: dict[tuple[str, Candidate], list[Tried]] = {}
     for trial in trials:
@@ -217,7 +217,7 @@ def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict
 
 
 def winners_speeds(store: Store, summaries: Sequence[StudySummary]) -> dict[str, Speed]:
-    """Return the pooled speed of each study's winner, by the study's id; without studies that have none."""
+    """Return the pooled speed of each study's winner by the study's id. Studies without a winner are left out."""
     found, trials = {}, store.trials_of_winners()
     repeated = store.repeated_trials({summary.study.environment_id for summary in summaries})
     for summary in summaries:
@@ -234,9 +234,9 @@ def winners_speeds(store: Store, summaries: Sequence[StudySummary]) -> dict[str,
 
 
 def load_report(store: Store, name: str) -> Report:
-    """Load the report of the study with this name.
+    """Load the report of a study by its name.
 
-    Raises ``UnknownStudyError`` where there is none, and ``StorageError`` where its record is incomplete.
+    Raises ``UnknownStudyError`` for an unknown name, and ``StorageError`` where the record is incomplete.
     """
     study = store.existing_study(name)
     try:
@@ -266,7 +266,7 @@ _REQUEST = ("effective_batch", "world_size", "objective", "batch_multiple", "mea
 
 
 def _problem(report: Report) -> str | None:
-    """Return what is wrong with a record, in words; ``None`` where it is complete."""
+    """Return the problem of an incomplete record in words; ``None`` for a complete record."""
     request = report.study.request
     for what, document, parts in (
         ("environment", report.environment, _ENVIRONMENT),
@@ -293,6 +293,6 @@ def _problem(report: Report) -> str | None:
 
 
 def data_facts(workload: Document) -> DataFacts | None:
-    """Return the facts of the user's own dataset; ``None`` where there is none."""
+    """Return the facts of the user's own dataset; ``None`` without a dataset."""
     data = workload.get("data") or {}
     return decode(data["facts"], DataFacts) if data.get("facts") else None

@@ -49,7 +49,7 @@ class TrialView:
 
     @property
     def candidate(self) -> Candidate:
-        """The settings that it ran."""
+        """The settings of the trial."""
         return self.record.candidate
 
 
@@ -68,7 +68,7 @@ class RunnerUp:
     """Why the best is preferred, where this was measured to be faster; empty where it was not."""
 
     def describe(self) -> str:
-        """Return ``1.04 ± 0.02 × the next fastest (64 × 1  bf16)``, or ``2.25 × …, give or take a factor of 2.5``."""
+        """Return the comparison in words: ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``."""
         factor, other = math.exp(self.log_half_width), f"the next fastest ({self.candidate.describe()})"
         words = f"{self.ratio:.2f} ± {self.ratio * self.log_half_width:.2f} × {other}"
         if is_lopsided(1, 1 / factor, factor):
@@ -114,38 +114,38 @@ class StudyView:
 
     @functools.cached_property
     def searched(self) -> tuple[str, str, str]:
-        """The model; the data and the batch; the device and the versions: a line each."""
+        """Three lines: the model; the data and the batch; the device and the versions."""
         return searched_lines(self.report)
 
     @property
     def counts(self) -> str:
-        """How many trials were run, how they ended, how long it took and why the search ended."""
+        """A line on the number of trials, their outcomes, the duration and the reason for the end."""
         return counts_line(self.report)
 
     @functools.cached_property
     def best(self) -> BestView | None:
-        """The winner, with speed and peaks of all processes of its candidate."""
+        """The winner, with speed and peaks pooled over all processes of its candidate."""
         return _best_view(self.report, self.report.best) if self.report.best is not None else None
 
     @functools.cached_property
     def baseline(self) -> TrialView | None:
-        """The baseline, with speed and peaks of all its processes; ``None`` where it was not run."""
+        """The baseline, with speed and peaks pooled over all its processes; ``None`` where it was not run."""
         baseline = self.report.baseline
         return trial_view(self.report, _with_all_processes(self.report, baseline)) if baseline is not None else None
 
     @functools.cached_property
     def baseline_speed(self) -> Speed | None:
-        """``None`` where it was not run, or did not complete."""
+        """The baseline's pooled speed; ``None`` where it did not complete."""
         return self.report.speed(self.report.baseline)
 
     @functools.cached_property
     def speedup(self) -> float | None:
-        """The speed of the best over the baseline's; ``None`` where either is missing."""
+        """The winner's speed over the baseline's; ``None`` where either is missing."""
         return self.report.speedup()
 
     @functools.cached_property
     def expert(self) -> Expert | None:
-        """bf16 at the largest batch that fits; ``None`` where nothing like it was tried."""
+        """bf16 at the largest batch that fits; ``None`` where no similar trial completed."""
         return expert_of(self.report)
 
     @functools.cached_property
@@ -155,12 +155,12 @@ class StudyView:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """What limits the validity of the numbers, most important first."""
+        """Notes on the validity of the numbers, most important first."""
         return tuple(notes(self.report))
 
     @property
     def sample_word(self) -> str:
-        """What a batch is counted in: ``sample`` or ``row``."""
+        """The unit of a batch: ``sample`` or ``row``."""
         return counted_in(self.report.workload)
 
     @property
@@ -170,7 +170,7 @@ class StudyView:
 
 
 def trial_view(report: Report, trial: TrialRecord) -> TrialView:
-    """Return what is shown of one trial."""
+    """Return the values to show for one trial."""
     measured = measurement(trial)
     limit = headroom_bytes = None
     if measured is not None:
@@ -192,7 +192,7 @@ def trial_view(report: Report, trial: TrialRecord) -> TrialView:
 
 
 def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:
-    """Return a completed trial with the speed and the peaks of all processes of its candidate."""
+    """Return a completed trial with speed and peaks pooled over all processes of its candidate."""
     pooled = report.pooled(trial)
     if pooled is None or not isinstance(trial.outcome, Completed):
         return trial
@@ -200,6 +200,7 @@ def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:
 
 
 def _best_view(report: Report, best: TrialRecord) -> BestView | None:
+    """Return the values to show for the winner."""
     shown = trial_view(report, _with_all_processes(report, best))
     measured, limit, speed, candidate = shown.measured, shown.limit, report.speed(best), best.candidate
     if measured is None or limit is None or speed is None:
@@ -226,7 +227,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
 
 
 def _compared_with(report: Report) -> tuple[str, float] | None:
-    """Return what would be run without a search, with its samples a second: the user's own settings, or an expert's."""
+    """Return name and speed of the settings without a search: the user's own, or an expert's."""
     expert = expert_of(report) if report.workload["task"] != "own" else None
     if expert is not None and report.best is not None and expert.candidate != report.best.candidate:
         return f"{expert.candidate.arm.precision} at {expert.batch}", expert.samples_per_second
@@ -235,9 +236,9 @@ def _compared_with(report: Report) -> tuple[str, float] | None:
 
 
 def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
-    """Compare the winner with the fastest of the others.
+    """Compare the winner with the fastest other candidate.
 
-    ``None`` without others, or where speed is not searched.
+    ``None`` without others, or for ``max-batch``.
     """
     if report.study.request["objective"] != "throughput":
         return None

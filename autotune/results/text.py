@@ -13,7 +13,7 @@ from autotune.results.study_view import BestView, StudyView, TrialView
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return a study as ``autotune show`` prints it: of text with tokens a second in place of how long trials took."""
+    """Return a study as ``autotune show`` prints it, for text with tokens a second in place of durations."""
     view = StudyView(report)
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
     head = ("#", "batch×acc", "configuration", view.rate_unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
@@ -54,6 +54,7 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def _summary(view: StudyView) -> list[str]:
+    """Return the result of a study in a few lines."""
     note_lines = [f"  note: {note}" for note in view.notes]
     if view.best is None:
         outcome = "No answer yet" if view.record.state == "running" else "No feasible trial"
@@ -67,6 +68,7 @@ def _summary(view: StudyView) -> list[str]:
 
 
 def _best_lines(view: StudyView, best: BestView) -> list[str]:
+    """Return the lines on the winner: speed, memory, comparisons, advice."""
     speed, tokens, request = best.speed, best.tokens_per_second, view.record.request
     lines = [
         _speed_words(speed, view.rate_unit)
@@ -109,7 +111,7 @@ def _speed_words(speed: Speed, unit: str) -> str:
 
 
 def _memory_line(view: StudyView, best: BestView) -> str:
-    """Return the winner's peak memory and headroom; with expandable segments, the line that its trial ran under."""
+    """Return the winner's peak memory and headroom; with expandable segments, the limit of its trial."""
     ceiling = view.report.ceiling
     cap, spare = ceiling.cap_bytes, best.headroom_bytes or 0
     headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"

@@ -42,9 +42,9 @@ class Start:
 
 
 def make_start(report: Report, given: Sequence[str], runs_file: str | None = None) -> Start:
-    """Return how the training starts: the command that was ``given``, or else the one that was searched.
+    """Return how to start the training: by the ``given`` command, else by the searched one.
 
-    Raises ``NoResultError`` where the study has no winner, ``InvalidRequestError`` where it does not go with the
+    Raises ``NoResultError`` where the study has no winner, ``InvalidRequestError`` where the winner does not fit the
     command.
     """
     export = make_export(report)
@@ -109,7 +109,7 @@ _SHAPED_STEPS = 100
 
 
 def promise_of(report: Report, runs_file: str | None) -> Promise | None:
-    """Return what a run of the winner is compared with; ``None`` where its speed was not measured as it will run."""
+    """Return the promised speed and memory of a training with the winner; ``None`` where nothing can be promised."""
     best, speed, measured = report.best, report.speed(report.best), report.pooled(report.best)
     if best is None or speed is None or measured is None:
         return None
@@ -126,7 +126,7 @@ def promise_of(report: Report, runs_file: str | None) -> Promise | None:
 
 
 def watched_line(runs_file: str) -> str | None:
-    """Return how often runs with the winner were as fast as promised; ``None`` where none was seen."""
+    """Return how often trainings with the winner were as fast as promised; ``None`` without such trainings."""
     try:
         with open(runs_file, encoding="utf-8") as file:
             runs = [decode(json.loads(line), WatchedRun) for line in file]
@@ -140,7 +140,7 @@ def watched_line(runs_file: str) -> str | None:
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:
-    """Return the code to train with."""
+    """Return the user's code for the training."""
     name = shlex.quote(report.study.name)
     if recorded is not None and recorded.kind != "script":
         if given:

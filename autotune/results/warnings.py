@@ -23,7 +23,7 @@ _VERY_WIDE_SPREAD = 0.2
 
 
 def notes(report: Report) -> list[str]:
-    """Return the notes on a study, most important first."""
+    """Return the notes of a study, most important first."""
     lines: list[str] = []
     request = report.study.request
     best, measured = report.best, measurement(report.best)
@@ -95,7 +95,7 @@ def notes(report: Report) -> list[str]:
 
 
 def _look_notes(report: Report) -> list[str]:
-    """Say how the winner's training differs from the one that was asked for, and what is not trained at all."""
+    """Return notes on differences between the winner's and the requested training, and on untrained parameters."""
     look = report.study.look
     idle: list[str] = []
     for whose, measured in (("the winner", measurement(report.best)), ("the baseline", measurement(report.baseline))):
@@ -114,7 +114,7 @@ def _look_notes(report: Report) -> list[str]:
 
 
 def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Say why the next run may be much slower or faster than the winner was."""
+    """Return a note on why the next run may be much slower or faster than the winner."""
     speed = report.speed(best)
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
         return []
@@ -126,7 +126,7 @@ def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> l
 
 
 def _disturbances(report: Report) -> list[str]:
-    """Say how many trials were disturbed, and whether the winner was."""
+    """Return a note on the number of disturbed trials, and on the winner if it was disturbed."""
     marked = [t for t in report.trials if isinstance(t.outcome, Completed | OutOfMemory) and t.outcome.disturbed]
     if not marked:
         return []
@@ -146,7 +146,7 @@ def _disturbances(report: Report) -> list[str]:
 
 
 def compiled_notes(report: Report) -> list[str]:
-    """Say after how many steps the winner has made up for its compilation, else the fastest that was compiled."""
+    """Return a note on the number of steps after which compilation pays off."""
     feasible = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
     compiled = [(m, t) for m, t in feasible if t.candidate.arm.torch_compile]
     plain = [(m, t) for m, t in feasible if not t.candidate.arm.torch_compile]
@@ -167,7 +167,7 @@ def compiled_notes(report: Report) -> list[str]:
 
 
 def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Say what compiling, pinning and the levers gained, what the workers are enough for, and what was not tried."""
+    """Return notes on compilation, pinning, levers and data loader workers."""
     lines = []
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
         on, off = (
@@ -197,7 +197,7 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
 
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
-    """Return the speed of one candidate over that of another; ``None`` where either is missing."""
+    """Return the speed of one candidate over another's; ``None`` where either is missing."""
     one, two = (
         next((speed for t in report.trials if t.candidate == each and (speed := report.speed(t))), None)
         for each in (candidate, other)
@@ -206,7 +206,7 @@ def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | No
 
 
 def sharding_notes(winner: Candidate) -> list[str]:
-    """Say what FSDP2 or DeepSpeed computes otherwise than DDP does."""
+    """Return notes on numeric differences between FSDP2 or DeepSpeed and DDP."""
     arm = winner.arm
     if arm.zero_stage is not None:
         return _zero_notes(arm)
@@ -227,6 +227,7 @@ def sharding_notes(winner: Candidate) -> list[str]:
 
 
 def _zero_notes(arm: Arm) -> list[str]:
+    """Return notes on numeric differences of DeepSpeed."""
     lines = []
     if arm.precision in ("bf16", "fp16"):
         lines.append(
@@ -240,7 +241,7 @@ def _zero_notes(arm: Arm) -> list[str]:
 
 
 def _own_batch_notes(report: Report) -> list[str]:
-    """Say that the user's own settings have another effective batch than the search."""
+    """Return a note where the user's own settings have another effective batch than the search."""
     baseline, request = report.baseline, report.study.request
     if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
         return []
@@ -252,7 +253,7 @@ def _own_batch_notes(report: Report) -> list[str]:
 
 
 def _objective_notes(report: Report) -> list[str]:
-    """Say that another per-device batch is another training, whatever the accumulation, or another precision is."""
+    """Return notes that another per-device batch or precision is another training."""
     if report.source is None:
         return []
     interface, lines = report.source.interface, []
@@ -264,7 +265,7 @@ def _objective_notes(report: Report) -> list[str]:
 
 
 def _reused(report: Report) -> list[str]:
-    """Say how many trials were taken from earlier searches, and what was derived from them."""
+    """Return a note on the number of trials reused or derived from earlier searches."""
     sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
     if not sources:
         return []
@@ -279,7 +280,7 @@ def _reused(report: Report) -> list[str]:
 
 
 def _failed_again(report: Report) -> list[str]:
-    """Say that a later trial of the winner failed."""
+    """Return a note where a later trial of the winner failed."""
     best = report.best
     later = [t for t in report.trials if best and t.candidate == best.candidate and t.number > best.number]
     return [
@@ -290,7 +291,7 @@ def _failed_again(report: Report) -> list[str]:
 
 
 def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
-    """Say why a trial with more samples a second is not the winner."""
+    """Return a note on why a faster trial is not the winner."""
     fastest, speed = report.history.fastest(), report.history.speed(best.candidate)
     if fastest is None or fastest.measurement is None or speed is None:
         return []
@@ -308,13 +309,13 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
 
 
 def _besides_ddp(candidate: Candidate) -> Candidate:
-    """Return a candidate without what DDP does besides exchanging gradients; a row of the table does not show that."""
+    """Return a candidate without DDP options that the table does not show."""
     arm = dataclasses.replace(candidate.arm, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
     return dataclasses.replace(candidate, arm=arm)
 
 
 def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
-    """Say what sets the winner apart from a baseline that is shown with the same words."""
+    """Return a note on DDP options that distinguish the winner from a baseline with the same description."""
     baseline = report.baseline
     if baseline is None or best.candidate == baseline.candidate:
         return []
@@ -326,6 +327,7 @@ def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
 
 
 def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:
+    """Return the reason in words why the winner's batch is no multiple of 8."""
     request, facts = report.study.request, data_facts(report.workload)
     effective = request["effective_batch"]
     if effective and (effective // request["world_size"]) % 8:

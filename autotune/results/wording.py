@@ -23,7 +23,7 @@ _MUCH_HOST_BYTES = 4 * GIB
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
-    """Describe a trial's result in a few words: why it failed, or its speed-up over the baseline."""
+    """Describe a trial's result in a few words: the reason of its failure, or its speed-up over the baseline."""
     measured, source = measurement(trial), source_of(trial.outcome)
     if report.is_elsewhere(trial):
         return "on another machine"
@@ -51,13 +51,13 @@ def verdict(report: Report, trial: TrialRecord) -> str:
 
 
 def state_of(study: StudyRecord) -> str:
-    """Return a study's state in a word or two: one whose budget was spent is not finished."""
+    """Return a study's state in words: ``budget spent`` where it ended for lack of budget."""
     is_cut = study.state == "finished" and study.stop_reason in (StopReason.TRIALS, StopReason.TIME)
     return "budget spent" if is_cut else study.state
 
 
 def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:
-    """Say in a few words what an infeasible trial uses too much of."""
+    """Return in a few words why a completed trial is infeasible."""
     peak = measured.judged_bytes(arm)
     return "low headroom" if peak <= ceiling.cap_bytes else "does not fit"
 
@@ -68,17 +68,17 @@ def times(ratio: float) -> str:
 
 
 def counted_in(workload: Document) -> str:
-    """Return what a batch is counted in: ``sample``, or ``row`` where samples are packed in rows."""
+    """Return the unit of a batch: ``sample``, or ``row`` for packed data."""
     return "row" if (workload.get("data") or {}).get("packing") else "sample"
 
 
 def rate_unit(workload: Document) -> str:
-    """Return ``samples/s``, or ``rows/s`` where samples are packed in rows."""
+    """Return the unit of speed: ``samples/s``, or ``rows/s`` for packed data."""
     return f"{counted_in(workload)}s/s"
 
 
 def describe_data(workload: Document, *, padding_free: bool = False) -> str:
-    """Describe the samples that were measured: ``512 tokens, full length``."""
+    """Describe the measured samples: ``512 tokens, full length``."""
     data = decode(workload["data"], DataSpec) if workload.get("data") else None
     if data is not None and data.facts is not None:
         return _describe_own(data, data.facts, int(workload["seq_len"]), padding_free=padding_free)
@@ -118,7 +118,7 @@ def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int, *, padding_fre
 
 
 def searched_lines(report: Report) -> tuple[str, str, str]:
-    """Return what was searched, on what: the model, the data and the batch, the device and the versions."""
+    """Return three lines: the model; the data and the batch; the device and the versions."""
     workload, environment, batch = report.workload, report.environment, report.study.request["effective_batch"]
     packages, driver = environment["packages"], environment.get("driver")
     task = "" if workload["task"] == "own" else f"{workload['task']}, "
@@ -135,7 +135,7 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
 
 
 def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Return more about the winner: energy, waiting for data, the boundary of the largest batch."""
+    """Return details on the winner: energy, data loading, and the limit of the batch."""
     lines = []
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
@@ -154,7 +154,7 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
 
 
 def _data_lines(measured: Measurement, workload: Document) -> list[str]:
-    """Return what concerns the user's own data: memory of the largest batches, and waiting for the data loader."""
+    """Return lines on the user's own data: memory of the largest batches, and time spent waiting for data."""
     if not workload.get("data") and workload["task"] != "own":
         return []
     lines = []
@@ -179,7 +179,7 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
 def run_lines(
     measured: Measurement, candidate: Candidate, unit: str, speed: Speed, other: tuple[str, float] | None
 ) -> list[str]:
-    """Return how long the run takes, beside ``other`` settings with their speed, and what new shapes cost it."""
+    """Return the run's expected duration, compared with ``other`` settings, and the cost of new shapes."""
     lines = []
     if measured.run_steps is not None:
         samples, epochs = candidate.samples_per_step * measured.run_steps, measured.run_epochs
@@ -206,7 +206,7 @@ def run_lines(
 
 
 def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
-    """Return the smallest larger batch of the winner's arm that does not fit."""
+    """Return a line on the smallest larger batch of the winner's arm that does not fit."""
     over = [
         trial
         for trial in report.trials
@@ -221,7 +221,7 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
 
 
 def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
-    """Return that the data has too few samples for a larger batch than the winner's; empty where one was tried."""
+    """Return a line where the data has too few samples for a larger batch; empty where one was tried."""
     samples, batch = report.samples, best.candidate.per_device_train_batch_size
     is_tried = any(trial.candidate.per_device_train_batch_size > batch for trial in report.trials)
     if samples is None or is_tried or samples >= batch + (report.study.request["batch_multiple"] or 8):
@@ -230,7 +230,7 @@ def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
 
 
 def counts_line(report: Report) -> str:
-    """Return how many trials were run, how they ended, how long it took and why the search ended."""
+    """Return a line on the number of trials, their outcomes, the duration and the reason for the end."""
     study = report.study
     # A trial that was ended together with the search did not fail.
     states = [

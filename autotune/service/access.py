@@ -44,23 +44,23 @@ class Access:
     """When there were wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
-    async def identify_soon(self, request: Request) -> TokenRecord | None:
-        """Return the token of a request; mostly without a thread, since it was just looked up."""
+    async def identify(self, request: Request) -> TokenRecord | None:
+        """Return the token's record of a request, from a recent copy where possible; ``None`` for an unknown token."""
         token, address = token_of(request), request.client.host if request.client else ""
-        return self._believed(digest_of(token)) or await run_in_threadpool(self.check, token, address)
+        return self._recent_record(digest_of(token)) or await run_in_threadpool(self.check, token, address)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
-        """Return the record of a token; ``ServiceError`` for an address that has guessed too often."""
+        """Return the record of a token. Raises ``ServiceError`` for an address with too many wrong tokens."""
         if not token:
             return None
         key = digest_of(token)
-        if (believed := self._believed(key)) is not None:
+        if (believed := self._recent_record(key)) is not None:
             return believed
         if len(self._guesses) > _MOST_ADDRESSES:
             self._guesses.clear()
         guesses = _within_a_minute(self._guesses, address)
         is_locked = len(guesses) >= _MOST_GUESSES
-        if not is_locked or not self._is_believed:
+        if not is_locked or not self._is_recent:
             self._read()
         if (found := self._tokens.get(key)) is not None:
             return found
@@ -69,25 +69,25 @@ class Access:
             raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
         return None
 
-    async def look_again(self) -> None:
-        """Read the tokens where they may have changed since; without an answer, those that were known stay."""
-        if not self._is_believed:
+    async def refresh(self) -> None:
+        """Read the tokens again after a while. If the database does not answer, the earlier copy stays."""
+        if not self._is_recent:
             with contextlib.suppress(StorageError):
                 await run_in_threadpool(self._read)
 
     def knows(self, token: TokenRecord) -> bool:
-        """Return whether a token was there when they were read last."""
+        """Return whether the copy of the tokens has this token."""
         return any(token.id == each.id for each in self._tokens.values())
 
     @property
-    def _is_believed(self) -> bool:
+    def _is_recent(self) -> bool:
         return time.monotonic() - self._read_at < _BELIEVED_SECONDS
 
-    def _believed(self, key: str) -> TokenRecord | None:
-        return self._tokens.get(key) if self._is_believed else None
+    def _recent_record(self, key: str) -> TokenRecord | None:
+        return self._tokens.get(key) if self._is_recent else None
 
     def _read(self) -> None:
-        """Read the tokens, and log which were added or removed meanwhile."""
+        """Read the tokens, and log added and removed ones."""
         known, self._tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
         is_first, self._read_at = self._read_at == -math.inf, time.monotonic()
         changed = known.keys() ^ self._tokens.keys()
@@ -96,7 +96,7 @@ class Access:
             log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
 
     def count_submission(self, token: TokenRecord) -> None:
-        """Count what a token submits; ``ServiceError`` where that is too much in a minute."""
+        """Count a submission of a token. Raises ``ServiceError`` for too many in a minute."""
         recent = _within_a_minute(self._submissions, token.id)
         if len(recent) >= MOST_SUBMISSIONS:
             raise ServiceError(
@@ -108,7 +108,7 @@ class Access:
 
 
 def _within_a_minute(moments: dict[str, deque[float]], key: str) -> deque[float]:
-    """Return the latest moments of a key within the last minute, to which one may be added."""
+    """Return the times of a key's events in the last minute; the caller may append to them."""
     recent = moments.setdefault(key, deque(maxlen=MOST_SUBMISSIONS))
     while recent and time.monotonic() - recent[0] >= _MINUTE_SECONDS:
         recent.popleft()
@@ -116,7 +116,7 @@ def _within_a_minute(moments: dict[str, deque[float]], key: str) -> deque[float]
 
 
 def token_of(request: Request) -> str:
-    """Return the token that a request bears, in its header or in the page's cookie."""
+    """Return the token in a request's header or cookie."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
 
@@ -127,12 +127,13 @@ def access_of(request: Request) -> Access:
 
 
 # FastAPI runs a dependency that is not asynchronous in a thread, which takes longer than what these do.
-async def _known(request: Request) -> Searches:
+async def _searches_of(request: Request) -> Searches:
     return cast(Searches, request.app.state.searches)
 
 
 async def _reader(request: Request) -> TokenRecord:
-    token = await access_of(request).identify_soon(request)
+    """Return the record of the request's token. Raises ``ServiceError`` without a known token."""
+    token = await access_of(request).identify(request)
     if token is None and token_of(request):
         hint = "see what autotune serve printed; autotune token add makes another"
         raise ServiceError("this token is not known", hint, status=401)
@@ -142,7 +143,7 @@ async def _reader(request: Request) -> TokenRecord:
     return token
 
 
-async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
+async def _writer(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
     if not token.may_write:
         raise ServiceError(
             f"the token {token.name!r} may only read", "ask the operator for one with the role run", status=403
@@ -150,12 +151,12 @@ async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecor
     return token
 
 
-async def _submitter(request: Request, token: Annotated[TokenRecord, Depends(_runner)]) -> TokenRecord:
+async def _counted_submitter(request: Request, token: Annotated[TokenRecord, Depends(_writer)]) -> TokenRecord:
     access_of(request).count_submission(token)
     return token
 
 
 Reader = Annotated[TokenRecord, Depends(_reader)]
-Writer = Annotated[TokenRecord, Depends(_runner)]
-Submitter = Annotated[TokenRecord, Depends(_submitter)]
-Known = Annotated[Searches, Depends(_known)]
+Writer = Annotated[TokenRecord, Depends(_writer)]
+Submitter = Annotated[TokenRecord, Depends(_counted_submitter)]
+Known = Annotated[Searches, Depends(_searches_of)]

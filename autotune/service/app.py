@@ -34,6 +34,7 @@ def problem_response(error: AutotuneError) -> JSONResponse:
 
 
 def _on_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the problem document for an error of any kind."""
     match error:
         case AutotuneError():
             told = error
@@ -64,8 +65,8 @@ def make_app(
 ) -> Guard:
     """Return the application over these searches.
 
-    ``names`` are host names it answers to besides those of this machine. ``extend`` adds routes, ``around`` wraps the
-    application. ``predict`` answers predictions.
+    ``names`` are its additional host names. ``extend`` adds routes, ``around`` wraps the application. ``predict``
+    answers predictions.
     """
 
     @contextlib.asynccontextmanager

@@ -23,26 +23,26 @@ class ChangeEvents:
         """Counts the changes: as long as it stays, so does what a page shows of the queue."""
 
     def attach(self) -> None:
-        """Belong to the running event loop."""
+        """Bind the events to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def next_event(self, key: str) -> asyncio.Event:
         """Return the event that the next change of a key sets.
 
-        Take it before looking: then no change between looking and waiting is missed.
+        Call this before reading the state: then no change between reading and waiting is missed.
         """
         return self._events.setdefault(key, asyncio.Event())
 
     def notify(self, key: str) -> None:
-        """Wake all who wait for a change of this key, and those who wait for any change."""
+        """Wake all tasks that wait for a change of this key, or for any change."""
         self._after_change(self._set, key, ANY_CHANGE)
 
     def notify_all(self) -> None:
-        """Wake everybody, as at the end of the process."""
+        """Wake all waiting tasks, as at the end of the process."""
         self._after_change(lambda: self._set(*self._events))
 
     def _after_change(self, tell: Callable[..., None], *keys: str) -> None:
-        """Count a change, and have the event loop tell of it: nobody else touches its events."""
+        """Count a change, and call ``tell`` in the event loop, the only thread that touches the events."""
         with self._guard:
             self.count += 1
         if self._loop is not None and not self._loop.is_closed():
@@ -56,6 +56,6 @@ class ChangeEvents:
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Wait until an event is set, at most so long."""
+    """Wait until an event is set, or until the timeout."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)

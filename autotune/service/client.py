@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 def path_of(search: str) -> str:
-    """Return the path of a search, named by its id or its study."""
+    """Return the URL path of a search by its id or study."""
     # A command line may have bytes that are not UTF-8, which no study's name has.
     return f"/v1/searches/{quote(search, safe='', errors='surrogateescape')}"
 
@@ -49,7 +49,7 @@ class _PinnedSocket(ssl.SSLSocket):
     """A TLS connection to the holder of one certificate."""
 
     def do_handshake(self, block: bool = False) -> None:
-        """Shake hands; raises ``ssl.SSLCertVerificationError`` for another certificate, also one that it signed."""
+        """Do the TLS handshake. Raises ``ssl.SSLCertVerificationError`` unless it is exactly the pinned certificate."""
         super().do_handshake(block)
         if self.getpeercert(binary_form=True) != getattr(self.context, "pinned", None):
             raise ssl.SSLCertVerificationError(f"it is not the one in the file that {CERTIFICATE_VARIABLE} names")
@@ -63,7 +63,7 @@ class _PinnedContext(ssl.SSLContext):
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Return what is trusted: the certificate that the environment names, or those of the system."""
+    """Return a TLS context that trusts the certificate in the environment variable, or the system's certificates."""
     pem = _pinned_certificate()
     if pem is None:
         return ssl.create_default_context()
@@ -76,7 +76,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _pinned_certificate() -> str | None:
-    """Return the certificate that the environment names; of a file with a chain, the first, which is the service's."""
+    """Return the service's certificate in the file that the environment variable names, the first of its chain."""
     path = os.environ.get(CERTIFICATE_VARIABLE)
     if not path:
         return None
@@ -128,6 +128,7 @@ class Client:
             raise ServiceError(f"{url[:200]!r} is not the URL of a service: {error}", "correct --server") from error
 
     def _unreachable(self, error: Exception) -> ServiceError:
+        """Return the error for a service that cannot be reached, with the reason."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -155,7 +156,7 @@ class Client:
         query: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
     ) -> Any:
-        """Send a request and return the JSON, or the text, of the answer; raises what its problem stands for."""
+        """Send a request and return the JSON or text of the response; raise the error of a problem document."""
         limit = httpx2.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
         response = self._answer(method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit)
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
@@ -167,14 +168,15 @@ class Client:
         try:
             return response.json()
         except ValueError as error:
-            raise self._not_ours(response.status_code) from error
+            raise self._foreign_response(response.status_code) from error
 
     def fetch(self, path: str, query: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
-        """Return an answer as text with its headers; raises what its problem stands for."""
+        """Return a response as text, and its headers; raise the error of a problem document."""
         response = self._answer("GET", path, params=query)
         return response.text, response.headers
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Send a request and return the response. Raises the error of a failed request."""
         try:
             response = self._http.request(method, path, **options)
         except httpx2.HTTPError as error:
@@ -184,14 +186,14 @@ class Client:
         return response
 
     def _error(self, response: httpx2.Response) -> Exception:
-        """Return the error that an answer stands for; that of a proxy in between is no problem document."""
+        """Return the error for a failed response, which may come from a proxy."""
         try:
             problem = response.json()
         except ValueError:
             problem = None
-        return error_of(problem) if isinstance(problem, dict) else self._not_ours(response.status_code)
+        return error_of(problem) if isinstance(problem, dict) else self._foreign_response(response.status_code)
 
-    def _not_ours(self, status: int) -> ServiceError:
+    def _foreign_response(self, status: int) -> ServiceError:
         return ServiceError(
             f"{self.url} answered {status}, which is not an answer of an autotune service",
             "correct --server",
@@ -199,7 +201,7 @@ class Client:
         )
 
     def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:
-        """Follow a search to its end; a connection that is lost is made again, and goes on where it was."""
+        """Yield the events of a search until its end, reconnecting where the connection is lost."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:

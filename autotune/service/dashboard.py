@@ -27,13 +27,13 @@ class WithDashboard:
         self._dashboard: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Serve a request: the dashboard's paths by the dashboard, others by the service."""
         if scope["type"] != "http" or not scope["path"].startswith(DASHBOARD_PATHS):
             await self._app(scope, receive, send)
             return
         request = Request({**scope, "app": self._app})
         try:
-            token = await access_of(request).identify_soon(request)
+            token = await access_of(request).identify(request)
         except ServiceError as error:
             await problem_response(error)(scope, receive, send)
             return

@@ -50,19 +50,19 @@ class EventStream(StreamingResponse):
 
 
 def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
-    """Return an event as it is sent, with nothing in place of NaN and infinity."""
+    """Return an event as bytes to send, with ``null`` in place of NaN and infinity."""
     try:
         data = json.dumps(document, allow_nan=False)
     except ValueError:
-        data = json.dumps(_finite(document), allow_nan=False)
+        data = json.dumps(_null_for_nonfinite(document), allow_nan=False)
     return format_sse_event(data_str=data, event=kind, id=str(number) if number is not None else None)
 
 
-def _finite(value: Any) -> Any:
+def _null_for_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _null_for_nonfinite(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_null_for_nonfinite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -79,10 +79,11 @@ class _Shared:
         self._task: asyncio.Task[None] | None = None
 
     async def _follow(self) -> None:
+        """Wait for changes and wake the listeners, until the end."""
         raise NotImplementedError
 
     def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield what is sent to one who listens: what came after a number, and what is new."""
+        """Yield the messages after a number, and new ones, for one listener."""
         raise NotImplementedError
 
     async def _run(self) -> None:
@@ -96,18 +97,18 @@ class _Shared:
             self._tell()
 
     def _tell(self) -> None:
-        """Wake all who listen."""
+        """Wake all listeners."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def begin(self) -> None:
-        """Count one who listens."""
+        """Add a listener; start the task for the first."""
         self.listeners += 1
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     def end(self) -> bool:
-        """Count one listener less; return whether none is left, which ends the task."""
+        """Remove a listener; return whether it was the last, which ends the task."""
         self.listeners -= 1
         if self.listeners == 0 and self._task is not None:
             self._task.cancel()
@@ -120,13 +121,13 @@ class _Changes(_Shared):
     async def _follow(self) -> None:
         while not self.searches.is_closing:
             changed = self.searches.changes.next_event(self.key)
-            await self.access.look_again()
+            await self.access.refresh()
             self._tell()
             await asyncio.sleep(_PAUSE_SECONDS)
             await wait_for(changed, _CHANGES_POLL_SECONDS)
 
     async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield what is sent to one who listens, as long as the token is known."""
+        """Yield a message at each change, as long as the token is valid."""
         while not self.is_over and self.access.knows(token):
             news = self._news
             yield _CHANGED
@@ -145,27 +146,24 @@ class _Search(_Shared):
     async def _follow(self) -> None:
         while not self.searches.is_closing:
             changed = self.searches.changes.next_event(self.key)
-            job, found = await run_in_threadpool(self._look)
+            job, found = await run_in_threadpool(self._read_news)
             for event in found:
                 data = {**event.document, "at": event.created_at.isoformat()}
                 self._events.append(encoded(event.kind, data, event.number))
             self._status = job.status
-            await self.access.look_again()
+            await self.access.refresh()
             if job.state in ENDED and len(self._events) >= job.events:
                 return
             self._tell()
             if not found:
                 await wait_for(changed, _POLL_SECONDS)
 
-    def _look(self) -> tuple[JobRecord, list[JobEvent]]:
+    def _read_news(self) -> tuple[JobRecord, list[JobEvent]]:
         job = self.searches.job(self.key)
         return job, self.searches.store.queue.events(self.key, len(self._events), _MOST_AT_ONCE)
 
     async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield what is sent to one who listens: the events after this number, and what runs now.
-
-        A token that is removed ends it.
-        """
+        """Yield the events after this number and status changes, as long as the token is valid."""
         status: Document | None = None
         sent_at = time.monotonic()
         while self.access.knows(token):
@@ -196,7 +194,7 @@ class Feeds:
         """By the key of its changes: a job's id, or that of any change."""
 
     def check_room(self) -> None:
-        """Raise ``ServiceError`` where as many listen as may."""
+        """Raise ``ServiceError`` where the number of listeners is at its limit."""
         if sum(feed.listeners for feed in self._followed.values()) >= MOST_LISTENERS:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
@@ -205,10 +203,11 @@ class Feeds:
         return self._messages(ANY_CHANGE, 0, token)
 
     def search(self, job_id: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield messages of what happens to a search, from the event after this number on, to its end."""
+        """Yield the events of a search after this number, until its end."""
         return self._messages(job_id, after, token)
 
     async def _messages(self, key: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield the messages of a feed, starting it for the first listener."""
         feed = self._followed.get(key)
         if feed is None or feed.is_over:
             kind = _Changes if key == ANY_CHANGE else _Search
@@ -223,7 +222,7 @@ class Feeds:
 
 
 def feeds_of(request: Request) -> Feeds:
-    """Return the feeds of the application that serves a request, where there is room for one more listener."""
+    """Return the application's feeds. Raises ``ServiceError`` where the number of listeners is at its limit."""
     feeds = cast(Feeds, request.app.state.feeds)
     feeds.check_room()
     return feeds

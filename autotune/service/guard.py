@@ -39,7 +39,7 @@ class Guard:
         self._names = OWN_NAMES | {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with the reason why not."""
+        """Pass a request on, or refuse it with a problem document."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -82,6 +82,7 @@ class Guard:
         await self._app(scope, receive_limited, send_with_headers)
 
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
+        """Return status, problem and hint for a request to refuse; ``None`` for an allowed request."""
         host = headers.get("host", "")
         if host_name(host) not in self._names:
             # Starlette's TrustedHostMiddleware would answer 400 in plain text, without what the operator can do.

@@ -17,7 +17,7 @@ _QUIET_SECONDS = 60.0
 
 
 def raise_open_files() -> int:
-    """Let this process open as many files as it may; return how many."""
+    """Raise this process's limit of open files to the maximum; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft < most:
@@ -27,9 +27,9 @@ def raise_open_files() -> int:
 
 
 def limited_protocol(open_files: int) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a limit on clients that have not asked for anything yet.
+    """Return uvicorn's protocol with a limit on connections that have not sent a request yet.
 
-    A quarter of what may be open is for them: whoever comes then takes the place of the one that has waited longest.
+    A quarter of the open files is for them. A connection beyond that replaces the one that has waited longest.
     """
     most = max(16, open_files // 4)
     waiting: dict[Any, asyncio.TimerHandle] = {}
@@ -44,11 +44,11 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
         def give_up(self) -> None:
             """Close the connection."""
-            self._has_asked()
+            self._stop_waiting()
             if self.transport is not None and not self.transport.is_closing():
                 self.transport.abort()
 
-        def _has_asked(self) -> None:
+        def _stop_waiting(self) -> None:
             timer = waiting.pop(self, None)
             if timer is not None:
                 timer.cancel()
@@ -56,10 +56,10 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None:
-                self._has_asked()
+                self._stop_waiting()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._has_asked()
+            self._stop_waiting()
             super().connection_lost(exc)
 
     return LimitedProtocol
@@ -73,7 +73,7 @@ class OncePerMinute(logging.Filter):
         self._said_at = -_QUIET_SECONDS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
+        """Return whether to log a record."""
         if "socket.accept()" not in record.getMessage():
             return True
         is_due = time.monotonic() - self._said_at >= _QUIET_SECONDS

@@ -25,7 +25,7 @@ Listed = Mapping[str, Code]
 
 
 def read_listed_code(path: Path) -> dict[str, Code]:
-    """Return what a file lists, by name; raises ``InvalidRequestError`` for what is not right in it."""
+    """Return the code that a file lists, by name. Raises ``InvalidRequestError`` for a malformed file."""
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -68,7 +68,7 @@ def _entry(path: Path, name: str, entry: Any) -> Code:
 
 
 def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[str, ...]:
-    """Return what the file says with its paths made absolute."""
+    """Return a value of the file with its paths made absolute."""
     if kind != "script":
         if not isinstance(value, str):
             raise InvalidRequestError(f"{where}: {kind} is not text", _EXAMPLE)
@@ -84,7 +84,7 @@ def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[
 
 
 def listed(name: str, codes: Listed) -> Code:
-    """Return the code of this name; ``InvalidRequestError`` where the operator lists none."""
+    """Return the listed code of this name. Raises ``InvalidRequestError`` for an unknown name."""
     found = codes.get(name)
     if found is None:
         known = f"it lists {', '.join(sorted(codes)[:10])}" if codes else "its operator lists some with --allow FILE"

@@ -51,31 +51,31 @@ class VerifyingDocument(SearchDocument):
     missed: FailureDocument | None
 
 
-def _json(kind: Any) -> dict[str, Any]:
+def _json_content(kind: Any) -> dict[str, Any]:
     return {"application/json": kind}
 
 
 _EVENTS = "text/event-stream"
 _Answer = dict[int, dict[str, Any]]
 _ANSWERS: dict[tuple[str, str], _Answer] = {
-    ("get", "/healthz"): {200: _json(HealthDocument)},
+    ("get", "/healthz"): {200: _json_content(HealthDocument)},
     ("get", "/metrics"): {200: {"text/plain": str}},
-    ("post", "/v1/searches"): {202: _json(SearchDocument), 200: _json(SearchDocument)},
-    ("get", "/v1/searches"): {200: _json(SearchesDocument)},
-    ("get", "/v1/searches/{search}"): {200: _json(SearchDocument)},
-    ("delete", "/v1/searches/{search}"): {202: _json(SearchDocument)},
-    ("get", "/v1/searches/{search}/trials"): {200: _json(TrialsDocument)},
+    ("post", "/v1/searches"): {202: _json_content(SearchDocument), 200: _json_content(SearchDocument)},
+    ("get", "/v1/searches"): {200: _json_content(SearchesDocument)},
+    ("get", "/v1/searches/{search}"): {200: _json_content(SearchDocument)},
+    ("delete", "/v1/searches/{search}"): {202: _json_content(SearchDocument)},
+    ("get", "/v1/searches/{search}/trials"): {200: _json_content(TrialsDocument)},
     ("get", "/v1/searches/{search}/trials/{number}/log"): {200: {"text/plain": str}},
     ("get", "/v1/searches/{search}/report"): {
         200: {"application/json": StudyDocument, "text/plain": str, "text/html": str}
     },
     ("get", "/v1/searches/{search}/export"): {200: {"text/plain": str}},
     ("get", "/v1/searches/{search}/events"): {200: {_EVENTS: str}},
-    ("post", "/v1/predict"): {200: _json(PredictionDocument)},
-    ("post", "/v1/advise"): {200: _json(AdvisedDocument)},
-    ("post", "/v1/verify"): {202: _json(VerifyingDocument), 200: _json(VerifyingDocument)},
-    ("get", "/v1/verify/{verification}"): {200: _json(VerifyingDocument)},
-    ("get", "/v1/devices"): {200: _json(DevicesDocument)},
+    ("post", "/v1/predict"): {200: _json_content(PredictionDocument)},
+    ("post", "/v1/advise"): {200: _json_content(AdvisedDocument)},
+    ("post", "/v1/verify"): {202: _json_content(VerifyingDocument), 200: _json_content(VerifyingDocument)},
+    ("get", "/v1/verify/{verification}"): {200: _json_content(VerifyingDocument)},
+    ("get", "/v1/devices"): {200: _json_content(DevicesDocument)},
     ("get", "/v1/events"): {200: {_EVENTS: str}},
 }
 # Fields whose types are made of the fields of others while the program runs, so that no annotation can name them.
@@ -103,9 +103,9 @@ _PRIORITY: Document = {"type": "integer", "minimum": 0, "maximum": 10, "default"
 
 
 def describe_api(app: FastAPI) -> Document:
-    """Return the description of the API of an application.
+    """Return the OpenAPI description of an application.
 
-    Every path that FastAPI describes must have its answers in the table above: ``KeyError`` otherwise.
+    Every path of FastAPI must have its responses in the table above; raises ``KeyError`` otherwise.
     """
     described = get_openapi(
         title="autotune", version=app.version, description="Searches for training configurations.", routes=app.routes
@@ -144,7 +144,7 @@ def describe_api(app: FastAPI) -> Document:
 
 
 def _complete_arrays(schema: Any) -> None:
-    """Give arrays the ``items`` that generators of clients want: what tuples have first, else anything."""
+    """Add ``items`` to arrays, as client generators require: the first of ``prefixItems``, else any type."""
     if isinstance(schema, dict) and schema.get("type") == "array":
         schema["items"] = schema.get("items") or schema.get("prefixItems", [{}])[0]
     for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
@@ -152,7 +152,7 @@ def _complete_arrays(schema: Any) -> None:
 
 
 def _refusals(method: str, path: str) -> list[int | str]:
-    """Return with which codes a request may be refused; ``default`` stands for those that any request may get."""
+    """Return the status codes with which a request may be refused; ``default`` for those of any request."""
     codes: list[int | str] = [] if path in _NEEDS_NO_TOKEN else [401]
     codes += [403] if method != "get" else []
     codes += [404] if "{" in path else []
@@ -162,7 +162,7 @@ def _refusals(method: str, path: str) -> list[int | str]:
 
 
 def search_body() -> Document:
-    """Return how a search is asked for."""
+    """Return the schema of a request for a search."""
     body = _options_schema(OPTION_NAMES)
     body["properties"]["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any]"
     body["properties"] |= {"priority": _PRIORITY, "needs": _NEEDS}
@@ -170,17 +170,17 @@ def search_body() -> Document:
 
 
 def prediction_body() -> Document:
-    """Return how a prediction is asked for."""
+    """Return the schema of a request for a prediction."""
     return _json_body({**_options_schema(NAMES["predict"]), "required": ["model"]})
 
 
 def advice_body() -> Document:
-    """Return how advice is asked for."""
+    """Return the schema of a request for advice."""
     return _json_body({**_options_schema(NAMES["advise"]), "required": ["model"]})
 
 
 def verification_body() -> Document:
-    """Return how a verification is asked for."""
+    """Return the schema of a request for a verification."""
     body = _options_schema(("steps",))
     body["properties"] |= {"study": {"type": "string"}, "priority": _PRIORITY}
     return _json_body({**body, "required": ["study"]})
@@ -197,7 +197,7 @@ def _options_schema(names: Sequence[str]) -> Document:
 
 
 def _values(kind: Kind) -> Document:
-    """Return the schema of an option's values: where text of the command line is read as well, it may be sent."""
+    """Return the schema of an option's values, with text where the command line's form is accepted."""
     word: Document = {"type": "string", **({"enum": list(kind.choices)} if kind.choices else {})}
     listed = {"anyOf": [{"type": "array", "items": word}, {"type": "string"}]}
     known: dict[str, Document] = {

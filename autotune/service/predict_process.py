@@ -22,7 +22,7 @@ _NICENESS = 10
 
 
 def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, Any]:
-    """Return the document of ``autotune predict --json``, or what ``autotune advise`` says."""
+    """Return the document of ``autotune predict --json`` or of ``autotune advise``."""
     from autotune.tuning.advising import advised
     from autotune.tuning.predictions import predicted_document
 
@@ -34,7 +34,7 @@ def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, 
 
 
 def main() -> None:
-    """Answer one question."""
+    """Read one question from standard input, and write its answer."""
     result_fd = int(sys.argv[1])
     os.set_inheritable(result_fd, False)
     os.nice(_NICENESS)

@@ -54,7 +54,7 @@ class PredictionProcess:
         self._is_closing = False
 
     def __call__(self, command: Command, options: Document) -> Document:
-        """Return the prediction; raises as the command does, and ``ServiceError`` where it takes too long."""
+        """Return the prediction. Raises the command's errors, and ``ServiceError`` after a timeout."""
         given = {name: json_value(value) for name, value in options.items()}
         work = {"command": command, "options": given, "storage": self._storage}
         with OneShot(self._module, work, os.environ, Path(os.devnull)) as process:
@@ -80,7 +80,7 @@ class PredictionProcess:
         return document
 
     def close(self) -> None:
-        """End what is under way."""
+        """End all running predictions."""
         self._is_closing = True
         for process in list(self._running):
             process.kill()
@@ -98,7 +98,7 @@ class Predictions:
     """By token."""
 
     def answer(self, document: Any, by: str, command: Command = "predict") -> Document:
-        """Return the prediction that the client of a token asks for; raises as the command does."""
+        """Return the prediction that a client requests. Raises the command's errors."""
         if self.predict is None:
             raise ServiceError("this service predicts nothing", "run the command without --server", status=501)
         options = _read(command, document, self.data_folders)
@@ -122,6 +122,7 @@ class Predictions:
 
 
 def _read(command: Command, document: Any, data_folders: Sequence[Path]) -> Document:
+    """Return the checked options of a request for a prediction, with defaults."""
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "gpt2", "gpu": ["rtx-3090"]}')
     names = NAMES[command]

@@ -58,22 +58,22 @@ class Submission:
 
     @property
     def fresh(self) -> bool:
-        """Whether what earlier searches measured is not to be used."""
+        """Whether earlier measurements must not be used."""
         return bool(self.options.get("fresh"))
 
     @property
     def code(self) -> str | None:
-        """The name of the operator's code that is to be searched."""
+        """The name of the operator's code to search."""
         return self.options.get("code")
 
     @property
     def study(self) -> str | None:
-        """The name that the study is to have."""
+        """The requested name of the study."""
         return self.options.get("study")
 
 
 def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed = MappingProxyType({})) -> Submission:
-    """Return what a client submits; ``InvalidRequestError`` for what no search takes or the service does not allow."""
+    """Return a client's search request. Raises ``InvalidRequestError`` for an invalid or forbidden request."""
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
     check_names(document, (*OPTION_NAMES, *_EXTRA), "a search")
@@ -110,7 +110,7 @@ def read_priority(document: Document) -> int:
 
 
 def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Raise ``InvalidRequestError`` for an option that ``what`` does not have, or not over HTTP."""
+    """Raise ``InvalidRequestError`` for options that ``what`` does not have over HTTP."""
     for name in document:
         if name in BRINGS_CODE:
             raise InvalidRequestError(
@@ -126,7 +126,7 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
 
 
 def check_sizes(options: Mapping[str, Any]) -> None:
-    """Raise ``InvalidRequestError`` for an option that is longer than any that a search has, or no text to be shown."""
+    """Raise ``InvalidRequestError`` for option values that are too long or not printable."""
     for name, value in options.items():
         is_list = isinstance(value, list | tuple)
         if is_list and len(value) > _MOST_VALUES:
@@ -139,7 +139,7 @@ def check_sizes(options: Mapping[str, Any]) -> None:
 
 
 def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Needs:
-    """Return what a job needs: from ``needs``, from ``device`` (cpu, cuda or a part of a GPU's name), from ``gpus``."""
+    """Return a job's needs from the fields ``needs``, ``device`` (cpu, cuda or a part of a GPU's name) and ``gpus``."""
     asked = document or {}
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
         raise InvalidRequestError(
@@ -167,7 +167,7 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
 
 
 def _rank_count(gpus: str, needs: Needs) -> int:
-    """Return how many GPUs a search is to train on together: over HTTP, a number of them."""
+    """Return the number of GPUs to train on. Over HTTP, ``gpus`` must be a number."""
     if needs.device_kind == "cpu":
         raise InvalidRequestError(
             f"--device cpu is one device, and --gpus {gpus[:40]} names others", "give one of the two"
@@ -181,12 +181,12 @@ def _rank_count(gpus: str, needs: Needs) -> int:
 
 
 def canonical(document: Document) -> str:
-    """Return a request as text that is the same for the same request, whatever the order of its options."""
+    """Return a request as text that does not depend on the order of its options."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def check_against(submission: Submission, devices: Sequence[Device], codes: Listed = MappingProxyType({})) -> None:
-    """Raise where none of these devices can run the search, for the reason that the first one has."""
+    """Raise an error where none of these devices can run the search, with the first device's reason."""
     count = submission.needs.count
     code = listed(submission.code, codes) if submission.code is not None else None
     if not devices:
@@ -206,7 +206,7 @@ def check_against(submission: Submission, devices: Sequence[Device], codes: List
 
 
 def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str:
-    """Return the name of the study: the one that was asked for, or the first free one as the command makes them."""
+    """Return the requested name of the study, or the first free default name."""
     if submission.study is not None:
         return submission.study
     options = submission.options
@@ -225,7 +225,7 @@ class VerificationSubmission:
 
 
 def read_verification(document: Any) -> VerificationSubmission:
-    """Return what a client asks for; raises ``InvalidRequestError`` for what no verification takes."""
+    """Return a client's verification request. Raises ``InvalidRequestError`` for an invalid request."""
     if not isinstance(document, dict) or not isinstance(document.get("study"), str):
         raise InvalidRequestError("no study is named", 'send {"study": "bert-large-uncased-64"}')
     for name in document:
@@ -240,7 +240,7 @@ def read_verification(document: Any) -> VerificationSubmission:
 
 
 def needs_of_study(environment: Document) -> Needs:
-    """Return what a machine must have for a study's promise to hold on it."""
+    """Return the needs of a verification: devices for which the study's promise is valid."""
     if environment["device_kind"] != "cuda":
         return Needs("cpu")
     ranks = environment.get("ranks", {}).get("world_size", 1)

@@ -78,7 +78,7 @@ class Runner:
     # What the service sees of it
 
     def wake(self) -> None:
-        """Have the queue looked at: a job was added."""
+        """Make the runner check the queue, after a job was added."""
         self._wake.set()
 
     def job_on(self, host: str, uuid: str) -> JobRecord | None:
@@ -88,14 +88,14 @@ class Runner:
         return next((each.job for each in every if each.host == host and uuid in each.uuids), None)
 
     def problems(self) -> list[str]:
-        """Return what keeps jobs from running, in a line each."""
+        """Return the reasons why jobs cannot run, a line each."""
         found = list(self.engine.problems())
         if self._thread is not None and not self._thread.is_alive() and not self._is_closing:
             found.append("the thread that starts searches has ended; see the log")
         return found
 
     def cancel(self, job_id: str) -> None:
-        """Have a job end that runs."""
+        """Cancel a running job."""
         with self._guard:
             running = self._running.get(job_id)
         if running is not None:
@@ -106,12 +106,12 @@ class Runner:
     # Life
 
     def begin(self) -> None:
-        """Go on with the jobs that were running when the service ended, and start others."""
+        """Resume the jobs that ran when the service ended, and start others."""
         self._thread = threading.Thread(target=self._start_jobs, name="runner", daemon=True)
         self._thread.start()
 
     def _settle(self) -> None:
-        """Find the runs of jobs that run as far as the queue knows; those that have none wait again."""
+        """Find the runs of jobs recorded as running; put jobs without a run back into the queue."""
         with self._guard:
             known = set(self._running)
         for job in self.store.queue.jobs(states=["running"], most=_MOST_AT_ONCE):
@@ -122,13 +122,13 @@ class Runner:
                 self._put_back(job, "the service was started again", is_lost=False)
             else:
                 device = job.device or {}
-                self._follow_soon(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
+                self._follow_in_thread(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
                 if job.is_cancel_asked:
                     self.cancel(job.id)
         self._is_settled = True
 
     def close(self) -> None:
-        """Start no more, end what runs in processes of this one, and record the ends."""
+        """Start no more jobs, end the local ones, and record their ends."""
         self._is_closing = True
         for end in self.also_ends:
             end()
@@ -150,6 +150,7 @@ class Runner:
     # Starting
 
     def _start_jobs(self) -> None:
+        """Start queued jobs until the service ends, in a thread."""
         while not self._is_closing:
             try:
                 if not self._is_settled:
@@ -170,10 +171,10 @@ class Runner:
     def _start_next(self) -> bool:
         """Start the next job that free devices can run; return whether there was one.
 
-        A job on several devices that must wait keeps them free: those after it would hold it up for ever.
+        A waiting job on several devices reserves them: otherwise later jobs would delay it for ever.
         """
         for host in self.engine.hosts():
-            for alike in _alike(host.devices):
+            for alike in _groups_of_equal_devices(host.devices):
                 free = [device for device in alike if self.job_on(host.name, device.uuid) is None]
                 job = self.store.queue.next_for(offer_of(alike)) if free else None
                 if job is not None and job.needs.count <= len(free):
@@ -182,13 +183,14 @@ class Runner:
         return False
 
     def _start(self, job: JobRecord, host: Host, devices: Sequence[Device]) -> None:
+        """Start a job on devices, and follow it in a thread."""
         uuids = tuple(device.uuid for device in devices)
         where = {"host": host.name, "kind": devices[0].kind, "name": devices[0].name, "uuids": list(uuids)}
         started = self.store.queue.start(job.id, where)
         if started is None:
             return
         running = _Running(started, host.name, uuids)
-        log.info("search started", extra={"fields": _fields(started, device=devices[0].name, host=host.name)})
+        log.info("search started", extra={"fields": _log_fields(started, device=devices[0].name, host=host.name)})
         with self._guard:
             self._running[job.id] = running
         self.changes.notify(job.id)
@@ -205,9 +207,10 @@ class Runner:
             return
         if running.is_cancelled:
             running.run.cancel()
-        self._follow_soon(running)
+        self._follow_in_thread(running)
 
     def _work(self, job: JobRecord, uuids: tuple[str, ...]) -> Work:
+        """Return the work to send to the engine for a job."""
         verified = job.request.get(VERIFIES)
         study = str(verified) if verified is not None else job.study
         code = None
@@ -224,14 +227,14 @@ class Runner:
 
     # Following
 
-    def _follow_soon(self, running: _Running) -> None:
+    def _follow_in_thread(self, running: _Running) -> None:
         running.thread = threading.Thread(target=self._follow, args=(running,), name="follow", daemon=True)
         with self._guard:
             self._running[running.job.id] = running
         running.thread.start()
 
     def _follow(self, running: _Running) -> None:
-        """Record what a job's run says, to its end."""
+        """Record the messages of a job's run until its end."""
         job, run = running.job, running.run
         assert run is not None
         goes_on = False
@@ -241,12 +244,12 @@ class Runner:
                     self._hold(stack, job.study)
                 goes_on = not self._take_all(job, run)
         except AttemptOverError:
-            log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
+            log.warning("what a former attempt said is left out", extra={"fields": _log_fields(job)})
         except StorageError as error:
-            log.warning("what a search says is not recorded: %s", error, extra={"fields": _fields(job)})
+            log.warning("what a search says is not recorded: %s", error, extra={"fields": _log_fields(job)})
             self._is_settled = False
         except Exception:
-            log.exception("following a search failed", extra={"fields": _fields(job)})
+            log.exception("following a search failed", extra={"fields": _log_fields(job)})
             self._is_settled = False
         finally:
             if not goes_on:
@@ -261,7 +264,7 @@ class Runner:
             self._wake.set()
 
     def _hold(self, stack: contextlib.ExitStack, study: str) -> None:
-        """Hold the lease of a study that is searched elsewhere and recorded here, as soon as nobody else has it."""
+        """Hold the lease of a study that runs elsewhere but is recorded here, once it is free."""
         while not self._is_closing:
             try:
                 stack.enter_context(held(self.store, name_of_study(study), f"the study {study!r}"))
@@ -271,7 +274,7 @@ class Runner:
                 time.sleep(_RETRY_SECONDS)
 
     def _take_all(self, job: JobRecord, run: Run) -> bool:
-        """Take what a run says; return whether that was all of it, and not only all before this service ends."""
+        """Record the messages of a run; return whether it ended before the service did."""
         heard = job.heard
         while True:
             try:
@@ -291,10 +294,10 @@ class Runner:
                 return False
 
     def _record_until_it_is(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
-        """Record messages as soon as the database lets them; return the end, if it was among them.
+        """Record messages, retrying until the database accepts them; return the end message, if any.
 
-        Until then nothing is acknowledged, so nothing is lost; what was written although no answer came is not
-        written again. A record that is refused is the end of its search.
+        Until then nothing is acknowledged, so nothing is lost. Messages that were written without a confirmation are
+        not written again. A refused record ends its search.
         """
         is_sure = True
         while True:
@@ -303,7 +306,7 @@ class Runner:
                     messages = [each for each in messages if each.kind == "end" or each.number > known.heard]
                 return self._record(job, messages)
             except InvalidRequestError as error:
-                log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
+                log.warning("a record is refused: %s", error, extra={"fields": _log_fields(job)})
                 messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": error.document()})]
             except StorageError as error:
                 is_sure = False
@@ -313,7 +316,7 @@ class Runner:
                 time.sleep(_RETRY_SECONDS)
 
     def _record(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
-        """Write what was said in one transaction; return the end, if it was among it."""
+        """Write messages in one transaction; return the end message, if any."""
         events = [(each.kind, each.document) for each in messages if each.kind in EVENTS]
         statuses = [each.document for each in messages if each.kind == "status"]
         # An end is taken again where this process is killed before it is recorded.
@@ -338,6 +341,7 @@ class Runner:
         return end
 
     def _take_end(self, job: JobRecord, end: Document) -> None:
+        """Record the end of a run: the job has ended, or returns to the queue."""
         if end["state"] in ("finished", "failed"):
             self._end(job, end["state"], end.get("problem"))
         else:
@@ -348,19 +352,19 @@ class Runner:
     def _end(self, job: JobRecord, state: Any, problem: Document | None) -> None:
         with contextlib.suppress(AttemptOverError):
             self.store.queue.end(job.id, job.attempts, state, problem)
-            log.info("search ended", extra={"fields": _fields(job, state=state)})
+            log.info("search ended", extra={"fields": _log_fields(job, state=state)})
         self.changes.notify(job.id)
 
     def _put_back(self, job: JobRecord, why: str, *, is_lost: bool) -> None:
         with contextlib.suppress(AttemptOverError):
             state = self.store.queue.put_back(job.id, job.attempts, why, is_lost=is_lost)
-            log.info("search put back", extra={"fields": _fields(job, state=state, why=why)})
+            log.info("search put back", extra={"fields": _log_fields(job, state=state, why=why)})
         self.changes.notify(job.id)
 
 
 @contextlib.contextmanager
 def held(store: Store, name: str, what: str) -> Iterator[None]:
-    """Hold a lease for as long as the block lasts; raises ``StorageError`` where another process has it."""
+    """Hold a lease for the duration of the block. Raises ``StorageError`` where another process holds it."""
     token = new_id()
     if (holder := store.leases.take(name, this_owner(), token)) is not None:
         raise StorageError(f"{what} is held by {holder.describe()}", "wait for its end, or name another database")
@@ -372,12 +376,12 @@ def _attempt_id(job: JobRecord) -> str:
     return f"{job.id}-{job.attempts}"
 
 
-def _fields(job: JobRecord, **more: object) -> Document:
+def _log_fields(job: JobRecord, **more: object) -> Document:
     return {"search": job.id, "study": job.study, "attempt": job.attempts, **more}
 
 
-def _alike(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return devices in groups of one kind, name and memory."""
+def _groups_of_equal_devices(devices: Sequence[Device]) -> list[list[Device]]:
+    """Return devices grouped by kind, name and memory."""
     groups: dict[tuple[str, str, int], list[Device]] = {}
     for device in devices:
         groups.setdefault((device.kind, device.name, device.memory_total_bytes), []).append(device)
@@ -385,18 +389,18 @@ def _alike(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def offer_of(alike: Sequence[Device]) -> Offer:
-    """Return what devices of one kind offer together."""
+    """Return the queue's offer for devices of one kind."""
     first = alike[0]
     return Offer(first.kind, first.name, first.memory_total_bytes, len(alike))
 
 
 def offers_of(hosts: Sequence[Host]) -> list[tuple[Offer, Device]]:
-    """Return what the machines offer, with a device of each kind."""
-    return [(offer_of(alike), alike[0]) for host in hosts for alike in _alike(host.devices)]
+    """Return the offers of the machines, with an example device each."""
+    return [(offer_of(alike), alike[0]) for host in hosts for alike in _groups_of_equal_devices(host.devices)]
 
 
 def unmet(needs: Needs, hosts: Sequence[Host]) -> str | None:
-    """Say why no device can run a search with these needs."""
+    """Return why no device meets these needs; ``None`` where one does."""
     offers = [offer for offer, _ in offers_of(hosts)]
     if not offers:
         return "no device is ready to search"

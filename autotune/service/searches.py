@@ -92,12 +92,12 @@ class Searches:
     def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
 
-        A request that was answered before, without ``fresh`` and without data that may have changed, is not searched
-        again: the job that answered it is returned.
+        A request without ``fresh`` and without data that may have changed is not searched twice: its earlier job is
+        returned.
         """
         submission = read_submission(document, self.data_folders, self.codes)
         if idempotency_key is None:
-            known = self._answered(submission)
+            known = self._earlier_answer(submission)
         elif (known := self.store.queue.job_with_key(idempotency_key)) is not None:
             # It was accepted before, whatever is full or missing by now.
             _check_same(known, submission.options, submission.needs, idempotency_key)
@@ -106,7 +106,7 @@ class Searches:
         offers = offers_of(self.engine.hosts())
         fitting = [device for offer, device in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
-        self._check_length()
+        self._check_queue_length()
         with self._naming:
             study = choose_study(
                 submission, lambda name: bool(self.store.study(name) or self.store.queue.jobs(study=name, most=1))
@@ -129,11 +129,11 @@ class Searches:
     def submit_verification(
         self, document: Any, *, by: str, idempotency_key: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Queue a run of a stock Trainer as a study exports it; return its job and whether it is new."""
+        """Queue a verification of a study by a stock Trainer; return its job and whether it is new."""
         submission = read_verification(document)
         report = load_report(self.store, submission.study)
         verifiable_export(report)
-        self._check_length()
+        self._check_queue_length()
         needs = needs_of_study(report.environment)
         job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)
         if not is_new:
@@ -156,19 +156,19 @@ class Searches:
             self.runner.wake()
         return job, is_new
 
-    def _check_length(self) -> None:
+    def _check_queue_length(self) -> None:
         if self.store.queue.count_queued() >= MOST_QUEUED:
             raise ServiceError(
                 f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
             )
 
     def verification(self, job: JobRecord) -> Document | None:
-        """Return what a verification has shown: its document, and the problem where a promise was missed."""
+        """Return the result of a verification: its document, and the problem of a missed promise."""
         found = [event for event in self.store.queue.events(job.id) if event.kind == "verification"]
         return found[-1].document if found else None
 
-    def _answered(self, submission: Submission) -> JobRecord | None:
-        """Return the finished job that has answered the same request by the same autotune."""
+    def _earlier_answer(self, submission: Submission) -> JobRecord | None:
+        """Return the finished job with the same request and version of autotune."""
         if submission.fresh or submission.code is not None or submission.options.get("dataset") is not None:
             return None
         # Options are recorded in one order, so that the database finds the same request as text.
@@ -182,21 +182,21 @@ class Searches:
     # Looking
 
     def job(self, job_id: str) -> JobRecord:
-        """Return a job by its id, or the latest of a study; ``UnknownStudyError`` where there is none."""
+        """Return a job by its id, or the latest job of a study. Raises ``UnknownStudyError`` for others."""
         job = self.store.queue.job(job_id)
         if job is None:
             raise UnknownStudyError(f"there is no search {job_id[:120]!r}", "autotune queue lists them")
         return job
 
     def report(self, job: JobRecord) -> Report:
-        """Return the report of a job's study; ``UnknownStudyError`` where none of its trials began."""
+        """Return the report of a job's study. Raises ``UnknownStudyError`` before its first trial."""
         if self.store.study(job.study) is None:
             waits = "it waits in the queue" if job.state == "queued" else "it has no trial yet"
             raise UnknownStudyError(f"the search {job.study!r} has nothing to show: {waits}", "ask again later")
         return load_report(self.store, job.study)
 
     def result_lines(self, jobs: Sequence[JobRecord]) -> dict[str, str]:
-        """Return the results of those jobs that have finished with one, by their ids, in a line each."""
+        """Return a line for the result of each finished job, by id."""
         finished = [job for job in jobs if job.state == "finished"]
         new = [job for job in finished if job.id not in self._result_lines]
         # One question for all.
@@ -227,7 +227,7 @@ class Searches:
         return told + report.best.candidate.describe() if report.best else ""
 
     def trials(self, job: JobRecord) -> list[Document]:
-        """Return a job's trials, as ``--json`` has them."""
+        """Return a job's trials in the format of ``--json``."""
         if self.store.study(job.study) is None:
             return []
         report = self.report(job)
@@ -270,12 +270,12 @@ class Searches:
         )
 
     def unmet(self, document: Document) -> str | None:
-        """Say what a request would wait for, beyond its turn; ``None`` where a machine has what it needs."""
+        """Return what a request would wait for besides its turn; ``None`` where a machine meets its needs."""
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
         return unmet(needs, self.engine.hosts())
 
     def cancel(self, job: JobRecord, by: TokenRecord) -> JobRecord:
-        """Cancel a job for a token that may; one that has ended stays as it is."""
+        """Cancel a job, if the token may; a job that has ended stays as it is."""
         check_may_change(by, job)
         if job.state in ENDED:
             return job
@@ -288,7 +288,7 @@ class Searches:
     # Forgetting
 
     async def forget_hourly(self, keep: timedelta) -> None:
-        """Forget what has become old, at once and every hour."""
+        """Delete old searches now and every hour."""
         while True:
             try:
                 await asyncio.to_thread(self.forget, keep)
@@ -300,10 +300,10 @@ class Searches:
             await asyncio.sleep(_SECONDS_BETWEEN_FORGETTING)
 
     def forget(self, keep: timedelta) -> int:
-        """Forget the searches that ended longer ago, with their events; return how many.
+        """Delete searches that ended longer ago than ``keep``, with their events; return their number.
 
-        The logs of a study go with the last of its searches. Studies stay: what they measured answers and shortens
-        later searches.
+        The logs of a study are deleted with its last search. Studies stay: their measurements answer and shorten later
+        searches.
         """
         queue, count = self.store.queue, 0
         while gone := queue.forget(queue.clock() - keep):
@@ -320,12 +320,12 @@ class Searches:
 
 
 def may_change(token: TokenRecord, job: JobRecord) -> bool:
-    """Return whether a token may change a search: an admin's every one, another its own."""
+    """Return whether a token may change a search: an admin's token any, another token its own."""
     return token.role == "admin" or (token.may_write and job.submitted_by == token.name)
 
 
 def check_may_change(token: TokenRecord, job: JobRecord) -> None:
-    """Raise ``ServiceError`` where a search belongs to somebody else, and the token is none of an admin."""
+    """Raise ``ServiceError`` where a search belongs to another token, unless the token is an admin's."""
     if not may_change(token, job):
         raise ServiceError(
             f"the search {job.study!r} belongs to {job.submitted_by!r}",
@@ -335,7 +335,7 @@ def check_may_change(token: TokenRecord, job: JobRecord) -> None:
 
 
 def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None) -> None:
-    """Raise ``InvalidRequestError`` where the job of a key was made by another request."""
+    """Raise ``InvalidRequestError`` where an idempotency key belongs to another request."""
     if canonical(job.request) != canonical(options) or job.needs != needs:
         raise InvalidRequestError(
             f"the Idempotency-Key {key!r:.80} was used with another request", "use a new key for it"
@@ -343,19 +343,19 @@ def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None
 
 
 def _note(message: str, **fields: object) -> None:
-    """Log an event with its fields; none of them holds a token."""
+    """Log an event with its fields, which never hold a token."""
     log.info(message, extra={"fields": fields})
 
 
 def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
-    """Say what a queued job waits for: a device, or its turn after those ``ahead`` of it."""
+    """Return what a queued job waits for: a device, or the jobs before it."""
     if (told := unmet(job.needs, hosts)) is not None:
         return told
     return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
 
 
 def describe_devices(searches: Searches) -> list[Document]:
-    """Return the devices on which searches run as the API shows them, each with the search that it runs."""
+    """Return the devices as the API shows them, each with its running search."""
     found = []
     for host in searches.engine.hosts():
         for device in host.devices:

@@ -62,7 +62,7 @@ class Settings:
     """Whether something in front of it ends TLS, so that it may listen on a public address without."""
 
     def check(self) -> None:
-        """Raise ``InvalidRequestError`` for an address that others can reach without TLS, and for wrong files."""
+        """Raise ``InvalidRequestError`` for a public address without TLS, and for wrong files."""
         if (self.certificate is None) != (self.key is None):
             raise InvalidRequestError("TLS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
         for path in filter(None, (self.certificate, self.key)):
@@ -85,7 +85,7 @@ class Settings:
 
     @property
     def shown_url(self) -> str:
-        """The address by which others know it."""
+        """The service's address for other machines."""
         return self._url_of(self.names[0]) if self.names and not is_own_address(self.host) else self.url
 
     def _url_of(self, name: str) -> str:
@@ -94,7 +94,7 @@ class Settings:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -104,15 +104,15 @@ def is_own_address(host: str) -> bool:
 
 
 def steady_clock() -> Callable[[], datetime]:
-    """Return a clock that starts at the time of day and is not moved when that is set."""
+    """Return a clock of the current time that ignores later changes of the system time."""
     start, began = now(), time.monotonic()
     return lambda: start + timedelta(seconds=time.monotonic() - began)
 
 
 def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and the token where one was made.
+    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and a newly created token.
 
-    Raises ``InvalidRequestError`` for settings that cannot be, ``StorageError`` as ``open_store`` does.
+    Raises ``InvalidRequestError`` for impossible settings, and the ``StorageError`` of ``open_store``.
     """
     settings.check()
     # Requests, logs and the database are nobody else's.
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to whoever runs the server."""
+        """Leave signals to the caller, instead of uvicorn's handlers."""
         yield
 
 
@@ -176,6 +176,7 @@ async def _run(
     ready: Callable[[], None],
     keep: timedelta | None = None,
 ) -> None:
+    """Run the HTTP server until a signal, then end the searches and close."""
     is_to_end = asyncio.Event()
 
     def stop() -> None:
@@ -206,7 +207,7 @@ async def _run(
 
 
 async def _release_listeners(searches: Searches, server: _Server) -> None:
-    """Let listeners go once the server is to end."""
+    """End event streams when the server is about to end."""
     while True:
         if server.should_exit:
             searches.is_closing = True
@@ -223,6 +224,7 @@ def _engine(settings: Settings) -> Engine:
 
 
 def _listen(settings: Settings) -> socket.socket:
+    """Return a listening socket. Raises ``InvalidRequestError`` where the address is unusable."""
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
@@ -244,7 +246,7 @@ class JsonLines(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as one line of JSON."""
         line = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -258,7 +260,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Log what the service does to stderr, as JSON lines."""
+    """Log the service's events to stderr, as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

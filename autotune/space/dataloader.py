@@ -26,7 +26,7 @@ def plain_loader(arm: Arm) -> Arm:
 
 
 def waits_for_data(measured: Measurement) -> float:
-    """Return the share of a step that is spent waiting for its batches."""
+    """Return the share of a step's time that is spent waiting for data."""
     return (measured.data_seconds or 0.0) / measured.step_seconds
 
 
@@ -58,7 +58,7 @@ def next_loader(
 
 
 def patience(effort: Effort, arm: Arm) -> Effort:
-    """Return the effort for an arm whose workers deliver batches in bursts, as many at once as there are workers."""
+    """Return an effort with more steps for data loader workers, which deliver batches in bursts."""
     if not arm.dataloader_num_workers:
         return effort
     return dataclasses.replace(

@@ -94,12 +94,12 @@ _SHARDING_OPTIMS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagra
 
 
 def shards_with(optim: str) -> bool:
-    """Return whether an optimizer is known to update weights that FSDP2 or ZeRO sharded."""
+    """Return whether an optimizer is known to update weights sharded by FSDP2 or ZeRO."""
     return optim in _SHARDING_OPTIMS
 
 
 def offloading_threads(cores: int, ranks: int) -> int:
-    """Return the threads of each rank whose optimizer runs on the CPU."""
+    """Return the number of CPU threads of each rank for an optimizer that runs on the CPU."""
     return max(1, cores // ranks)
 
 
@@ -118,19 +118,19 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def library_versions() -> dict[str, str]:
-    """Look up which of the libraries that a step may run are installed, and their versions; imports none of them."""
+    """Return the installed versions of the libraries that a training step may run, without importing them."""
     versions = {package: version_of(package) for package in _LIBRARIES}
     return {package: version for package, version in versions.items() if version is not None}
 
 
 def require(package: str, lever: str) -> None:
-    """Raise ``InvalidRequestError``, with the command that installs it, where a package is missing."""
+    """Raise ``InvalidRequestError`` with the install command where the package that a lever needs is missing."""
     if version_of(package) is None:
         raise InvalidRequestError(f"{lever} needs {package}, which is not installed", how_to_install(package))
 
 
 def require_compiler(device_kind: str, lever: str) -> None:
-    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no compiler on this machine.
+    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no C or C++ compiler on this machine.
 
     Where it looks: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for a GPU.
     """
@@ -152,8 +152,8 @@ def how_to_install(package: str) -> str:
     return how_to_add(EXTRAS[package]) if package in EXTRAS else f"pip install {package}"
 
 
-def goes_together(arm: Arm, weight_dtype: str) -> bool:
-    """Return whether an arm can train at all: flash attention computes in 16 bits only."""
+def is_compatible(arm: Arm, weight_dtype: str) -> bool:
+    """Return whether attention and precision of an arm are compatible: flash attention computes in 16 bits only."""
     half = arm.precision in ("fp16", "bf16") or weight_dtype != "float32"
     return half or arm.attn_implementation != FLASH_ATTENTION
 
@@ -177,13 +177,13 @@ def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def segments_expand(environment: Mapping[str, str]) -> bool | None:
-    """Return whether the environment turns on expandable segments; ``None`` where it says nothing of them."""
+    """Return whether the environment turns on expandable segments; ``None`` where the variable lacks this setting."""
     said = allocator_settings(environment).get(_EXPANDABLE)
     return said.lower() == "true" if said is not None else None
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:
-    """Return the allocator settings with expandable segments set; ``None`` where none are needed."""
+    """Return the allocator settings with expandable segments set; ``None`` where the environment needs no change."""
     settings = allocator_settings(environment)
     if not expand and _EXPANDABLE not in settings:
         return None
@@ -191,7 +191,7 @@ def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) ->
 
 
 def major_minor(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version; nothing where it has none."""
+    """Return the major and minor number of a version; an empty tuple where the version has no such numbers."""
     parts = version.split(".")[:2]
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
@@ -202,6 +202,6 @@ def allocator_variable(torch_version: str) -> str:
 
 
 def compiled_recomputes(torch_version: str, transformers_version: str) -> bool:
-    """Return whether compiled layers with quantized weights recompute their activations where they are to."""
+    """Return whether gradient checkpointing works in compiled layers with quantized weights in these versions."""
     is_within_checkpoint = major_minor(transformers_version) < _CHECKPOINTS_WITHIN_SINCE
     return is_within_checkpoint or major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE

@@ -87,7 +87,7 @@ class Batches:
             )
 
     def option(self, *samples: int) -> str:
-        """Return the option that says so many samples a step, in the unit of the user: ``--effective-tokens 4096``."""
+        """Return the option that sets these effective batches, in the user's unit: ``--effective-tokens 4096``."""
         unit, times = ("batch", 1) if self.sample_tokens is None else ("tokens", self.sample_tokens)
         return f"--effective-{unit} {' or '.join(str(each * times) for each in samples)}"
 
@@ -99,11 +99,11 @@ class Batches:
 
     @property
     def _shares(self) -> list[int]:
-        """Per-device batches that divide a device's share of an effective batch, none larger than the dataset."""
+        """Per-device batches that divide the device's part of the effective batch, none larger than the dataset."""
         return [batch for batch in _divisors(self._per_device) if self._is_loaded(batch)]
 
     def _is_loaded(self, batch: int) -> bool:
-        """Return whether the dataset has the samples of a batch."""
+        """Return whether the dataset has enough samples for a batch."""
         return self.samples is None or batch <= self.samples
 
     @property
@@ -112,7 +112,7 @@ class Batches:
         return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
 
     def levels(self) -> tuple[int, ...]:
-        """Return the multiples to search, in descending order; a lower one counts only where nothing above fits."""
+        """Return the multiples to search, descending. A lower one is used only where no batch of a higher one fits."""
         if self.multiple:
             return (self.multiple,)
         return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
@@ -170,7 +170,7 @@ class Batches:
         return self._per_device % batch == 0 and self._is_loaded(batch)
 
     def baseline(self) -> tuple[int, int]:
-        """Return batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
+        """Return batch size and accumulation of the ``TrainingArguments`` defaults, at the same effective batch.
 
         The default per-device batch is 8. Where 8 does not divide the effective batch, it is the largest divisor below
         8. A dataset of fewer samples limits it, too.
@@ -204,16 +204,16 @@ class Space:
     """The values of ``length_multiple``: of batches that are padded, and of rows that are filled."""
 
     def plain(self, arm: Arm) -> Arm:
-        """Return an arm without what the best candidates alone may have: late settings, data loader workers."""
+        """Return an arm without the settings that only the best candidates get: late levers, data loader workers."""
         return without(plain_loader(arm), self.late)
 
     @cached_property
     def saving(self) -> Space | None:
-        """The same space with what saves memory in every arm, for where nothing fits without.
+        """The same space with every memory-saving setting in each arm; ``None`` where there is no such setting.
 
-        ``None`` where there is nothing of the kind.
+        For models that do not fit otherwise.
         """
-        arms = self._with(self.resorts)
+        arms = self._arms_with(self.resorts)
         return replace(self, arms=arms, late=self.late - self.resorts) if self.resorts and arms else None
 
     @cached_property
@@ -223,11 +223,15 @@ class Space:
 
     @cached_property
     def saving_arms(self) -> tuple[Arm, ...]:
-        """Every arm that saves memory by late settings: by all of them, or by one."""
-        arms = [*self._with(self.resorts), *(arm for name in sorted(self.resorts) for arm in self._with({name}))]
+        """Arms with memory-saving late settings: with all of these settings, or with one of them."""
+        arms = [
+            *self._arms_with(self.resorts),
+            *(arm for name in sorted(self.resorts) for arm in self._arms_with({name})),
+        ]
         return tuple(arm for arm in dict.fromkeys(arms) if arm not in self.arms)
 
-    def _with(self, names: Collection[str]) -> tuple[Arm, ...]:
+    def _arms_with(self, names: Collection[str]) -> tuple[Arm, ...]:
+        """Return the arms with some settings turned on, where an arm allows them."""
         arms = (changed(arm, **dict.fromkeys(names, True)) for arm in self.arms)
         return tuple(arm for arm in arms if excluding(arm) is None)
 
@@ -247,7 +251,7 @@ class Space:
         )
 
     def has_arm(self, arm: Arm) -> bool:
-        """Return whether an arm is one of this space, with late settings or without, but for those that save memory."""
+        """Return whether an arm is in this space, with or without late settings except memory-saving ones."""
         return without(plain_loader(arm), self.late - self.resorts) in self.arms
 
     def baseline(self, attn_implementation: str) -> Candidate:
@@ -258,7 +262,7 @@ class Space:
         return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
 
 
-def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
+def _precisions_for_dtype(workload: Workload) -> tuple[Precision, ...]:
     """Return the precisions that make sense with the workload's weight dtype.
 
     16-bit weights have no float32 products for tf32, and torch's gradient scaler refuses 16-bit gradients, so fp16
@@ -274,8 +278,8 @@ def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
 def choose_precisions(
     asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
 ) -> tuple[Precision, ...]:
-    """Return the precisions to search, best first; raises an error for one that is not possible."""
-    usable = _usable_precisions(workload)
+    """Return the precisions to search, best first. Raises ``InvalidRequestError`` for an impossible request."""
+    usable = _precisions_for_dtype(workload)
     for precision in asked or ():
         if precision not in device_has:
             raise DeviceError(
@@ -309,11 +313,11 @@ def choose_arms(
     experts: Sequence[str | None] = (None,),
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Arm, ...]:
-    """Return every combination as an arm, those without checkpointing first, then by preference of precision.
+    """Return every combination of settings as an arm.
 
-    Arms with expandable segments come late: they are never faster at the same batch, so they are worth trying only
-    where memory kept the best arm from a larger one. Every arm has the ``settings``; those that do not go with them
-    are left out.
+    Arms without checkpointing come first, then the order is by preference of precision. Arms with expandable segments
+    come late: they are never faster at the same batch, so they are worth trying only where memory kept the best arm
+    from a larger one. Every arm has the ``settings``; combinations that exclude each other are left out.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(

@@ -56,7 +56,7 @@ class TunedArguments(TypedDict, total=False):
 
 
 def checkpointing_field(fields: Collection[str]) -> CheckpointingField:
-    """Return the name of gradient checkpointing in the ``fields`` of the installed ``TrainingArguments``."""
+    """Return the ``fields`` name for gradient checkpointing in the installed version of ``TrainingArguments``."""
     return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
 
 
@@ -100,7 +100,7 @@ _LINKED: dict[str, dict[str, None]] = {
 
 
 def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
-    """Return the fields without which what the ``arguments`` turn off would be on again."""
+    """Return the fields that must be turned off too, where ``arguments`` turn off a field that depends on them."""
     off = [linked for name, linked in _LINKED.items() if name in arguments and not arguments[name]]
     return {name: value for linked in off for name, value in linked.items()}
 
@@ -125,7 +125,7 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
 
 
 def launch_variables(arm: Arm) -> dict[str, str]:
-    """Return the environment variables from which accelerate learns that ranks share samples, or hybrid sharding.
+    """Return the environment variables that make accelerate use context parallelism or hybrid sharding.
 
     ``TrainingArguments`` have a field for it, ``parallelism_config``, which takes an object and no JSON. ``accelerate
     launch`` sets the same variables from its configuration file.
@@ -136,7 +136,7 @@ def launch_variables(arm: Arm) -> dict[str, str]:
 
 
 def parallelism(arm: Arm) -> dict[str, int]:
-    """Return the sizes of accelerate's ``ParallelismConfig``; none where its defaults do."""
+    """Return the sizes for accelerate's ``ParallelismConfig``; an empty dictionary where its defaults are right."""
     if arm.context_parallel > 1:
         return {"dp_shard_size": arm.data_parallel, "cp_size": arm.context_parallel}
     if arm.dp_shard_size:
@@ -145,6 +145,7 @@ def parallelism(arm: Arm) -> dict[str, int]:
 
 
 def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
+    """Return the fields of ``TrainingArguments`` that turn on FSDP2 as the arm sets it."""
     # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
     is_new = _CHECKPOINTING_FIELDS[0] in fields
     arguments: TunedArguments = {
@@ -188,7 +189,7 @@ def deepspeed_settings(arm: Arm) -> dict[str, Any]:
 
 
 def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
-    """Return the value of ``tf32``; ``None`` is the default of ``TrainingArguments``.
+    """Return the value of the field ``tf32``; ``None`` is the default of ``TrainingArguments``.
 
     The default leaves torch's settings unchanged: convolutions and recurrent layers may use TF32, matrix products may
     not (torch.backends.fp32_precision). fp32 means that default, so that the baseline is what an untuned ``Trainer``
@@ -205,7 +206,7 @@ def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
 
 
 def evaluation_arguments(candidate: Candidate) -> TunedArguments:
-    """Return the evaluation's batch size: that of training, which needs more memory since it keeps gradients.
+    """Return the batch size of evaluation: the same as in training, which needs more memory because of gradients.
 
     The ``Trainer``'s default of 8 may not fit where training uses a smaller batch: 8 × 2,048 tokens have 9.3 GiB of
     float32 logits over Qwen2.5's vocabulary, and ran out of 24 GiB on an H200.
@@ -214,7 +215,7 @@ def evaluation_arguments(candidate: Candidate) -> TunedArguments:
 
 
 def data_arguments(data: DataSpec) -> TunedArguments:
-    """Return the fields with which training gets the batches that were measured; tuned fields override them."""
+    """Return the fields that reproduce the measured data order and loading; tuned fields override them."""
     return {
         "dataloader_num_workers": 0,
         "train_sampling_strategy": "group_by_length" if data.group_by_length else "random",

@@ -41,7 +41,7 @@ class Answers:
         self._label = label
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """Return the answer of this type that is stored under a key; ``None`` where there is none or it is damaged."""
+        """Return the stored answer to a key, decoded as a type; ``None`` where it is missing or damaged."""
         from sqlalchemy import select
 
         from autotune.store.engine import storage_errors, transaction
@@ -53,7 +53,7 @@ class Answers:
         return _decoded(document, kind)
 
     def keep(self, key: str, answer: Inspection | LookAnswer | PredictionAnswer) -> None:
-        """Store an answer; an earlier one under the same key stays."""
+        """Store an answer under a key, unless the key has an answer."""
         from autotune.store.engine import insert_if_absent, storage_errors, transaction
         from autotune.store.records import now
         from autotune.store.tables import AnswerRow
@@ -63,7 +63,7 @@ class Answers:
             insert_if_absent(connection, AnswerRow, row)
 
     def close(self) -> None:
-        """Close the connections; new ones are opened if it is used again."""
+        """Close the connections. Later use opens new ones."""
         self._engine.dispose()
 
 
@@ -80,7 +80,7 @@ class AnswerFile:
         self._connection: sqlite3.Connection | None = None
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """Return the answer of this type that is stored under a key; ``None`` where there is none or it is damaged."""
+        """Return the stored answer to a key, decoded as a type; ``None`` where it is missing or damaged."""
         try:
             if self._connection is None:
                 # ``rw`` creates no file where the database is gone. Unlike ``ro`` it can roll back the transaction of a
@@ -101,23 +101,23 @@ class AnswerFile:
         return _decoded(document, kind)
 
     def close(self) -> None:
-        """Close the connection; a new one is opened if it is used again."""
+        """Close the connection. Later use opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 def _decoded(document: object, kind: type[T]) -> T | None:
-    """Return a stored answer. A damaged one is no error, since the question can be asked again."""
+    """Return a stored answer; ``None`` for a damaged one, since the question can be asked again."""
     with contextlib.suppress(ValueError):
         return decode(document, kind) if document is not None else None
     return None
 
 
 def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Answers | None:
-    """Return the answers in a database; ``None`` where there is no database. Creates and upgrades nothing.
+    """Return the answers in a database, without creating or upgrading it; ``None`` without a database.
 
-    Raises ``StorageError`` where ``location`` is no database location. Whether the file can be read is seen on reading.
+    Raises ``StorageError`` where ``location`` is no database location. Unreadable files are detected on reading.
     """
     path, label = plain_path(location), location.strip()
     try:

@@ -51,38 +51,38 @@ _SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
 
 
 def write_strict_json(value: Any) -> str:
-    """Return a document as JSON that every database accepts, with objects in place of NaN and infinity.
+    """Return a document as strict JSON, with objects in place of NaN and infinity.
 
-    Python writes these as words of its own, which SQLite keeps and PostgreSQL refuses.
+    Python writes these as bare words, which SQLite accepts and PostgreSQL refuses.
     """
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        return json.dumps(_replaced(value), separators=(",", ":"), allow_nan=False)
+        return json.dumps(_with_marked_floats(value), separators=(",", ":"), allow_nan=False)
 
 
 def read_strict_json(text: str | bytes) -> Any:
-    """Return the document that ``write_strict_json`` was given."""
+    """Parse the JSON of ``write_strict_json``, with its NaN and infinity."""
     marked = _FLOAT_KEY.encode() if isinstance(text, bytes) else _FLOAT_KEY
-    return json.loads(text, object_hook=_number if marked in text else None)  # type: ignore[operator]
+    return json.loads(text, object_hook=_marked_float if marked in text else None)  # type: ignore[operator]
 
 
-def _replaced(value: Any) -> Any:
+def _with_marked_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT_KEY: str(value)}
     if isinstance(value, dict):
-        return {key: _replaced(each) for key, each in value.items()}
+        return {key: _with_marked_floats(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(each) for each in value]
+        return [_with_marked_floats(each) for each in value]
     return value
 
 
-def _number(found: dict[str, Any]) -> Any:
+def _marked_float(found: dict[str, Any]) -> Any:
     return float(found[_FLOAT_KEY]) if found.keys() == {_FLOAT_KEY} else found
 
 
 def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:
-    """Return an engine for autotune's tables. Migrations turn foreign keys off, since they rebuild tables."""
+    """Return an engine for autotune's tables. Migrations disable foreign keys, since they rebuild tables."""
     serializer = functools.partial(json.dumps, separators=(",", ":"))
     if location.path is None:
         arguments: dict[str, Any] = {"json_serializer": serializer}
@@ -111,7 +111,7 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
 
 
 def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
-    """Begin transactions explicitly: sqlite3 would begin them too late, and commit before a CREATE TABLE.
+    """Begin SQLite transactions explicitly: sqlite3 would begin them too late, and commit before a CREATE TABLE.
 
     Writers begin with ``IMMEDIATE``, so that they wait for the lock at the start. SQLite refuses a reader that starts
     to write midway at once, whatever the timeout.
@@ -135,9 +135,9 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
 
 
 def insert_if_absent(connection: Connection, table: Any, values: Mapping[str, Any]) -> bool:
-    """Insert a row unless one with the same key is there; return whether it was inserted.
+    """Insert a row unless its key exists; return whether it was inserted.
 
-    Where another process inserts the same at the same moment, one of the two is first, and the other waits for it.
+    Where two processes insert the same key at the same moment, one waits for the other.
     """
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     statement: Any = insert(table).values(**values).on_conflict_do_nothing().returning(literal_column("1"))
@@ -146,10 +146,10 @@ def insert_if_absent(connection: Connection, table: Any, values: Mapping[str, An
 
 @contextmanager
 def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Iterator[Connection]:
-    """Run one transaction on its own connection: committed at the end, rolled back on any exception.
+    """Run one transaction on its own connection: commit at the end, roll back on any exception.
 
-    One that only reads sees the database as it was at its first query, on a server as well. ``is_single`` says that
-    it is one statement: a server then needs neither ``BEGIN`` nor ``COMMIT``, each of which is a round trip.
+    A read transaction sees the database as of its first query, on a server as well. ``is_single`` means a single
+    statement: a server then needs neither ``BEGIN`` nor ``COMMIT``, each of which is a round trip.
     """
     options: dict[str, Any] = {_WRITES: writes}
     if engine.dialect.name == "postgresql":
@@ -190,6 +190,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _translate(label: str, error: BaseException) -> StorageError:
+    """Return the ``StorageError`` for an error of a database or of the file system."""
     for cause in _causes(error):
         if (meaning := postgres.describe_error(cause)) is not None:
             return StorageError(f"{label} {meaning[0]}", meaning[1], may_pass=True)
@@ -222,7 +223,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it wraps, outermost first."""
+    """Yield the error and its causes, outermost first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -230,7 +231,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
-    """Set write-ahead logging where it works, and the rollback journal elsewhere; return the mode that the file has.
+    """Use write-ahead logging where it works, else the rollback journal; return the file's mode.
 
     The mode is stored in the file, so it is only written when it differs.
     """
@@ -251,10 +252,10 @@ def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
 
 
 def leave_syncing_to_checkpoints(engine: Engine) -> None:
-    """Have commits not wait for the disk, where the file has a write-ahead log; for a service with many small ones.
+    """Make commits not wait for the disk, in a file with a write-ahead log; for a service with many small commits.
 
-    A process that is killed loses nothing by it. After a power failure what was committed since then may
-    be missing, and the file is whole (https://www.sqlite.org/pragma.html#pragma_synchronous).
+    A killed process loses nothing by it. After a power failure recent commits may be missing, but the file is intact
+    (https://www.sqlite.org/pragma.html#pragma_synchronous).
     """
     if engine.dialect.name != "sqlite":
         return
@@ -281,10 +282,10 @@ class Syncing:
         self._begun = self._ended = 0
 
     def __call__(self) -> None:
-        """Have the disk write what is in the write-ahead log; a server does so at each commit.
+        """Wait until the disk has all commits: sync the write-ahead log's file. Servers do so at each commit.
 
-        A checkpoint would do as well, and have the next writer wait for the disk another time, to begin the log anew.
-        SQLite holds no lock on the log's file, so that it may be opened and closed here.
+        A checkpoint would do as well, but the next writer would wait for the disk again, to start a new log. SQLite
+        holds no lock on the log's file, so that it may be opened and closed here.
         """
         if self._wal is None:
             return

@@ -39,7 +39,7 @@ class Lease:
     expires_at: datetime
 
     def describe(self) -> str:
-        """Return ``process 71 of ada on gpu-2 (since 2026-11-21 10:00 UTC)``."""
+        """Return the owner and the start: ``process 71 of ada on gpu-2 (since 2026-11-21 10:00 UTC)``."""
         return f"{self.owner.describe()} (since {self.acquired_at:%Y-%m-%d %H:%M} UTC)"
 
 
@@ -55,10 +55,10 @@ class Leases:
         self._clock = clock
 
     def take(self, name: str, owner: Owner, token: str, lease_seconds: float = LEASE_SECONDS) -> Lease | None:
-        """Take the lease under a new token where it is free; else return the lease of whoever has it.
+        """Take a free lease under a new token, and return ``None``; else return the lease of its holder.
 
-        It is free where there is none, where it has expired, and where its owner was a process of this machine that
-        has ended: after ``kill -9`` nobody waits for the expiry.
+        A lease is free where it does not exist, has expired, or belonged to a process of this machine that has ended:
+        after ``kill -9`` nobody waits for the expiry.
         """
         moment = self._clock()
         values = {
@@ -86,7 +86,7 @@ class Leases:
         return None
 
     def renew(self, name: str, token: str, lease_seconds: float = LEASE_SECONDS) -> bool:
-        """Move the expiry on; return whether the lease is still the one with this token."""
+        """Extend a lease; return whether it still has this token."""
         moment = self._clock()
         values = {"heartbeat_at": moment, "expires_at": moment + timedelta(seconds=lease_seconds)}
         own = (LeaseRow.name == name) & (LeaseRow.token == token)
@@ -94,18 +94,18 @@ class Leases:
             return connection.execute(update(LeaseRow).where(own).values(**values)).rowcount == 1
 
     def release(self, name: str, token: str) -> None:
-        """Give the lease back, unless another has it by now."""
+        """Delete a lease, unless another process has it by now."""
         own = (LeaseRow.name == name) & (LeaseRow.token == token)
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             connection.execute(delete(LeaseRow).where(own))
 
     def holder(self, name: str) -> Lease | None:
-        """Return the lease where somebody holds it."""
+        """Return the valid lease of a name; ``None`` without a holder."""
         with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
             return self.held_in(connection, name)
 
     def held_in(self, connection: Connection, name: str) -> Lease | None:
-        """Return the lease where somebody holds it, as an open transaction sees it."""
+        """Return the valid lease of a name within an open transaction; ``None`` without a holder."""
         lease = find_lease(connection, name)
         return lease if lease is not None and self._is_held(lease) else None
 
@@ -115,7 +115,7 @@ class Leases:
 
 @contextlib.contextmanager
 def renewed(leases: Leases, name: str, token: str) -> Iterator[None]:
-    """Renew a taken lease from a thread for as long as the block lasts or until it is lost; then give it back."""
+    """Renew a lease from a thread for the duration of the block or until it is lost; then release it."""
     ended = threading.Event()
 
     def renew() -> None:
@@ -138,9 +138,9 @@ def renewed(leases: Leases, name: str, token: str) -> Iterator[None]:
 
 
 def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lease | None:
-    """Return the lease of this name, expired or not; ``None`` where there is none.
+    """Return the lease of this name, even if expired; ``None`` where there is none.
 
-    With ``keeps``, nobody takes it over before this transaction, which writes, has ended.
+    With ``keeps``, its row stays locked until this write transaction ends.
     """
     query = select(*LeaseRow.__table__.columns).where(LeaseRow.name == name)
     if keeps:

@@ -56,7 +56,7 @@ class Location:
 
     @property
     def another(self) -> str:
-        """The last resort of a hint."""
+        """The advice to choose another database, for the end of a hint."""
         return f"choose another {'file' if self.path is not None else 'database'} with --storage"
 
     def beside(self, name: str) -> Location:
@@ -79,7 +79,7 @@ def resolve_location(location: str) -> Location:
         raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
     if not _URL_START.match(text):
         if text == ":memory:" or text.startswith(("sqlite:", "file:")):
-            raise _not_a_file(text)
+            raise _not_a_file_error(text)
         return _file_location(URL.create("sqlite"), text, text)
     try:
         url = make_url(text)
@@ -96,12 +96,12 @@ def resolve_location(location: str) -> Location:
         return Location(url, None, shown.render_as_string(hide_password=True))
     database = url.database or ""
     if url.drivername not in _SQLITE_DRIVERS or database in ("", ":memory:") or database.startswith("file:"):
-        raise _not_a_file(text)
+        raise _not_a_file_error(text)
     return _file_location(url, database, text)
 
 
 def plain_path(location: str) -> Path | None:
-    """Return the path of a location that names a SQLite file and nothing else; ``None`` where that is not certain."""
+    """Return the path of a location that is certainly a plain SQLite file, else ``None``."""
     text = location.strip()
     name = text.removeprefix(_PLAIN_URL)
     if not name or name.startswith((":", "sqlite:", "file:")) or _UNCERTAIN.search(name) or _surrogates(name):
@@ -113,6 +113,7 @@ def plain_path(location: str) -> Path | None:
 
 
 def _file_location(url: URL, name: str, label: str) -> Location:
+    """Return the location of a SQLite file. Raises ``StorageError`` for a path that no URL can contain."""
     from sqlalchemy import make_url
 
     try:
@@ -129,22 +130,22 @@ def _file_location(url: URL, name: str, label: str) -> Location:
 
 
 def shown_location(location: str) -> str:
-    """Return a location as it was written, but without a password; for commands that are shown."""
+    """Return a location without its password, for messages."""
     return _without_password(location) if _URL_START.match(location.strip()) else location
 
 
 def _without_password(text: str) -> str:
-    """Return the text of a URL, valid or not, with stars for the password."""
+    """Replace the password in a URL, valid or not, by stars."""
     text = re.sub(r"(://[^:/@]*:).*@", r"\1***@", text)
     return re.sub(rf"([?&](?:{'|'.join(sorted(_SECRET_ARGUMENTS))})=)[^&]*", r"\1***", text)
 
 
 def _surrogates(text: str) -> bool:
-    """Return whether a path has surrogates, which stand for bytes that are not UTF-8; no URL can contain them."""
+    """Return whether a path has surrogate characters, for bytes that are not UTF-8. No URL can contain them."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _not_a_file(text: str) -> StorageError:
+def _not_a_file_error(text: str) -> StorageError:
     return StorageError(
         f"{text!r} does not name a SQLite file", "give a path such as studies/autotune.db, or sqlite:///path/to/file.db"
     )

@@ -28,10 +28,10 @@ class MeasuredTrial:
 
 
 def measured_trials(location: str, workload_fingerprint: str, lock_timeout_seconds: float) -> list[MeasuredTrial]:
-    """Return the completed trials of a workload on all GPUs, the oldest first; none where there is no database.
+    """Return the completed trials of a workload on all GPUs, oldest first; none without a database.
 
-    Nothing is created or upgraded. A trial that this autotune cannot read is left out. Raises ``StorageError`` where
-    the database is locked, damaged or of another kind.
+    Nothing is created or upgraded. Unreadable trials are left out. Raises ``StorageError`` where the database is
+    locked, damaged or of another kind.
     """
     place = resolve_location(location)
     query = (

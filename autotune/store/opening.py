@@ -90,10 +90,10 @@ def _check_file(place: Location, path: Path) -> None:
 
 
 def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scripts: Path) -> None:
-    """Create the file under another name, and move it into place when it is complete.
+    """Create the file under a temporary name, and move it into place when it is complete.
 
-    So no process sees an incomplete database, whether this one is killed, the disk is full, or another process creates
-    the same file at the same time (the first one's stays).
+    So no process sees an incomplete database, whether this process is killed, the disk is full, or another process
+    creates the same file at the same time (the first file stays).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = place.beside(f".{path.name}.{new_id()[:8]}.new")
@@ -116,7 +116,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
 
 
 def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create: bool) -> Store:
-    """Check the database before anything is written, so that a database that is refused was not changed."""
+    """Open a database after checks that write nothing, so that a refused database stays unchanged."""
     engine = build_engine(place, lock_timeout_seconds)
     try:
         has_tables, is_current = _inspect(engine, place, scripts)
@@ -139,9 +139,9 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
 
 
 def _inspect(engine: Engine, place: Location, scripts: Path) -> tuple[bool, bool]:
-    """Return whether there are tables of autotune, and whether they are of the newest revision.
+    """Return whether the database has autotune's tables, and whether their revision is the newest.
 
-    Raises ``StorageError`` for a newer autotune's or another program's database.
+    Raises ``StorageError`` for the database of a newer autotune or of another program.
     """
     with transaction(engine, writes=False) as connection:
         names = inspect(connection).get_table_names()
@@ -192,7 +192,7 @@ def recorded_revision(connection: Connection) -> str | None:
 def check_revision_is_known(connection: Connection, folder: Path, location: Location) -> bool:
     """Return whether the database has the newest revision.
 
-    Raises ``StorageError`` where it has a revision that this autotune has no script for.
+    Raises ``StorageError`` for a revision without a migration script.
     """
     revision = recorded_revision(connection)
     scripts = ScriptDirectory.from_config(alembic_config(folder))
@@ -206,7 +206,7 @@ def check_revision_is_known(connection: Connection, folder: Path, location: Loca
 
 
 def upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:
-    """Upgrade autotune's tables to the newest revision in one transaction; write nothing where they have it."""
+    """Upgrade autotune's tables to the newest revision in one transaction, if they are older."""
     engine = build_engine(location, lock_timeout_seconds, foreign_keys=False)
     try:
         with transaction(engine, writes=False) as connection:

@@ -93,7 +93,7 @@ _IN_PASSING = (
 def pool(location: Location, size: int) -> dict[str, Any]:
     """Return the arguments of ``create_engine`` for a PostgreSQL database.
 
-    A connection is tried before each use, since a server that was restarted has closed it.
+    Connections are tested before each use, since a restarted server has closed them.
     """
     own: dict[str, str | int] = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune", **_LOST_PEER}
     return {
@@ -108,7 +108,7 @@ def pool(location: Location, size: int) -> dict[str, Any]:
 
 
 def prepare_connections(engine: Engine, lock_timeout_seconds: float) -> None:
-    """Limit how long a connection waits for locks, and wait for a server that restarts."""
+    """Set the lock timeout of each connection, and wait for a restarting server."""
 
     @event.listens_for(engine, "connect")
     def limit(dbapi_connection: Any, _record: Any) -> None:
@@ -120,7 +120,7 @@ def prepare_connections(engine: Engine, lock_timeout_seconds: float) -> None:
 
 
 def wait_for_restarts(engine: Engine) -> None:
-    """Have an engine wait for a server that was there before; one that never was is reported at once."""
+    """Make an engine wait for a restarting server. A server that was never reached is an error at once."""
     was_there = False
 
     @event.listens_for(engine, "do_connect")
@@ -142,7 +142,7 @@ def wait_for_restarts(engine: Engine) -> None:
 
 @contextmanager
 def migration_lock(engine: Engine) -> Iterator[None]:
-    """Let one process at a time change the tables; does nothing where the database is no server's.
+    """Let one process at a time migrate the tables; does nothing for a SQLite file.
 
     The lock belongs to a transaction of its own, and ends with it, however that ends.
     """
@@ -155,7 +155,7 @@ def migration_lock(engine: Engine) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> tuple[str, str] | None:
-    """Return what an error of PostgreSQL means and a hint; ``None`` for any other error."""
+    """Return the meaning of a PostgreSQL error and a hint; ``None`` for any other error."""
     if not isinstance(error, driver_errors()):
         return None
     code: str = getattr(error, "sqlstate", None) or ""
@@ -171,6 +171,6 @@ def describe_error(error: BaseException) -> tuple[str, str] | None:
 
 
 def driver_errors() -> tuple[type[Exception], ...]:
-    """Return psycopg's class of errors; nothing where it is not imported, and no error can be of it."""
+    """Return psycopg's error class; an empty tuple while psycopg is not imported."""
     module = sys.modules.get("psycopg")
     return (module.Error,) if module is not None else ()

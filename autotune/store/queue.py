@@ -77,7 +77,7 @@ class Needs:
     count: int = 1
 
     def describe(self) -> str:
-        """Return what is needed in words: ``a GPU named h200 with 80 GB``."""
+        """Return the needs in words: ``a GPU named h200 with 80 GB``."""
         if self.device_kind == "cpu":
             return "a CPU"
         kind = "GPU" if self.device_kind == "cuda" or self.gpu else "device"
@@ -96,7 +96,7 @@ class Offer:
     count: int = 1
 
     def meets(self, needs: Needs) -> bool:
-        """Return whether a job with these needs can run on these devices; ``Queue.next_for`` asks the same in SQL."""
+        """Return whether these devices meet a job's needs, as ``Queue.next_for`` decides in SQL."""
         return (
             needs.device_kind in (None, self.device_kind)
             and (needs.gpu is None or needs.gpu in self.device_name.lower())
@@ -159,12 +159,12 @@ class TokenRecord:
 
     @property
     def may_write(self) -> bool:
-        """Whether it allows more than reading."""
+        """Whether the token allows writing."""
         return self.role != "read"
 
 
 def digest_of(token: str) -> str:
-    """Return what is stored of a token."""
+    """Return the hash under which a token is stored."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -194,7 +194,7 @@ class PrioritySemaphore:
 
     @contextlib.contextmanager
     def take(self, *, is_urgent: bool = False) -> Iterator[None]:
-        """Wait for a place, and hold it for as long as the block lasts."""
+        """Hold a place for the duration of the block, after waiting for it."""
         with self._changed:
             ticket = not is_urgent, next(self._tickets)
             bisect.insort(self._waiting, ticket)
@@ -236,7 +236,7 @@ class Queue:
         submitted_by: str = "",
         idempotency_key: str | None = None,
     ) -> tuple[JobRecord, bool]:
-        """Add a job; return it and whether it is new: one of the same ``idempotency_key`` is returned as it is."""
+        """Add a job; return it and whether it is new. With a known ``idempotency_key``, return its job unchanged."""
         job_id = new_id()
         values = {
             "id": job_id,
@@ -258,24 +258,26 @@ class Queue:
             same_key = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
             row = connection.execute(same_key.returning(*_JOB.c), values).first()
             if row is None:
-                return _job(connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()), False
+                return _record_of(
+                    connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()
+                ), False
             self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
-            return _job(row), True
+            return _record_of(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that was submitted under this key."""
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def job(self, job_id: str) -> JobRecord | None:
-        """Return the job of this id, or the latest one of a study of this name."""
+        """Return the job with this id, or the latest job of the study with this name."""
         if "\0" in job_id:
             # No job's name; a PostgreSQL server refuses to look for it.
             return None
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def jobs(
         self,
@@ -286,7 +288,7 @@ class Queue:
         before: int | None = None,
         most: int = 100,
     ) -> list[JobRecord]:
-        """Return jobs, the newest first; those below the number ``before``, and those with just this ``request``."""
+        """Return jobs, newest first: those below the number ``before``, and those with exactly this ``request``."""
         if study is not None and "\0" in study:
             return []
         query = _JOBS.order_by(_JOB.c.number.desc()).limit(most)
@@ -299,15 +301,15 @@ class Queue:
         # State by state, in the order of their index; with IN all jobs of the states would be read and sorted.
         queries = [query.where(_JOB.c.state == state) for state in states] or [query]
         with self._transaction(is_single=len(queries) == 1) as connection:
-            jobs = [_job(row) for each in queries for row in connection.execute(each)]
+            jobs = [_record_of(row) for each in queries for row in connection.execute(each)]
         return sorted(jobs, key=lambda job: -job.number)[:most]
 
     def listed(
         self, *, states: Sequence[JobState], containing: str, order: JobOrder, is_ascending: bool, skip: int, most: int
     ) -> list[JobRecord]:
-        """Return jobs whose study, owner, training or device contains a text, in an order; of equals the newest first.
+        """Return jobs whose study, owner, training or device contains a text, sorted, and newest first among equals.
 
-        The device is the one that a job runs on and the one that it needs. Those without a value come last.
+        The device is where a job runs, or which it needs. Jobs without a value come last.
         """
         query = _JOBS.where(_JOB.c.state.in_(states)) if states else _JOBS
         model, device = _JOB.c.request["model"].as_string(), _JOB.c.device["name"].as_string()
@@ -330,26 +332,26 @@ class Queue:
         key = keys[order].asc() if is_ascending else keys[order].desc()
         query = query.order_by(key.nulls_last(), _JOB.c.number.desc()).offset(skip).limit(most)
         with self._transaction(is_single=True) as connection:
-            return [_job(row) for row in connection.execute(query)]
+            return [_record_of(row) for row in connection.execute(query)]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
-        """Return the queued jobs that start next, in the order of their turns."""
+        """Return the queued jobs that start next, in order."""
         with self._transaction(is_single=True) as connection:
-            return [_job(row) for row in connection.execute(_IN_TURN, {"most": most})]
+            return [_record_of(row) for row in connection.execute(_IN_TURN, {"most": most})]
 
     def counts(self) -> dict[str, int]:
-        """Return how many jobs are in each state."""
+        """Return the number of jobs in each state."""
         query = select(_JOB.c.state, func.count()).group_by(_JOB.c.state)
         with self._transaction(is_single=True) as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
     def count_queued(self) -> int:
-        """Return how many jobs wait."""
+        """Return the number of queued jobs."""
         with self._transaction(is_single=True) as connection:
             return int(connection.execute(_COUNT_QUEUED).scalar_one())
 
     def ahead_of(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
-        """Return how many queued jobs come before each of these, by their ids."""
+        """Return the number of queued jobs before each of these jobs, by id."""
         if not jobs:
             return {}
         places = {job.id: job.number - PLACES_PER_PRIORITY * job.priority for job in jobs}
@@ -360,13 +362,13 @@ class Queue:
         return {job_id: before + bisect.bisect_left(between, place) for job_id, place in places.items()}
 
     def events(self, job_id: str, after: int = 0, most: int = 1000) -> list[JobEvent]:
-        """Return what happened to a job since the event number ``after``, in order."""
+        """Return a job's events after event number ``after``, in order."""
         asked = {"job_id": job_id, "after": after, "most": most}
         with self._transaction(is_single=True) as connection:
             return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
-        """Cancel a job where it is queued; one that runs is to be cancelled by who runs it. Return it as it is then."""
+        """Cancel a queued job and return its new record. A running job is cancelled by its runner instead."""
         moment = self.clock()
         with self._transaction(writes=True) as connection:
             queued = and_(_JOB.c.id == job_id, _JOB.c.state == "queued")
@@ -377,10 +379,10 @@ class Queue:
             running = and_(_JOB.c.id == job_id, _JOB.c.state == "running")
             connection.execute(update(_JOB).where(running).values(is_cancel_asked=True))
             found = connection.execute(_JOBS.where(_JOB.c.id == job_id)).first()
-        return None if found is None else _job(found)
+        return None if found is None else _record_of(found)
 
     def forget(self, ended_before: datetime, most: int = 500) -> dict[str, str]:
-        """Remove jobs that ended before a moment, with their events; return their studies by their ids."""
+        """Delete jobs that ended before a moment, with their events; return their studies by job id."""
         old = select(_JOB.c.id, _JOB.c.study).where(_JOB.c.state.in_(ENDED), _JOB.c.ended_at < ended_before)
         with self._transaction(writes=True) as connection:
             found = {row[0]: row[1] for row in connection.execute(old.order_by(_JOB.c.number).limit(most))}
@@ -391,7 +393,7 @@ class Queue:
     # Attempts
 
     def next_for(self, offer: Offer) -> JobRecord | None:
-        """Return the queued job that is next in turn of those that can run on such devices."""
+        """Return the first queued job that can run on these devices."""
         offered = {
             "device_kind": offer.device_kind,
             "device_name": offer.device_name.lower(),
@@ -400,25 +402,25 @@ class Queue:
         }
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_NEXT, offered).first()
-        return None if row is None else _job(row)
+        return None if row is None else _record_of(row)
 
     def start(self, job_id: str, device: Document) -> JobRecord | None:
-        """Record that a queued job starts on these devices; ``None`` where it no longer waits."""
+        """Record that a queued job starts on these devices; return ``None`` if it is no longer queued."""
         given = {"job_id": job_id, "new_device": device, "moment": self.clock()}
         # Before other writes: a device is idle until its job starts.
         with self._transaction(writes=True, is_urgent=True) as connection:
             row = connection.execute(_START, given).first()
             if row is None:
                 return None
-            job = _job(row)
+            job = _record_of(row)
             self._insert_events(connection, job.id, job.events, [("state", {"state": "running", "device": device})])
         return job
 
     @contextlib.contextmanager
     def writing(self, job_id: str, attempt: int, events: Sequence[Event], **changes: Any) -> Iterator[Connection]:
-        """Write events and ``changes`` of a job in one transaction, to which the block may add.
+        """Write events and ``changes`` of a running job in one transaction, which the block may extend.
 
-        ``AttemptOverError`` where the attempt is not the one that runs; nothing is written then.
+        Raises ``AttemptOverError`` where another attempt runs the job; nothing is written then.
         """
         given = {"job_id": job_id, "attempt": attempt, "added": len(events)}
         given |= {f"new_{name}": value for name, value in changes.items()}
@@ -430,23 +432,23 @@ class Queue:
             yield connection
 
     def end(self, job_id: str, attempt: int, state: JobState, problem: Document | None = None) -> None:
-        """Record the end of a job; ``AttemptOverError`` where this attempt does not run it."""
+        """Record the end of a job. Raises ``AttemptOverError`` where another attempt runs the job."""
         event = ("state", {"state": state, **({"problem": problem} if problem else {})})
         with self.writing(job_id, attempt, [event], state=state, problem=problem, ended_at=self.clock(), status=None):
             pass
 
     def put_back(self, job_id: str, attempt: int, why: str, *, is_lost: bool) -> JobState:
-        """Put a job back into the queue, whose attempt ended without an end of the search; return its state then.
+        """Put a job back into the queue after an attempt without a result; return its new state.
 
-        One that is to be cancelled is cancelled. One whose attempts were lost too often has failed. Raises
-        ``AttemptOverError`` where this attempt does not run it.
+        A job to be cancelled is cancelled. A job that has lost too many attempts has failed. Raises
+        ``AttemptOverError`` where another attempt runs the job.
         """
         moment = self.clock()
         with self._transaction(writes=True) as connection:
             row = connection.execute(_JOBS.where(_running(job_id, attempt)).with_for_update()).first()
             if row is None:
                 raise AttemptOverError(job_id)
-            job = _job(row)
+            job = _record_of(row)
             losses = job.losses + is_lost
             state: JobState = "queued"
             problem: Document | None = None
@@ -469,7 +471,7 @@ class Queue:
     # Tokens
 
     def add_token(self, name: str, role: Role) -> str:
-        """Make a token and record its digest; return it, to be shown once."""
+        """Create a token, store its hash, and return the token, which cannot be read again."""
         if not name or len(name) > 64 or not name.isprintable():
             raise InvalidRequestError(f"{name[:80]!r} is not a name for a token", "use up to 64 printable characters")
         if any(known.name == name for known in self.tokens()):
@@ -493,7 +495,7 @@ class Queue:
             return {digest: TokenRecord(*row) for digest, *row in connection.execute(_TOKENS_BY_DIGEST)}
 
     def remove_token(self, name: str) -> bool:
-        """Remove the tokens of this name; return whether there was one."""
+        """Delete the tokens of this name; return whether there was one."""
         with self._transaction(writes=True, is_single=True) as connection:
             return connection.execute(delete(_TOKEN).where(_TOKEN.c.name == name)).rowcount > 0
 
@@ -509,7 +511,7 @@ class Queue:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:
-        """Insert events that take the numbers up to ``last``."""
+        """Insert events of a job, numbered up to ``last``."""
         if not events:
             return
         moment = self.clock()
@@ -525,7 +527,7 @@ _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(JobRecord))
 
 
 def _running(job_id: Any, attempt: Any) -> ColumnElement[bool]:
-    """Select a job that this attempt runs."""
+    """Return the SQL condition that this attempt runs the job."""
     return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.attempts == attempt)
 
 
@@ -580,13 +582,13 @@ _TOKENS_BY_DIGEST = select(_TOKEN.c.digest, *_TOKENS.selected_columns)
 
 @functools.cache
 def _write_running(names: tuple[str, ...]) -> Update:
-    """Return the statement that writes these columns of a job that runs, and counts its new events."""
+    """Return the statement that updates these columns of a running job, and its number of events."""
     values = {name: bindparam(f"new_{name}", type_=_JOB.c[name].type) for name in names}
     statement = update(_JOB).where(_running(bindparam("job_id"), bindparam("attempt"))).values(**values)
     return statement.values(events=_JOB.c.events + bindparam("added", type_=Integer)).returning(_JOB.c.events)
 
 
-def _job(row: Row[Any]) -> JobRecord:
+def _record_of(row: Row[Any]) -> JobRecord:
     columns = row._mapping
     needs = Needs(columns["needs_kind"], columns["needs_gpu"], columns["needs_memory_bytes"], columns["needs_count"])
     return JobRecord(needs=needs, **{name: columns[name] for name in _JOB_FIELDS if name != "needs"})

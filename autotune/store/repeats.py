@@ -26,11 +26,11 @@ class Repeats:
 
     @property
     def owed(self) -> list[tuple[Stage, Candidate]]:
-        """What has to be run again before anything else."""
+        """Candidates to run again before anything else."""
         return [(stage, candidate) for candidate, stage in self._owed.items()]
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
-        """Return the trial that counts for the candidate, this or an earlier one; ``None`` where it is run again."""
+        """Return the trial that counts for the candidate, this or an earlier one; ``None`` to run it again."""
         kind = _kind(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)
@@ -51,7 +51,7 @@ _MOST = {"interrupted": _MOST_INTERRUPTIONS, "fault": _MOST_FAULTS, "disturbed":
 
 
 def _kind(trial: TrialRecord) -> str | None:
-    """Return why a trial that ended says nothing about its candidate; ``None`` where it counts."""
+    """Return why a trial that ended says nothing about its candidate; ``None`` for a valid trial."""
     match trial.outcome:
         case Failed(reason="interrupted"):
             return "interrupted"
@@ -63,5 +63,5 @@ def _kind(trial: TrialRecord) -> str | None:
 
 
 def _speed(trial: TrialRecord) -> float:
-    """Return the samples a second of a trial; 0 where it did not complete, so that the last of those is used."""
+    """Return the samples a second of a trial; 0 where it did not complete."""
     return trial.outcome.measurement.samples_per_second if isinstance(trial.outcome, Completed) else 0.0

@@ -49,7 +49,7 @@ class Store:
 
     @property
     def engine(self) -> Engine:
-        """The connections, for what carries whole studies (``store/transfer.py``)."""
+        """The SQLAlchemy engine, for ``store/transfer.py``."""
         return self._engine
 
     @property
@@ -59,7 +59,7 @@ class Store:
 
     @property
     def label(self) -> str:
-        """The database in the user's own words without a password, for messages."""
+        """The database's location as the user wrote it, without a password."""
         return self._location.label
 
     def close(self) -> None:
@@ -75,14 +75,15 @@ class Store:
     # The lease of the study that this process works on
 
     def hold(self, study: str, token: str) -> None:
-        """Have every write of a study's records checked against the lease with this token, from now on."""
+        """Make every later write to records of this study check that its lease has this token."""
         self._held = study, token
 
     def let_go(self) -> None:
-        """Check no more."""
+        """Stop checking a lease before writes."""
         self._held = None
 
     def _check_lease(self, connection: Connection, *, keeps: bool = False) -> None:
+        """Raise ``StorageError`` where this process has lost the lease of its study."""
         if self._held is None:
             return
         study, token = self._held
@@ -98,20 +99,20 @@ class Store:
     # Workloads and environments
 
     def intern_environment(self, document: Document, fingerprint: str) -> str:
-        """Return the id of the environment with this fingerprint, which is recorded if it is new."""
-        return self._intern(EnvironmentRow, document, fingerprint)
+        """Return the id of the environment with this fingerprint, recording it if it is new."""
+        return self._intern_row(EnvironmentRow, document, fingerprint)
 
     def intern_workload(self, document: Document, fingerprint: str) -> str:
-        """Return the id of the workload with this fingerprint, which is recorded if it is new."""
-        return self._intern(WorkloadRow, document, fingerprint)
+        """Return the id of the workload with this fingerprint, recording it if it is new."""
+        return self._intern_row(WorkloadRow, document, fingerprint)
 
     def environment(self, environment_id: str) -> Document:
-        """Return the environment's document; raises ``ValueError`` where there is none with this id."""
-        return self._document(EnvironmentRow, environment_id)
+        """Return the environment with this id. Raises ``ValueError`` for an unknown id."""
+        return self._document_of_row(EnvironmentRow, environment_id)
 
     def workload_of(self, study: StudyRecord) -> Document:
-        """Return a study's workload, which other studies may share, with the place of this study's dataset."""
-        workload = self._document(WorkloadRow, study.workload_id)
+        """Return a study's workload, with the paths of this study's dataset. Studies may share a workload."""
+        workload = self._document_of_row(WorkloadRow, study.workload_id)
         place = study.request.get("data_at")
         return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
 
@@ -145,15 +146,15 @@ class Store:
         return None if row is None else _study_record(row._mapping)
 
     def names_of(self, names: Collection[str]) -> set[str]:
-        """Return those of these names that studies have."""
+        """Return those names that existing studies have."""
         with self._transaction(is_single=True) as connection:
             return set(connection.execute(select(StudyRow.name).where(StudyRow.name.in_(names))).scalars())
 
     def existing_study(self, name: str) -> StudyRecord:
-        """Return the study with this name; raises ``UnknownStudyError``, with similar names, where there is none."""
+        """Return the study with this name. Raises ``UnknownStudyError``, with similar names, for an unknown name."""
         study = self.study(name)
         if study is not None:
-            return self._without_the_dead(study)
+            return self._interrupted_if_abandoned(study)
         names = [summary.study.name for summary in self.studies()]
         hint = did_you_mean(name, names, most=3, least_ratio=0.5) or f"the newest are {', '.join(names[:5])}"
         raise UnknownStudyError(
@@ -167,11 +168,11 @@ class Store:
             states = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
             counts = {(study_id, state): count for study_id, state, count in connection.execute(states)}
             best_ids = select(StudyRow.best_trial_id).where(StudyRow.best_trial_id.is_not(None))
-            best = {trial.id: trial for trial in _trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
+            best = {trial.id: trial for trial in _read_trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
         studies = [_study_record(row._mapping) for row in rows]
         return [
             StudySummary(
-                study=self._without_the_dead(study),
+                study=self._interrupted_if_abandoned(study),
                 workload=row.workload_document,
                 environment=row.environment_document,
                 running=counts.get((study.id, "running"), 0),
@@ -183,8 +184,8 @@ class Store:
             for row, study in zip(rows, studies, strict=True)
         ]
 
-    def _without_the_dead(self, study: StudyRecord) -> StudyRecord:
-        """Return a study as interrupted where it is recorded as running, and no process holds its lease any more."""
+    def _interrupted_if_abandoned(self, study: StudyRecord) -> StudyRecord:
+        """Return a study as interrupted where it is recorded as running but no process holds its lease."""
         if study.state != "running" or self.leases.holder(name_of_study(study.name)) is not None:
             return study
         return dataclasses.replace(study, state="interrupted")
@@ -192,7 +193,7 @@ class Store:
     # Trials
 
     def start_trial(self, trial: TrialRecord) -> None:
-        """Record a trial that is about to run, or one that has its outcome already."""
+        """Record a trial that is about to run, or one with a known outcome."""
         values = _columns(trial) | {
             "candidate": trial.candidate.recorded_parameters(),
             "state": trial.state,
@@ -202,10 +203,9 @@ class Store:
             connection.execute(insert(TrialRow).values(**values))
 
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
-        """Record how a running trial ended; raises ``StorageError`` where no trial with this id is running.
+        """Record how a running trial ended. Raises ``StorageError`` where no trial with this id is running.
 
-        That happens when another host searches the same study, and takes this trial for one of a search that was
-        killed.
+        This happens when another host searches the same study, and takes this trial for a leftover of a killed search.
         """
         ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
         running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
@@ -217,22 +217,22 @@ class Store:
                 )
 
     def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
-        """Record another outcome of a trial that has ended: what was learned of it later."""
+        """Replace the outcome of a trial that has ended by a later, better known one."""
         values = {"state": outcome.state, "outcome": outcome_document(outcome)}
         with self._guarded() as connection:
             connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))
 
     def drop_reused_trials(self, study_id: str) -> None:
-        """Delete the measurements that a study has taken from others, which keep them."""
+        """Delete the measurements that a study reuses from other studies."""
         taken = (TrialRow.study_id == study_id) & (TrialRow.stage == "reused") & (TrialRow.state == "completed")
         with self._guarded() as connection:
             connection.execute(delete(TrialRow).where(taken))
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
-        """Mark every running trial of the study as interrupted, and return how many there were.
+        """Mark every running trial of the study as interrupted, and return their number.
 
-        For a search that resumes after it was killed. How long those trials took is not known. ``StorageError`` where
-        another process works on the study: its trials are not lost.
+        For a search that resumes after it was killed. The duration of these trials is unknown. Raises ``StorageError``
+        where another process works on the study: its trials are not lost.
         """
         lost = Failed(reason="interrupted", message=message)
         running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
@@ -250,19 +250,19 @@ class Store:
     def trial(self, trial_id: str) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
         with self._transaction() as connection:
-            trials = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
+            trials = _read_trials(connection, _TRIALS.where(TrialRow.id == trial_id))
         return trials[0] if trials else None
 
     def trials(self, study_id: str) -> list[TrialRecord]:
         """Return the study's trials in their order."""
         of_study = _TRIALS.where(TrialRow.study_id == study_id).order_by(TrialRow.number, TrialRow.started_at)
         with self._transaction() as connection:
-            return _trials(connection, of_study)
+            return _read_trials(connection, of_study)
 
     def trials_of_winners(self) -> dict[str, list[TrialRecord]]:
-        """Return the trials of every study with a winner, by the study's id and in their order.
+        """Return the trials of every study with a winner, in order, by the study's id.
 
-        A trial that this autotune cannot read is left out.
+        Unreadable trials are left out.
         """
         with_winner = select(StudyRow.id).where(StudyRow.best_trial_id.is_not(None))
         query = _TRIALS.where(TrialRow.study_id.in_(with_winner)).order_by(TrialRow.number, TrialRow.started_at)
@@ -272,9 +272,9 @@ class Store:
         return by_study
 
     def repeated_trials(self, environment_ids: Collection[str]) -> list[TrialRecord]:
-        """Return the completed trials of candidates of which some environment has several, for any workload.
+        """Return the completed trials of candidates with several trials in an environment, for any workload.
 
-        A trial that this autotune cannot read is left out.
+        Unreadable trials are left out.
         """
         alike = TrialRow.environment_id, TrialRow.workload_id, cast(TrialRow.candidate, Text)
         completed = TrialRow.environment_id.in_(environment_ids), TrialRow.state == "completed"
@@ -287,11 +287,10 @@ class Store:
         return [trial for trial, *_ in self._readable(query.order_by(TrialRow.started_at))]
 
     def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:
-        """Return the trials of other studies with this study's environment and workload, the oldest first.
+        """Return the trials of other studies with this study's environment and workload, oldest first.
 
-        ``elsewhere`` returns those in other environments, also of this study, which may have gone on in another. Only
-        trials that completed or ran out of memory count, and none that were reused themselves. A trial that this
-        autotune cannot read is left out.
+        ``elsewhere`` returns those of other environments, also of this study, which may have moved. Only trials that
+        completed or ran out of memory count, and no reused ones. Unreadable trials are left out.
         """
         here = TrialRow.environment_id == study.environment_id
         query = _PAST_TRIALS.where(
@@ -303,7 +302,7 @@ class Store:
 
     @contextmanager
     def _guarded(self) -> Iterator[Connection]:
-        """Open a transaction that writes a study's records, and check the lease in it."""
+        """Open a transaction that writes records of the held study, and check its lease."""
         with self._transaction(writes=True) as connection:
             self._check_lease(connection, keeps=True)
             yield connection
@@ -315,7 +314,7 @@ class Store:
             yield connection
 
     def _readable(self, query: Select[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield each trial that this autotune can read, with what else the query selects."""
+        """Yield the readable trials of a query, with the query's other columns."""
         with self._transaction() as connection:
             rows = connection.execute(query).all()
         for row in rows:
@@ -323,14 +322,14 @@ class Store:
                 fields, others = row[: len(_TRIAL_FIELDS)], row[len(_TRIAL_FIELDS) :]
                 yield _trial_record(fields), *others
 
-    def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
+    def _intern_row(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
         row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}
         with self._transaction(writes=True) as connection:
             if insert_if_absent(connection, table, row):
                 return str(row["id"])
             return str(connection.execute(select(table.id).where(table.fingerprint == fingerprint)).scalar_one())
 
-    def _document(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
+    def _document_of_row(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
         with self._transaction(is_single=True) as connection:
             document: Document | None = connection.execute(select(table.document).where(table.id == row_id)).scalar()
         if document is None:
@@ -361,7 +360,7 @@ _PAST_TRIALS: Select[Any] = (
 
 
 def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
-    """Return the fields unchanged; ``dataclasses.asdict`` would convert outcomes and candidates as well."""
+    """Return the fields as they are; ``dataclasses.asdict`` would convert outcomes and candidates."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
@@ -387,7 +386,7 @@ def _trial_record(row: Sequence[Any]) -> TrialRecord:
     return TrialRecord(**fields)
 
 
-def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
+def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     try:
         return [_trial_record(row) for row in rows]

@@ -43,29 +43,29 @@ _INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRON
 
 
 def read_study(store: Store, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
-    """Return a study with its trials, or those of these ids, as JSON; ``None`` where there is none of this name."""
+    """Return a study and its trials, optionally only ``trial_ids``, as JSON; ``None`` for an unknown name."""
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
-        return _read(connection, name, trial_ids)
+        return _read_document(connection, name, trial_ids)
 
 
 def related_studies(store: Store, model: str) -> list[Document]:
-    """Return the latest finished studies of a model of this name, whose trials a search may reuse."""
+    """Return the latest finished studies with this model's name, whose trials a search may reuse."""
     ended = select(StudyRow.name, WorkloadRow.document).join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
     ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
         names = [name for name, workload in connection.execute(ended) if workload.get("model") == model]
-        documents = [_read(connection, name) for name in names[:_MOST_RELATED]]
+        documents = [_read_document(connection, name) for name in names[:_MOST_RELATED]]
     return [document for document in documents if document is not None]
 
 
 def studies_for(store: Store, study: str, options: Document) -> tuple[Document, ...]:
-    """Return what a search with these options is to know where it has a database of its own: the study and others."""
+    """Return the studies to copy for a search with its own database: the study itself and related ones."""
     own, model = read_study(store, study), options.get("model")
     related = related_studies(store, model) if model and not options.get("fresh") else []
     return (*([own] if own is not None else []), *(each for each in related if each["study"]["name"] != study))
 
 
-def _read(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
+def _read_document(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None
@@ -81,10 +81,10 @@ def _read(connection: Connection, name: str, trial_ids: Collection[str] | None =
 
 
 def take_in(connection: Connection, document: Document, name: str | None = None) -> None:
-    """Write a study that another database has, over what is here of it.
+    """Write a study from another database, replacing its earlier version here.
 
-    With ``name`` the study must bear it, as the one that was asked for. Raises ``InvalidRequestError`` for what is no
-    study, and where its name or one of its ids belongs to another study here: ids that arrive are not believed.
+    With ``name`` the study must have this name. Raises ``InvalidRequestError`` for malformed studies, and where the
+    name or an id belongs to another study here: incoming ids are not trusted.
     """
     try:
         study = _as_row(_STUDIES, document["study"])
@@ -116,13 +116,13 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
 
 
 def take_in_study(store: Store, document: Document, name: str | None = None) -> None:
-    """Write a study that another database has, in a transaction of its own; raises as ``take_in`` does."""
+    """Write a study from another database in a transaction of its own. Raises the errors of ``take_in``."""
     with storage_errors(store.label), transaction(store.engine, writes=True) as connection:
         take_in(connection, document, name)
 
 
 def _intern(connection: Connection, table: Table, rows: _Rows) -> dict[str, str]:
-    """Insert rows whose fingerprint is not there; return the ids there by those in the document."""
+    """Insert rows with new fingerprints; map the document's ids to the ids here."""
     for row in rows:
         insert_if_absent(connection, table, row)
     there = _rows(connection, table, "fingerprint", (row["fingerprint"] for row in rows))
@@ -131,13 +131,13 @@ def _intern(connection: Connection, table: Table, rows: _Rows) -> dict[str, str]
 
 
 def _put(connection: Connection, table: Table, row: Document) -> None:
-    """Insert a row, or write it over the one of the same id."""
+    """Insert a row, or overwrite the row with the same id."""
     if connection.execute(update(table).where(table.c.id == row["id"]).values(**row)).rowcount == 0:
         connection.execute(insert(table).values(**row))
 
 
 def _as_row(table: Table, document: Document) -> Document:
-    """Return the columns of a row from JSON; unknown names are a ``ValueError``."""
+    """Return a row's columns from JSON. Raises ``ValueError`` for unknown names."""
     if unknown := document.keys() - set(table.c.keys()):
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
     times = {name for name, given in document.items() if given and isinstance(table.c[name].type, UtcDateTime)}
@@ -145,7 +145,7 @@ def _as_row(table: Table, document: Document) -> Document:
 
 
 def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
-    """Return the rows in which the column has one of the values, by the primary key."""
+    """Return the rows in which a column has one of the values, in order of the primary key."""
     every = list(dict.fromkeys(values))
     rows: _Rows = []
     for start in range(0, len(every), _CHUNK):

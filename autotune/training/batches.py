@@ -24,7 +24,7 @@ from autotune.training.errors import SettingUnavailableError
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the model of transformers within peft's, or the model itself where it has no adapters."""
+    """Return the transformers model within peft's wrapper, or the model itself where it has no adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -36,9 +36,9 @@ Change = Callable[[Any], Any]
 
 
 def stock_settings(trainer: Trainer) -> dict[str, int]:
-    """Return what does the same in transformers as settings that were applied to a ``Trainer``, to be added to.
+    """Return the dictionary of settings by which stock transformers does what was applied to a ``Trainer``.
 
-    ``every_n_layers`` of its checkpointing's ``kwargs``, and ``pad_to_multiple_of`` of its collator.
+    Its keys are ``every_n_layers`` of the checkpointing ``kwargs``, and ``pad_to_multiple_of`` of the collator.
     """
     found: dict[str, int] = vars(trainer).setdefault("stock_settings", {})
     return found
@@ -67,9 +67,9 @@ class Loading:
 
 
 def change_loader(loader: Any, change: Change) -> Any:
-    """Return a loader whose batches are changed, once however often it is given.
+    """Make a loader apply a change to its batches, once even if called repeatedly, and return it.
 
-    Raises ``SettingUnavailableError`` for one that is no ``DataLoader`` of torch.
+    Raises ``SettingUnavailableError`` where it is not a ``DataLoader`` of torch.
     """
     # accelerate's loader draws from one within.
     within = getattr(loader, "base_dataloader", loader)
@@ -84,15 +84,15 @@ def change_loader(loader: Any, change: Change) -> Any:
 
 
 def change_batches(trainer: Trainer, change: Change) -> None:
-    """Have a ``Trainer`` change each batch that it trains on; those of evaluations stay as they are.
+    """Make a ``Trainer`` change each training batch, but no evaluation batch.
 
-    Training raises ``SettingUnavailableError`` where the loader is no ``DataLoader`` of torch.
+    Training raises ``SettingUnavailableError`` where the loader is not a ``DataLoader`` of torch.
     """
     trainer.get_train_dataloader = Loading(trainer.get_train_dataloader, change)
 
 
 def check_undivided(trainer: Trainer) -> None:
-    """Raise ``SettingUnavailableError`` where what is passed to a model is divided by samples on the way."""
+    """Raise ``SettingUnavailableError`` where accelerate or ``DataParallel`` would split a batch by samples."""
     dispatches = trainer.accelerator.dispatch_batches
     if dispatches is None:
         # accelerate's default (data_loader.prepare_data_loader), with one process as well.
@@ -105,7 +105,7 @@ def check_undivided(trainer: Trainer) -> None:
 
 
 def longest_position(model: Any) -> int | None:
-    """Return how many tokens of a sample a model has positions for; ``None`` where its config does not say."""
+    """Return the number of positions of a model; ``None`` where its config does not have it."""
     config = getattr(without_adapters(model), "config", None)
     if config is None:
         return None
@@ -114,7 +114,7 @@ def longest_position(model: Any) -> int | None:
 
 
 def padding_value(trainer: Trainer) -> int:
-    """Return the token that fills rows: that of the tokenizer, or of the model, or 0."""
+    """Return the padding token of the tokenizer, or of the model, or 0."""
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     sources = (trainer.processing_class, getattr(model, "config", None))
     ids = (getattr(source, "pad_token_id", None) for source in sources)
@@ -134,9 +134,9 @@ class PaddedToMultiple:
         self._has_decoder = has_decoder
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """Return the batch with tensors (samples, tokens) made longer.
+        """Return the batch with tensors (samples, tokens) padded to the multiple.
 
-        Raises ``SettingUnavailableError`` for one in which more padding would not be masked.
+        Raises ``SettingUnavailableError`` for a batch in which more padding would not be masked.
         """
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         ids = batch.get("input_ids") if mask is not None else None
@@ -147,6 +147,7 @@ class PaddedToMultiple:
         return {name: self._padded(name, value, ids) for name, value in batch.items()}
 
     def _padded(self, name: str, value: Any, ids: torch.Tensor) -> Any:
+        """Return a field of a batch, padded if it has a value for each token."""
         of_decoder = name.startswith("decoder_") or (name == "labels" and self._has_decoder)
         is_text = isinstance(value, torch.Tensor) and value.ndim == 2 and len(value) == len(ids)
         if not is_text or not (of_decoder or value.shape == ids.shape):
@@ -160,6 +161,7 @@ class PaddedToMultiple:
         return functional.pad(value, (0, wanted - tokens), value=self._value(name))
 
     def _value(self, name: str) -> int:
+        """Return the padding value of a field of a batch."""
         if name in ("input_ids", "decoder_input_ids"):
             return self._pad
         if name == "labels":
@@ -170,9 +172,9 @@ class PaddedToMultiple:
 
 
 def pad_to_multiples(trainer: Trainer, multiple: int) -> None:
-    """Have a ``Trainer`` pad the batches that it trains on to multiples of so many tokens.
+    """Make a ``Trainer`` pad training batches to multiples of a number of tokens.
 
-    Raises ``SettingUnavailableError`` for a number below 1; training does for batches without a mask.
+    Raises ``SettingUnavailableError`` for a number below 1; training raises it for batches without a mask.
     """
     if multiple < 1:
         raise SettingUnavailableError(f"length_multiple={multiple} is not a number of tokens; use 1 or more")
@@ -193,9 +195,9 @@ _COLLATORS = (
 
 
 def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool:
-    """Return whether the collator of a ``Trainer`` can do the same: one of transformers, for which no row is too long.
+    """Return whether the Trainer's own collator can do this padding: a transformers collator, without ``longest``.
 
-    Its ``pad_to_multiple_of`` knows no ``longest`` position.
+    Its ``pad_to_multiple_of`` knows no longest position.
     """
     collator = trainer.data_collator
     makes_batches = type(trainer).get_train_dataloader is Trainer.get_train_dataloader

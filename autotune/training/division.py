@@ -15,10 +15,10 @@ from transformers import Trainer
 
 
 def divide_by_accumulation(trainer: Trainer) -> None:
-    """Have a ``Trainer`` look in its first micro-step whether the loss depends on ``num_items_in_batch``.
+    """Make a ``Trainer`` check in its first micro-step whether the loss depends on ``num_items_in_batch``.
 
-    Where it does not, ``model_accepts_loss_kwargs`` becomes ``False`` before the loss would be divided, so that the
-    Trainer divides; then ``divides_by_accumulation`` of it is true. A model that is compiled as a whole runs that
+    Where it does not, ``model_accepts_loss_kwargs`` becomes ``False`` in time for this micro-step, so that the Trainer
+    divides the loss; its ``divides_by_accumulation`` is then true. A model that is compiled as a whole runs this
     micro-step without the compiler.
     """
     accepts, accumulates = (
@@ -32,7 +32,7 @@ def divide_by_accumulation(trainer: Trainer) -> None:
 
 
 def withdraw_division(trainer: Trainer) -> None:
-    """Take back what ``divide_by_accumulation`` did to a ``Trainer`` that has not trained since."""
+    """Undo ``divide_by_accumulation`` on a ``Trainer`` that has not trained since."""
     waiting = trainer.__dict__.get("compute_loss")
     if isinstance(waiting, _FirstLoss):
         waiting.withdraw()
@@ -46,14 +46,14 @@ class _FirstLoss:
         self._compute = trainer.compute_loss
 
     def withdraw(self) -> None:
-        """Give the Trainer its own function back."""
+        """Restore the Trainer's own ``compute_loss``."""
         if self._own is None:
             del self._trainer.compute_loss
         else:
             self._trainer.compute_loss = self._own
 
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        """Return the loss, computed with a number of items that the graph of the loss tells of."""
+        """Return the loss, and check by its autograd graph whether it depends on the number of items."""
         trainer = self._trainer
         if num_items_in_batch is None or not torch.is_grad_enabled():
             return self._compute(*args, num_items_in_batch=num_items_in_batch, **kwargs)
@@ -74,7 +74,7 @@ class _FirstLoss:
 
 
 def _depends_on(loss: torch.Tensor, number: torch.Tensor) -> bool:
-    """Return whether the graph of a loss leads to a tensor."""
+    """Return whether the autograd graph of a loss contains a tensor."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop(0)

@@ -18,7 +18,7 @@ from autotune.training.errors import SettingUnavailableError
 
 
 def during_training(trainer: Trainer, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have each training of a ``Trainer`` run within a context, however it ends."""
+    """Make each training of a ``Trainer`` run within a context manager."""
     trains = trainer._inner_training_loop
 
     @functools.wraps(trains)
@@ -40,7 +40,7 @@ def _no_cudnn_attention() -> Iterator[None]:
 
 
 def leave_out_cudnn_attention(trainer: Trainer) -> None:
-    """Have ``scaled_dot_product_attention`` use other kernels than cuDNN's while a ``Trainer`` trains.
+    """Make ``scaled_dot_product_attention`` avoid cuDNN's kernels while a ``Trainer`` trains.
 
     cuDNN compiles kernels for each new shape: 0.1 s for each length of bert-base's batches, and 0.12 s for
     Qwen2.5-0.5B's (H100, torch 2.11.0, 25 November 2026). Raises ``SettingUnavailableError`` without a GPU.
@@ -55,10 +55,10 @@ _POSITIONS = "position_ids"
 
 
 def without_full_masks(batch: Any) -> Any:
-    """Return a batch without masks, or with all of them where one masks padding.
+    """Return a batch without its attention masks, unless a mask marks padding.
 
-    Its tensors are in the host's memory, so that looking at them costs the GPU nothing. Raises
-    ``SettingUnavailableError`` for a batch several of whose samples share a row.
+    Its tensors are in the host's memory, so that reading them costs the GPU nothing. Raises ``SettingUnavailableError``
+    for a batch with several samples in a row.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -74,7 +74,7 @@ def without_full_masks(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _looking_for_no_packed_samples() -> Iterator[None]:
-    """Keep transformers from looking for packed samples where there is no mask."""
+    """Keep transformers from searching for packed samples where there is no mask."""
     asked = is_tracing, _ = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
     # As transformers does by itself since 5.23 where there is no mask.
     masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
@@ -86,16 +86,16 @@ def _looking_for_no_packed_samples() -> Iterator[None]:
 
 
 def leave_out_full_masks(trainer: Trainer) -> None:
-    """Have a ``Trainer`` pass no attention mask with batches in which no sample is padded.
+    """Make a ``Trainer`` pass no attention mask with batches without padding.
 
     A mask of ones costs a check in each step, for which the host waits. While a model is compiled or captured as a
-    graph it costs more: transformers cannot look at the mask's values then, and makes it explicit, with which
-    ``scaled_dot_product_attention`` loses its fast kernels. The same happens to models without a mask: a causal one
-    might be given several samples in one row, which only the values of their positions would tell, and before
-    transformers 5.23 others got a mask of ones, too, while they were captured (a ViT-large took twice as long; H200,
-    23 November 2026).
+    graph it costs more: transformers cannot read the mask's values then, and makes it explicit, with which
+    ``scaled_dot_product_attention`` loses its fast kernels. The same happens to models without a mask: a causal model
+    might get several samples in one row, which only the values of their positions would tell, and before transformers
+    5.23 others got a mask of ones, too, while they were captured (a ViT-large took twice as long; H200, 23 November
+    2026).
 
-    Training raises ``SettingUnavailableError`` for batches several of whose samples share a row.
+    Training raises ``SettingUnavailableError`` for batches with several samples in a row.
     """
     change_batches(trainer, without_full_masks)
     # However it ends: a training after it may have packed samples.

@@ -9,9 +9,9 @@ from autotune.training.errors import SettingUnavailableError
 
 
 def choose_experts(trainer: Trainer, name: str) -> None:
-    """Have a model compute its experts as transformers calls it: ``grouped_mm``, ``batched_mm`` or ``eager``.
+    """Set the implementation of a model's experts: ``grouped_mm``, ``batched_mm`` or ``eager``.
 
-    Raises ``SettingUnavailableError`` for a model without experts, or one whose experts are computed in one way only.
+    Raises ``SettingUnavailableError`` for a model without experts, or with a single implementation.
     """
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     kind = type(model).__name__

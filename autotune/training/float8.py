@@ -19,14 +19,14 @@ _MULTIPLE = 16
 _LEAST_CAPABILITY = (8, 9)
 
 
-def _fits(module: torch.nn.Module, _name: str) -> bool:
+def _supports_float8(module: torch.nn.Module, _name: str) -> bool:
     return isinstance(module, torch.nn.Linear) and not (
         module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
     )
 
 
 def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
-    """Have the linear layers within a ``Trainer``'s repeated layers multiply in FP8; ``config`` is for torchao's.
+    """Make the linear layers within a ``Trainer``'s repeated layers multiply in FP8. ``config`` is for torchao.
 
     Embeddings and output layers, which lie outside, stay in 16 bits. Raises ``SettingUnavailableError`` where torchao
     is not installed, the GPU has no FP8 units, or no layer has fitting dimensions.
@@ -41,9 +41,9 @@ def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
         raise SettingUnavailableError(f"{device} has no FP8 units")
     model = trainer.accelerator.unwrap_model(trainer.model)
     layers = list(repeated_layers(model))
-    if not any(_fits(module, "") for layer in layers for module in layer.modules()):
+    if not any(_supports_float8(module, "") for layer in layers for module in layer.modules()):
         raise SettingUnavailableError(
             f"no repeated layer of {type(model).__name__} has a torch.nn.Linear of multiples of {_MULTIPLE}"
         )
     for layer in layers:
-        convert_to_float8_training(layer, module_filter_fn=_fits, config=Float8LinearConfig(**config))
+        convert_to_float8_training(layer, module_filter_fn=_supports_float8, config=Float8LinearConfig(**config))

@@ -126,9 +126,9 @@ class GraphedSteps:
         return self._replay(model, graph, tensors, is_first=is_first)
 
     def _run_first(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run the first micro-step, and refuse a model that recomputes what it computed with random numbers.
+        """Run the first micro-step. Refuse a model whose checkpoints save the state of random numbers.
 
-        A capture does not survive that a checkpoint reads or sets their state.
+        A capture fails where a checkpoint reads or sets this state.
         """
         recomputing = [
             module
@@ -142,14 +142,14 @@ class GraphedSteps:
         loss = self._run_eagerly(model, inputs, num_items_in_batch)
         if recomputing and not torch.equal(drawn, torch.cuda.get_rng_state(self._trainer.args.device)):
             raise SettingUnavailableError(
-                f"{type(_unwrapped(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
+                f"{type(_original(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
                 "draw the same again in a CUDA graph; train without dropout, or without cuda_graphs"
             )
         return loss
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run what is within on the stream of the micro-steps: after what came before, and before what comes after."""
+        """Run the block on the stream of the micro-steps, ordered after earlier work and before later work."""
         usual = torch.cuda.current_stream(self._trainer.args.device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -157,13 +157,13 @@ class GraphedSteps:
         usual.wait_stream(self._stream)
 
     def _run_eagerly(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run a micro-step without a graph, in the memory of the graphs where there are any."""
+        """Run a micro-step without a graph, in the graphs' memory where there are graphs."""
         if not self._gradients or self._keeps_memory:
             with self._on_stream():
                 return self._run(model, inputs, num_items_in_batch)
         before = torch.cuda.memory_allocated()
         with self._on_stream():
-            with self._in_their_memory():
+            with self._in_pool_of_graphs():
                 loss = self._run(model, inputs, num_items_in_batch)
             loss = loss.clone()
         if torch.cuda.memory_allocated() - before > _LOSS_BYTES:
@@ -171,10 +171,10 @@ class GraphedSteps:
         return loss
 
     @contextlib.contextmanager
-    def _in_their_memory(self) -> Iterator[None]:
-        """Take what memory is needed within from the pool of the graphs.
+    def _in_pool_of_graphs(self) -> Iterator[None]:
+        """Allocate the block's memory from the pool of the graphs.
 
-        ``torch.cuda.use_mem_pool`` has one thread do so, and a backward pass runs in another.
+        ``torch.cuda.use_mem_pool`` does this for one thread only, but the backward pass runs in another.
         """
         device = self._trainer.args.device.index
         torch._C._cuda_beginAllocateToPool(device, self._pool)
@@ -185,10 +185,10 @@ class GraphedSteps:
             torch._C._cuda_releasePool(device, self._pool)
 
     def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run a micro-step without a graph, on inputs that the ``Trainer`` has prepared and would prepare again.
+        """Run a micro-step without a graph, on inputs that the ``Trainer`` has already prepared.
 
-        transformers makes a mask of ones explicit while a stream is captured. It does so here, too: layers would be
-        compiled anew for it, which a capture does not survive, and which takes as long again.
+        transformers makes a mask of ones explicit while a stream is captured. It does so here, too: otherwise layers
+        would be compiled again in the capture, which fails there, and takes as long again.
         """
         own = vars(self._trainer).get("_prepare_inputs")
         self._trainer._prepare_inputs = lambda prepared: prepared
@@ -202,7 +202,7 @@ class GraphedSteps:
                 self._trainer._prepare_inputs = own
 
     def _shape_of(self, leaves: list[Any], structure: Any) -> _Shape | None:
-        """Return the shape of inputs; ``None`` where it has no graphs, and will have none."""
+        """Return the record of the inputs' shape; ``None`` where this shape gets no graph."""
         key = self._key(leaves, structure)
         if key is None or (key not in self._shapes and len(self._shapes) >= MOST_SHAPES):
             return None
@@ -210,9 +210,9 @@ class GraphedSteps:
         return self._shapes.setdefault(key, _Shape(size))
 
     def _may_capture(self, shape: _Shape, *, is_first: bool) -> bool:
-        """Return whether a shape can be captured in this micro-step; drop the graphs of smaller ones where it is first.
+        """Return whether this shape can be captured now. A larger one first drops the graphs of smaller shapes.
 
-        What adds to gradients can only be captured while they are in the tensors that graphs write.
+        A graph that adds to gradients can only be captured while these are in the tensors that graphs write.
         """
         captured = [each.size for each in self._shapes.values() if each.writing or each.adding]
         if captured and shape.size > max(captured):
@@ -222,7 +222,7 @@ class GraphedSteps:
     def _captured(
         self, model: torch.nn.Module, shape: _Shape, leaves: list[Any], structure: Any, *, is_first: bool
     ) -> torch.Tensor:
-        """Capture a micro-step, compare it with an eager one, and return its loss, with its gradients added."""
+        """Capture a micro-step, compare it with an eager one, add its gradients, and return its loss."""
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         held = pytree.tree_unflatten(static, structure)
         before: list[torch.Tensor] = []
@@ -232,32 +232,32 @@ class GraphedSteps:
             if self._gradients and not is_first:
                 before = [gradient.clone() for gradient in self._gradients]
             self._forget_gradients()
-            expected = self._expect(model, *held)
+            expected = self._run_reference(model, *held)
             captured, loss = self._capture(model, *held)
         except RuntimeError as error:
-            began = _first(error)
+            began = _original_error(error)
             if isinstance(began, torch.OutOfMemoryError | SettingUnavailableError):
                 raise
             why = f"{type(began).__name__}: {began}".splitlines()[0]
             raise SettingUnavailableError(
-                f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: {why}"
+                f"a micro-step of {type(_original(model)).__name__} cannot be captured as a CUDA graph: {why}"
             ) from error
         tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
         graph = _Graph(captured, tensors, loss)
         if self._gradients:
             shape.adding = graph
         else:
-            shape.writing, self._gradients = graph, self._made(model)
+            shape.writing, self._gradients = graph, self._created_gradients(model)
         loss = self._replay(model, graph, tensors, is_first=True)
-        self._compare(model, expected, (loss, self._norms()))
+        self._compare(model, expected, (loss, self._gradient_norms()))
         if before:
             torch._foreach_add_(list(self._gradients), before)
         return loss
 
     def release(self) -> bool:
-        """Give back the memory of the graphs, which are captured again when they are needed; return whether it did.
+        """Free the memory of the graphs, which are captured again on demand; return whether it was freed.
 
-        Not within an optimizer step, whose gradients are in that memory.
+        Within an optimizer step nothing is freed, since its gradients are in that memory.
         """
         shapes = self._shapes.values()
         if not any(shape.writing for shape in shapes) or any(p.grad is not None for p in self._parameters):
@@ -272,7 +272,7 @@ class GraphedSteps:
         return True
 
     def _key(self, leaves: list[Any], structure: Any) -> Hashable:
-        """Return what a graph is captured for; ``None`` for inputs that are neither on the device nor plain values."""
+        """Return a hashable key of the inputs' shapes and values; ``None`` for inputs that a graph does not support."""
         described: list[Hashable] = [structure, getattr(self._trainer, "current_gradient_accumulation_steps", None)]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -285,39 +285,38 @@ class GraphedSteps:
                 return None
         return tuple(described)
 
-    def _expect(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
-        """Return the loss and the norms of the gradients of an eager micro-step, of which nothing is left.
+    def _run_reference(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
+        """Run an eager micro-step; return its loss and gradient norms, and discard its gradients.
 
-        It runs on the tensors that the graph reads, so that what is made for the first run on them (compiled code) is
-        there before the capture.
+        It runs on the tensors that the graph reads, so that compiled code for them exists before the capture.
         """
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]
         on_device, on_host = torch.cuda.get_rng_state(device), _random_state(device)
         loss = self._run_eagerly(model, inputs, num_items_in_batch)
-        norms = self._norms()
+        norms = self._gradient_norms()
         self._forget_gradients()
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         torch.cuda.set_rng_state(on_device, device)
         if _random_state(device) != on_host:
             raise SettingUnavailableError(
-                f"{type(_unwrapped(model)).__name__} draws random numbers on the host, as layers that are left out at "
+                f"{type(_original(model)).__name__} draws random numbers on the host, as layers that are left out at "
                 "random do (layerdrop), and a graph would always run what was drawn first"
             )
         return loss, norms
 
-    def _norms(self) -> torch.Tensor:
+    def _gradient_norms(self) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
 
     def _compare(self, model: torch.nn.Module, eager: _Result, graph: _Result) -> None:
-        """Raise ``SettingUnavailableError`` where a graph does not compute what an eager micro-step does."""
+        """Raise ``SettingUnavailableError`` where a graph's result differs from an eager micro-step's."""
         for what, one, other in zip(("loss", "gradients"), eager, graph, strict=True):
             off = float((other - one).float().norm() / one.float().norm().clamp_min(1e-12))
             if not off <= _TOLERANCE and bool(one.isfinite().all()):
                 raise SettingUnavailableError(
-                    f"the {what} of {type(_unwrapped(model)).__name__} in a CUDA graph differ from those of an eager "
+                    f"the {what} of {type(_original(model)).__name__} in a CUDA graph differ from those of an eager "
                     f"step by {off:.1%}; train without cuda_graphs"
                 )
 
@@ -331,8 +330,8 @@ class GraphedSteps:
             loss = self._run(model, inputs, num_items_in_batch)
         return graph, loss
 
-    def _made(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
-        """Return the gradients' tensors, which the first capture made."""
+    def _created_gradients(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        """Return the tensors of the gradients, which the first capture created."""
         unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise SettingUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
@@ -341,6 +340,7 @@ class GraphedSteps:
     def _replay(
         self, model: torch.nn.Module, graph: _Graph, tensors: Sequence[torch.Tensor], *, is_first: bool
     ) -> torch.Tensor:
+        """Copy inputs to a graph, replay it, and return its loss."""
         if not model.training:
             # As after an evaluation. Graphs hold the training's own kernels; the rest of the training may ask, and an
             # optimizer without a schedule has other weights for evaluations.
@@ -357,7 +357,7 @@ class GraphedSteps:
         return graph.loss.clone()
 
     def _forget_gradients(self) -> None:
-        """Have the parameters begin anew: with zeros where graphs have tensors for them, else with no gradients."""
+        """Clear the gradients: set the graphs' tensors to zero, or gradients without graphs to ``None``."""
         if self._gradients:
             self._zero()
             return
@@ -365,25 +365,25 @@ class GraphedSteps:
             parameter.grad = None
 
     def _zero(self) -> None:
-        """Give the parameters their gradients' tensors, set to zero."""
+        """Set the graphs' gradient tensors to zero and assign them to the parameters."""
         torch._foreach_zero_(list(self._gradients))
         self._attach()
 
     def _attach(self) -> None:
-        """Give the parameters their gradients' tensors back, which ``zero_grad`` took away."""
+        """Assign the graphs' gradient tensors to the parameters again, after ``zero_grad`` removed them."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the state of what draws random numbers on the host, where a model on a device should draw none."""
+    """Return the state of the host's random number generators, which a captured model must not use."""
     names, keys, *numbers = np.random.get_state()
     of_torch = () if device.type == "cpu" else tuple(torch.get_rng_state().tolist())
     return random.getstate(), names, tuple(keys), *numbers, of_torch
 
 
-def _first(error: RuntimeError) -> RuntimeError:
-    """Return the error that began a chain: to end a capture that failed raises another one."""
+def _original_error(error: RuntimeError) -> RuntimeError:
+    """Return the original error of a chain: ending a failed capture raises another error."""
     began, at = error, error.__cause__ or error.__context__
     while at is not None:
         began = at if isinstance(at, RuntimeError) else began
@@ -391,16 +391,16 @@ def _first(error: RuntimeError) -> RuntimeError:
     return began
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def _original(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def evaluate_in_their_memory(trainer: Trainer, steps: GraphedSteps) -> None:
-    """Have an evaluation that runs out of memory run again in what the graphs give back.
+def retry_evaluation_without_graphs(trainer: Trainer, steps: GraphedSteps) -> None:
+    """Make an evaluation that runs out of memory run again after the graphs' memory is freed.
 
-    Eager steps leave their memory to an evaluation. Graphs keep theirs: with whisper-small under 24 GiB, 22.1 GiB of it
-    were left to none (H200, torch 2.11.0, 24 November 2026). Metrics that are told of each batch would be told twice of
-    some: with ``batch_eval_metrics`` graphs give it back before each evaluation.
+    Eager steps leave their memory to an evaluation, but graphs keep theirs: with whisper-small under 24 GiB, 22.1 GiB
+    of it was unavailable (H200, torch 2.11.0, 24 November 2026). With ``batch_eval_metrics`` memory is freed before
+    each evaluation, since metrics must not see a batch twice.
     """
     evaluate = trainer.evaluation_loop
 
@@ -423,7 +423,7 @@ def evaluate_in_their_memory(trainer: Trainer, steps: GraphedSteps) -> None:
 
 
 def check_code(trainer: Trainer) -> None:
-    """Raise ``SettingUnavailableError`` where Python code of one's own runs in a micro-step."""
+    """Raise ``SettingUnavailableError`` where the user's own Python code runs in a micro-step."""
     for method in ("training_step", "compute_loss"):
         if getattr(type(trainer), method) is not getattr(Trainer, method) or method in vars(trainer):
             raise SettingUnavailableError(
@@ -436,10 +436,10 @@ def check_code(trainer: Trainer) -> None:
 
 
 def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
-    """Have a ``Trainer`` run its micro-steps as CUDA graphs.
+    """Make a ``Trainer`` run its micro-steps as CUDA graphs.
 
-    Raises ``SettingUnavailableError`` where the training is known not to allow it. Code that runs in a micro-step in
-    Python, as a ``compute_loss`` of one's own, would run only while a graph is captured, so that it is refused.
+    Raises ``SettingUnavailableError`` where the training is known not to allow this. The user's own Python code in a
+    micro-step, such as a ``compute_loss``, would run only during the capture, so it is refused.
     """
     args = trainer.args
     if args.device.type != "cuda":
@@ -453,5 +453,5 @@ def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
         raise SettingUnavailableError("reentrant checkpointing is not captured in CUDA graphs; set use_reentrant=False")
     steps = GraphedSteps(trainer)
     trainer.training_step = steps
-    evaluate_in_their_memory(trainer, steps)
+    retry_evaluation_without_graphs(trainer, steps)
     return steps

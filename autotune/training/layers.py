@@ -27,7 +27,7 @@ from autotune.training.errors import SettingUnavailableError
 
 
 def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return the modules within a layer that checkpoints which have its flag, too, and do not checkpoint themselves.
+    """Return modules that have the checkpointing flag inside a checkpointed layer, but do not checkpoint themselves.
 
     The attention of T5 and of its relatives is such a module (transformers 5.23).
     """
@@ -40,20 +40,22 @@ def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
     }
 
 
-def _layers_alone(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules with a flag to checkpoint that hold no other: a model's own flag says whether they may."""
+def _innermost_flagged(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the innermost modules with a checkpointing flag. Flags of outer modules only allow checkpointing."""
     flagged = {module for module in model.modules() if hasattr(module, "gradient_checkpointing")}
     flagged -= flagged_within_layers(model)
     return [module for module in model.modules() if flagged.intersection(module.modules()) == {module}]
 
 
 def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
-    """Leave checkpointing on in ``count`` layers of those that have it on, evenly spread; return how many had it.
+    """Keep checkpointing on in ``count`` evenly spread layers, and off in the others; return how many had it on.
 
-    Layers are those of ``transformers.modeling_layers.GradientCheckpointingLayer``, or whatever else has the attribute
-    ``gradient_checkpointing`` and a function to checkpoint with. Raises ``ValueError`` where there are fewer.
+    Layers are those of ``transformers.modeling_layers.GradientCheckpointingLayer``, or modules with the attribute
+    ``gradient_checkpointing`` and a checkpointing function. Raises ``ValueError`` where there are fewer.
     """
-    layers = [module for module in _layers_alone(model) if getattr(module, "gradient_checkpointing", False) is True]
+    layers = [
+        module for module in _innermost_flagged(model) if getattr(module, "gradient_checkpointing", False) is True
+    ]
     if not 0 < count <= len(layers):
         raise ValueError(f"{count} of {len(layers)} checkpointed layers: name 1 to {len(layers)}")
     for place, layer in enumerate(layers):
@@ -81,11 +83,11 @@ _TAKES_EVERY = _ENABLE is not None and _EVERY in inspect.signature(_ENABLE).para
 
 
 def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
-    """Have a ``Trainer`` whose arguments turn checkpointing on checkpoint ``count`` layers, evenly spread.
+    """Make a ``Trainer`` checkpoint ``count`` layers, evenly spread. Its arguments turn checkpointing on.
 
-    Where that is every n-th of them, transformers does it by itself, from the first on.
+    Where that is every n-th layer, transformers does it by itself, from the first layer on.
     """
-    layers, args, every = _layers_alone(trainer.model), trainer.args, None
+    layers, args, every = _innermost_flagged(trainer.model), trainer.args, None
     if _TAKES_EVERY and args.activation_checkpointing and 0 < count <= len(layers):
         every = -(-len(layers) // count)
         # transformers counts layers of its own class.
@@ -117,7 +119,7 @@ class _AtStart(TrainerCallback):  # type: ignore[misc]
 
 
 def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the outermost modules that are in a list with others of their class."""
+    """Yield the outermost modules of lists whose modules share a class, such as the layers of a transformer."""
     for child in module.children():
         inner = list(child.children())
         if isinstance(child, torch.nn.ModuleList) and len(inner) > 1 and len({type(each) for each in inner}) == 1:
@@ -127,17 +129,17 @@ def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
-    """Have a ``Trainer`` compile the layers of its model, with its own ``torch_compile_mode``, and nothing else.
+    """Make a ``Trainer`` compile each layer of its model, with its own ``torch_compile_mode``, and nothing else.
 
-    One code ``for_any_length`` is compiled at once; else torch does so when a second length comes, after it has
-    compiled one for the first.
+    With ``for_any_length`` layers are compiled for dynamic shapes at once. Otherwise torch does so at the second
+    length, after compiling for the first.
 
-    Raises ``SettingUnavailableError`` for a model without layers that repeat.
+    Raises ``SettingUnavailableError`` for a model without repeated layers.
     """
     make = trainer.call_model_init
     # One with a function that makes its model makes another when training starts.
-    trainer.call_model_init = lambda trial=None: _compiled(trainer, make(trial), for_any_length or None)
-    _compiled(trainer, trainer.model, for_any_length or None)
+    trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make(trial), for_any_length or None)
+    _compile_repeated(trainer, trainer.model, for_any_length or None)
     # With torch_compile=True it would compile the model whole as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(_AtStart())
@@ -148,7 +150,8 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 
 
-def _compiled(trainer: Trainer, model: torch.nn.Module, dynamic: bool | None) -> torch.nn.Module:
+def _compile_repeated(trainer: Trainer, model: torch.nn.Module, dynamic: bool | None) -> torch.nn.Module:
+    """Compile the repeated layers of a model in place and return the model."""
     layers = list(repeated_layers(model))
     if not layers:
         raise SettingUnavailableError(

@@ -44,9 +44,9 @@ _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _of_logits(
     logits: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of logits, and its gradient by them over ``divisor``, in their dtype.
+    """Return the summed cross entropy of logits, and its gradient by the logits divided by ``divisor``.
 
-    The gradient is written ``into`` a tensor where one is given. Logits in float32 are overwritten.
+    The gradient has the logits' dtype. It is written to ``into`` if given. Logits in float32 are overwritten.
     """
     is_counted = labels != IGNORED
     labels = labels.where(is_counted, 0).unsqueeze(1)
@@ -67,14 +67,14 @@ def _of_logits(
 def _whole_piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of some tokens, and its gradient by their logits over ``divisor``."""
+    """Return the summed cross entropy of some tokens, and its gradient by the logits divided by ``divisor``."""
     return _of_logits(functional.linear(hidden, weight, bias), labels, divisor)
 
 
 def _piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``_whole_piece`` does, for code that is not compiled: the gradient takes the place of the logits."""
+    """Return the result of ``_whole_piece`` without compilation: the gradient overwrites the logits."""
     logits = functional.linear(hidden, weight, bias)
     if logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
         return _of_logits(logits, labels, divisor)
@@ -86,9 +86,9 @@ def _piece(
 
 
 def pieces_of(tokens: int, words: int) -> int:
-    """Return in how many pieces the logits of so many tokens are made, so that each is within ``_LOGITS_AT_ONCE``.
+    """Return the number of chunks of tokens whose logits are computed at a time, within ``_LOGITS_AT_ONCE``.
 
-    A power of two: compiled code is for one size, and most batches can be halved into pieces of one size.
+    A power of two: compiled code is for one size, and most batches can be halved into equal pieces.
     """
     pieces = 1
     while tokens * words > pieces * _LOGITS_AT_ONCE:
@@ -116,7 +116,7 @@ def add_piece(
     divisor: torch.Tensor,
     piece: _Piece,
 ) -> None:
-    """Add the loss and the gradients of the tokens from ``start`` on. What they need meanwhile is freed at the end."""
+    """Add the loss and gradients of a chunk of tokens from ``start`` on, and free its temporary memory."""
     hidden = hidden.to(weight.dtype)
     entropy, gradient = piece(hidden, weight, bias, labels, divisor)
     sums.loss += entropy
@@ -194,12 +194,12 @@ def linear_cross_entropy(
     piece: _Piece = _piece,
     loss_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the cross entropy of a linear layer's output; labels of -100 do not count.
+    """Return the cross entropy of a linear layer's output; tokens with label -100 are ignored.
 
     ``hidden``: (tokens, size); ``weight``: (vocabulary, size); ``labels``: (tokens). The sum over the tokens is divided
-    by ``count``, by default the number of tokens that count. The result is float32. Gradients are computed with it, so
-    that it can be differentiated once. ``piece`` computes some tokens' losses and gradients; it may be compiled.
-    ``loss_scale`` is what a gradient scaler will multiply the loss by: in float16 the gradients of logits are too small
+    by ``count``, by default the number of tokens with a label. The result is float32. Gradients are computed in the
+    forward pass, so that it can be differentiated once. ``piece`` computes loss and gradients of a chunk; it may be
+    compiled. ``loss_scale`` is the factor of a gradient scaler: in float16 the gradients of logits are too small
     without it.
     """
     if not torch.is_grad_enabled():
@@ -226,17 +226,18 @@ class _FusedLoss:
 
     @property
     def _is_for_loss(self) -> bool:
+        """Whether the current call needs no logits but only the loss."""
         is_trained = self.trains and self._layer.training and torch.is_grad_enabled()
         return self.has_labels and (self.is_evaluated_for_loss or is_trained)
 
     def undo(self, model: Any) -> None:
-        """Give the model its output layer and loss back."""
+        """Restore the model's own output layer and loss."""
         layer, model = self._layer, without_adapters(model)
         layer.forward, model.loss_function = self.logits_of_layer, ForCausalLMLoss  # type: ignore[method-assign]
         vars(model).pop("_fused_loss", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits; the hidden states where only the loss is asked for, which is then computed of them."""
+        """Return the logits, or where only the loss is needed, the hidden states for ``loss``."""
         return hidden if self._is_for_loss else self.logits_of_layer(hidden)
 
     def loss(
@@ -249,7 +250,7 @@ class _FusedLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return what ``ForCausalLMLoss`` returns."""
+        """Return the loss of ``ForCausalLMLoss``, where possible from hidden states."""
         if logits.shape[-1] != self._layer.in_features or not self._is_for_loss:
             stock: torch.Tensor = ForCausalLMLoss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
@@ -279,9 +280,9 @@ class _FewTokens:
         self._scale: float | None = None
 
     def loss_and_gradients(self) -> list[torch.Tensor]:
-        """Return the loss, and its gradients by a few parameters; a model without an output layer has none.
+        """Return the loss of a few tokens and its gradients by a few parameters; none without an output layer.
 
-        Raises ``SettingUnavailableError`` where the loss cannot be computed of tokens alone.
+        Raises ``SettingUnavailableError`` where the loss cannot be computed from tokens alone.
         """
         if not isinstance(self._layer, torch.nn.Module):
             return []
@@ -291,11 +292,11 @@ class _FewTokens:
         self._layer.training = True
         try:
             if self._scale is None:
-                self._scale = self._found_scale()
+                self._scale = self._scale_to_large_logits()
             scale = self._scale
             hook = self._layer.register_forward_pre_hook(lambda _, given: (given[0] * scale, *given[1:]))
             try:
-                loss = self._loss()
+                loss = self._loss_of_tokens()
                 gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             finally:
                 hook.remove()
@@ -308,18 +309,18 @@ class _FewTokens:
                 module.training = mode
         return [loss.detach(), *(each for each in gradients if each is not None)]
 
-    def _found_scale(self) -> float:
-        """Return the factor by which hidden states have logits of ``_LARGE``."""
+    def _scale_to_large_logits(self) -> float:
+        """Return the factor for hidden states at which logits reach ``_LARGE``."""
         largest: list[float] = []
         hook = self._layer.register_forward_hook(lambda _, __, logits: largest.append(float(logits.abs().max())))
         try:
             with torch.no_grad():
-                self._loss()
+                self._loss_of_tokens()
         finally:
             hook.remove()
         return _LARGE / max(largest, default=1.0) if max(largest, default=0.0) else 1.0
 
-    def _loss(self) -> Any:
+    def _loss_of_tokens(self) -> Any:
         device = next(self._model.parameters()).device
         tokens = torch.arange(8, device=device).reshape(2, 4) % self._layer.weight.shape[0]
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
@@ -328,14 +329,14 @@ class _FewTokens:
 
 
 def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether two losses, and their gradients, differ by rounding alone."""
+    """Return whether two losses and their gradients are equal up to rounding."""
     return len(some) == len(others) and all(
         bool((one - other).norm() <= _ALIKE * one.norm()) for one, other in zip(some, others, strict=True)
     )
 
 
 def _layer_of(model: Any) -> Any:
-    """Return the output layer of a causal language model, as it is without a fused loss.
+    """Return the output layer of a causal language model, also with a fused loss.
 
     Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
     """
@@ -352,7 +353,7 @@ def _layer_of(model: Any) -> Any:
 
 
 def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
-    """Have a model compute its loss without all logits, and return what says when it does.
+    """Make a model compute its loss without all logits, and return the object that controls this.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
     """
@@ -378,12 +379,12 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
 
 
 def fuse_loss(trainer: Trainer) -> None:
-    """Have a causal language model compute its loss without all logits while it trains; it then returns no logits,
-    nor in an evaluation without metrics, which would else need more memory than training.
+    """Make a causal language model compute its loss without all logits while it trains.
 
-    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where a few
-    tokens have another loss or gradient than before: of one that changes its logits after that layer (a cap, a scale, a
-    smaller vocabulary), or computes its loss by itself. A ``compute_loss`` of one's own may read logits.
+    It then returns no logits, nor in evaluations without metrics, which would need more memory than training. Raises
+    ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where the loss or
+    gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
+    vocabulary), or computes its loss by itself. The user's own ``compute_loss`` may read logits.
     """
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
     if is_own or trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
@@ -413,19 +414,19 @@ def fuse_loss(trainer: Trainer) -> None:
                 "logits: they are changed or read after the output layer"
             )
     fused.trains = False
-    during_training(trainer, functools.partial(_held, fused, "trains"))
+    during_training(trainer, functools.partial(_flag_set, fused, "trains"))
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        with _held(fused, "is_evaluated_for_loss") if prediction_loss_only else contextlib.nullcontext():
+        with _flag_set(fused, "is_evaluated_for_loss") if prediction_loss_only else contextlib.nullcontext():
             return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
 
     trainer.prediction_step = prediction_step
 
 
 @contextlib.contextmanager
-def _held(fused: _FusedLoss, name: str) -> Iterator[None]:
-    """Have something be so of a fused loss."""
+def _flag_set(fused: _FusedLoss, name: str) -> Iterator[None]:
+    """Set a flag of a fused loss for the duration of the block."""
     setattr(fused, name, True)
     try:
         yield

@@ -29,9 +29,9 @@ _COMPARED = 3
 
 
 def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
-    """Return why a ``Trainer`` cannot have some settings, by their names, from a look at a few of its batches.
+    """Return the settings that a ``Trainer`` cannot have, with the reasons, from a few of its batches.
 
-    Of the settings, it has those that apply afterwards: it is of no use then but to be looked at.
+    The settings stay applied afterwards, so the Trainer can only be inspected then.
     """
     # As a collator makes them: a loader of accelerate has put them on the device.
     batches = sorted((send_to_device(batch, "cpu") for batch in batches), key=_padding, reverse=True)
@@ -54,7 +54,7 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
 
 
 def _why_not_ordered(trainer: Trainer) -> str | None:
-    """Return why a ``Trainer`` cannot order its samples by their lengths; ``None`` where it can."""
+    """Return why a ``Trainer`` cannot group samples by length; ``None`` where it can."""
     data: Any = trainer.train_dataset
     if type(trainer)._get_train_sampler is not Trainer._get_train_sampler or (
         type(trainer).get_train_dataloader is not Trainer.get_train_dataloader
@@ -70,7 +70,7 @@ def _why_not_ordered(trainer: Trainer) -> str | None:
 
 
 def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
-    """Raise ``SettingUnavailableError`` where a ``Trainer`` cannot have a setting."""
+    """Raise ``SettingUnavailableError`` where a setting cannot be applied to a ``Trainer`` or changes its loss."""
     load = trainer.get_train_dataloader
     expected = [_loss(trainer, batch) for batch in batches[:_COMPARED]]
     apply(trainer, **{name: value})
@@ -90,7 +90,7 @@ def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> Non
 
 
 def _padding(batch: Any) -> int:
-    """Return how many tokens of a batch its mask hides: whether a loss counts them shows where there are many."""
+    """Return the number of masked tokens. A batch with many shows whether the loss counts padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return int((mask == 0).sum()) if isinstance(mask, torch.Tensor) else 0
 

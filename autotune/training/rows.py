@@ -49,11 +49,11 @@ def attend(
     dropout: float,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return causal attention within samples, the logarithms of its sums, and the state of its random numbers.
+    """Return causal attention within samples, the log-sum-exp of its scores, and its random state.
 
     ``query``: (tokens, heads, size); ``key``, ``value``: (tokens, as many heads or fewer, size); all in 16 bits.
-    ``ends``: (samples + 1), where each begins, and the end, as int32. ``longest``: the tokens of the longest, or more.
-    ``window``: how many tokens a token attends to, or 0 for all before it.
+    ``ends``: (samples + 1), the start of each sample, and the end, as int32. ``longest``: the tokens of the longest
+    sample, or more. ``window``: how many tokens a token attends to, or 0 for all before it.
     """
     left, right = (window - 1, 0) if window else (None, None)
     attended, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -138,7 +138,7 @@ def _each_by_itself(
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """Return causal attention within samples; tensors are (1, heads, tokens, size)."""
+    """Return causal attention of each sample separately; tensors are (1, heads, tokens, size)."""
     parts, lengths = [], [length for length in ends.diff().tolist() if length]
     groups = query.shape[1] // key.shape[1]
     key, value = (repeat_kv(tensor, groups) if groups > 1 else tensor for tensor in (key, value))
@@ -169,11 +169,11 @@ def attend_within_samples(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sample of one row, as an attention of transformers.
+    """Compute causal attention within each sample of a row, with the interface of transformers' attentions.
 
     ``query``: (1, heads, tokens, size); ``key``, ``value``: (1, as many heads or fewer, tokens, size);
-    ``cu_seq_lens_q``: (samples + 1,), where each begins, and the end. Returns (1, tokens, heads, size). Raises
-    ``SettingUnavailableError`` for what it does not compute.
+    ``cu_seq_lens_q``: (samples + 1,), the start of each sample, and the end. Returns (1, tokens, heads, size). Raises
+    ``SettingUnavailableError`` for unsupported arguments.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise SettingUnavailableError("attention within samples was not told where they begin")
@@ -213,11 +213,11 @@ class InOneRow:
         self._filler = min(_FILLER, longest or _FILLER)
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """Return a batch of tensors (1, tokens), and where its samples begin.
+        """Return a batch as one row with tensors (1, tokens), and the borders of its samples.
 
         ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), ``max_length_q`` and ``max_length_k`` the tokens of
-        the longest, of the row where it is filled. A batch with ``position_ids`` has a sample begin wherever those are
-        0. Raises ``SettingUnavailableError`` for a batch that is not of text with labels for its tokens.
+        the longest sample, or of a filled row. In a batch with ``position_ids`` a sample begins wherever these are 0.
+        Raises ``SettingUnavailableError`` for a batch that is not text with a label for each token.
         """
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= set(batch):
             raise SettingUnavailableError("a batch has no input_ids and labels; train without padding_free")
@@ -251,10 +251,10 @@ class InOneRow:
     def _filled(
         self, row: dict[str, torch.Tensor], ends: torch.Tensor, samples: int | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return a row filled with padding to a multiple of tokens, and the borders of its samples.
+        """Return a row padded to a multiple of tokens, and the borders of its samples.
 
-        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is how many samples a
-        full batch has, if that is known.
+        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is the number of
+        samples in a full batch, if known.
         """
         assert self._multiple is not None
         tokens = len(row["position_ids"])
@@ -276,7 +276,7 @@ class InOneRow:
 
 
 def without_first_labels(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in which nothing is predicted for the first token of each sample."""
+    """Return a row whose samples have no label for their first token."""
     return {**row, "labels": row["labels"].where(row["position_ids"] != 0, IGNORED)}
 
 
@@ -309,12 +309,12 @@ class PackedRows(Dataset[dict[str, list[int]]]):
 
     @staticmethod
     def collate(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Return rows as one, with tensors (1, tokens)."""
+        """Return rows joined to one row, with tensors (1, tokens)."""
         return {name: torch.tensor([[value for row in rows for value in row[name]]]) for name in rows[0]}
 
 
 def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Return rows of samples by their indices, so that few tokens of ``tokens`` are left free in each.
+    """Return rows of sample indices, at most ``tokens`` tokens each, with little free space.
 
     The longest sample comes first, and each goes where it leaves the least free (best fit decreasing). Raises
     ``ValueError`` where a sample is longer than a row.
@@ -325,6 +325,7 @@ def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     with_space: dict[int, list[int]] = {}
 
     def leave(row: int, space: int) -> None:
+        """Record the free space of a row."""
         if space not in with_space:
             bisect.insort(spaces, space)
         with_space.setdefault(space, []).append(row)
@@ -363,7 +364,7 @@ def pack(samples: Any, tokens: int) -> PackedRows:
 
 
 def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
-    """Have a ``Trainer`` put the samples of each training batch in one row, where each attends to itself alone.
+    """Make a ``Trainer`` put the samples of a training batch in one row, with attention within each sample.
 
     With a ``multiple``, rows are filled to multiples of so many tokens. Evaluations stay as they are, but for rows of
     ``pack``. Raises ``SettingUnavailableError`` for a model whose samples would mix.
@@ -381,7 +382,7 @@ def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
         raise SettingUnavailableError("with use_cache=True a model does not look where samples begin; leave it out")
     check_undivided(trainer)
     attention = config._attn_implementation
-    undo = _attend_as_told(base) if attention in ("sdpa", ATTENTION) else lambda: None
+    undo = _attend_by_borders(base) if attention in ("sdpa", ATTENTION) else lambda: None
     if attention not in ("sdpa", ATTENTION, *_TELLING_APART):
         raise SettingUnavailableError(
             f"it is not known whether {attention} keeps the samples of a row apart; use sdpa, eager, flex_attention or "
@@ -419,14 +420,13 @@ def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
         return change_loader(loader, joined) if isinstance(loader.dataset, PackedRows) else loader
 
     trainer.get_eval_dataloader = load_rows
-    during_training(trainer, functools.partial(_put_back, base))
+    during_training(trainer, functools.partial(_restore_sdpa, base))
 
 
-def _attend_as_told(model: Any) -> Callable[[], None]:
-    """Have a model attend within samples where it is told where they begin, and as transformers does with sdpa else.
+def _attend_by_borders(model: Any) -> Callable[[], None]:
+    """Make a model attend within samples where a batch has borders, else with sdpa; return the undo function.
 
-    It stays so until the next call, since checkpointed layers are run again in the backward pass. What this returns
-    undoes it.
+    The attention stays until the next call, since checkpointed layers run again in the backward pass.
     """
     earlier, whole = vars(model).get("forward"), model.forward.__func__
     if getattr(whole, "_attends_as_told", False):
@@ -434,7 +434,7 @@ def _attend_as_told(model: Any) -> Callable[[], None]:
 
     @functools.wraps(whole)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _attend_by(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
+        _set_attention(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
         return whole(self, *args, **kwargs)
 
     forward._attends_as_told = True  # type: ignore[attr-defined]
@@ -444,35 +444,36 @@ def _attend_as_told(model: Any) -> Callable[[], None]:
         del model.forward
         if earlier is not None:
             model.forward = earlier
-        _attend_by(model, "sdpa")
+        _set_attention(model, "sdpa")
 
     return undo
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by(model: Any, implementation: str) -> None:
+def _set_attention(model: Any, implementation: str) -> None:
     for config in (model.config, model.config.get_text_config()):
         if config._attn_implementation in ("sdpa", ATTENTION) and config._attn_implementation != implementation:
             config._attn_implementation = implementation
 
 
 @contextlib.contextmanager
-def _put_back(model: Any) -> Iterator[None]:
-    """Have a model attend with sdpa again in the end."""
+def _restore_sdpa(model: Any) -> Iterator[None]:
+    """Restore sdpa attention after the block."""
     try:
         yield
     finally:
-        _attend_by(model, "sdpa")
+        _set_attention(model, "sdpa")
 
 
 @torch.no_grad()
 def _mixes(trainer: Trainer, model: Any) -> bool:
-    """Return whether a sample's logits depend on the sample before it in the row, or where it stands there."""
+    """Return whether a sample's logits depend on the sample before it or on its place in the row."""
     words = model.get_input_embeddings().num_embeddings
     first, changed, second = ([(7 * i + at) % words for i in range(count)] for at, count in ((1, 5), (3, 5), (2, 6)))
     device = next(model.parameters()).device
 
     def logits(*samples: list[int]) -> torch.Tensor:
+        """Return the logits of the second sample's tokens in a row of some samples."""
         rows = PackedRows([{"input_ids": tokens} for tokens in samples], [range(len(samples))])
         batch = InOneRow()(PackedRows.collate([rows[0]]))
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}

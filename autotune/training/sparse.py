@@ -30,13 +30,13 @@ _ALIKE = 0.05
 
 
 def positions_to_compute(tokens: int, labelled: int) -> int:
-    """Return for how many of so many tokens logits are computed, where ``labelled`` of them have a label."""
+    """Return the number of tokens to compute logits for: the labelled ones, rounded up to have few shapes."""
     share = -(-tokens // _SHARES)
     return min(tokens, max(1, -(-labelled // share)) * share)
 
 
 def with_positions(batch: Any) -> Any:
-    """Return a batch with ``predicted_positions``, first those with a label, then as many others as fill a share.
+    """Return a batch with ``predicted_positions``: tokens with a label, then others to fill up a share.
 
     A batch without labels is left as it is. Raises ``SettingUnavailableError`` for labels that are not one a token.
     """
@@ -58,7 +58,7 @@ class _Chosen:
         self.positions: torch.Tensor | None = None
 
     def after_encoder(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
-        """Return the encoder's output with hidden states (1, positions, size) in place of (samples, tokens, size)."""
+        """Return the encoder's output with the hidden states of the chosen tokens only: (1, positions, size)."""
         if self.positions is None:
             return output
         hidden = output[0]
@@ -70,10 +70,9 @@ class _Chosen:
 
 
 def predict_chosen_tokens(model: Any) -> Callable[[], None]:
-    """Have a masked language model that trains on a batch with ``predicted_positions`` compute their logits alone.
+    """Make a masked language model compute logits for ``predicted_positions`` only; return the undo function.
 
     Its loss is the same, since tokens without a label have no part in it. It returns logits (1, positions, vocabulary).
-    What this function returns undoes it.
     """
     model = without_adapters(model)
     earlier, whole = model.__dict__.get("forward"), model.forward.__func__
@@ -106,10 +105,10 @@ def predict_chosen_tokens(model: Any) -> Callable[[], None]:
 
 
 def predict_labelled_tokens(trainer: Trainer) -> None:
-    """Have a ``Trainer`` of a masked language model compute the logits of the tokens with a label alone.
+    """Make a ``Trainer`` of a masked language model compute logits only for tokens with a label.
 
-    Evaluations compute all of them. Raises ``SettingUnavailableError`` for another kind of model, for one whose logits
-    of a token depend on which others are computed, and where accelerate divides the batches of a dataset that streams.
+    Evaluations compute all logits. Raises ``SettingUnavailableError`` for another kind of model, for a model in which a
+    token's logits depend on the choice of tokens, and where accelerate divides the batches of a streamed dataset.
     """
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
@@ -135,7 +134,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
 
 
 def _is_alike(model: Any) -> bool:
-    """Return whether a model gives the same logits of some tokens alone as of them among all."""
+    """Return whether a model's logits of some tokens are the same as among all tokens."""
     words, device = model.get_input_embeddings().num_embeddings, next(model.parameters()).device
     tokens = torch.arange(8, device=device).reshape(2, 4) % words
     positions = torch.tensor([6, 1], device=device)

@@ -35,10 +35,9 @@ _LOCK_TIMEOUT_SECONDS = 5.0
 
 
 def measured_pools(storage: str, workload: Workload) -> dict[str, Pool]:
-    """Return the completed trials of a workload by the chip's name; none where the database cannot be read.
+    """Return the completed trials of a workload by chip name; an empty dictionary where the database is unreadable.
 
-    Trials that something disturbed, or whose micro-steps were not all run, count like others: their own spread is part
-    of the interval.
+    Disturbed and shortened trials count like others: their own spread is part of the interval.
     """
     try:
         found = measured_trials(storage, workload.fingerprint(), _LOCK_TIMEOUT_SECONDS)
@@ -67,9 +66,9 @@ def advised(
     options: dict[str, Any],
     columns: int | None,
 ) -> Document:
-    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on how it is known.
+    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on its sources.
 
-    The table of the text has so many ``columns``.
+    The table of the text is at most ``columns`` wide.
     """
     tokens = options.get("effective_tokens")
     if tokens is not None:
@@ -125,10 +124,10 @@ def _models_of(
     *,
     saves_memory: bool = False,
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
-    """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
+    """Predict memory and operations for GPUs with flash attention and for GPUs without, which lack bf16 too.
 
-    Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
-    H200. With ``saves_memory`` also for the arms with what saves memory.
+    One GPU stands for each kind: cuBLAS workspaces, at most 48 MiB apart, and the scratch of reductions are those of an
+    H200. With ``saves_memory``, memory-saving arms are predicted as well.
     """
     kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
     stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
@@ -143,7 +142,7 @@ def _models_of(
         )
     if wanted is not None:
         kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)]
-    only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
+    only = {kind: _supported_precisions(wanted, stand_ins[kind].precisions) for kind in kinds}
     # GPUs are compared in the same training, which all that are able have to do.
     common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in able)}
     options = {**options, "memory_limit": None, "world_size": 1}
@@ -153,7 +152,7 @@ def _models_of(
     options["dtype"] = workload.dtype
     if len(kinds) == 2 and workload.dtype == "float32":
         # No kind of attention makes a difference to float32, of which both would say the same.
-        only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
+        only[False] = _supported_precisions(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
     requests = [{**options, "precision": only[kind]} for kind in kinds]
     models = predictions(targets, requests, answers, counts, saves_memory=saves_memory)
@@ -161,7 +160,7 @@ def _models_of(
 
 
 def _check_one_dtype(wanted: tuple[str, ...], dtype: str, chips: list[Chip]) -> None:
-    """Raise ``InvalidRequestError`` for a precision that does not go with the dtype that all GPUs have in common."""
+    """Raise ``InvalidRequestError`` for a precision that is incompatible with the weight dtype of the comparison."""
     for precision in wanted:
         without = [chip.name for chip in chips if precision not in precisions_of(chip.capability)]
         if without and dtype != "float32" and HALF.get(precision, dtype) != dtype:
@@ -172,15 +171,15 @@ def _check_one_dtype(wanted: tuple[str, ...], dtype: str, chips: list[Chip]) -> 
             )
 
 
-def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the wanted precisions that a GPU has; all of them where it has none, which is refused later."""
+def _supported_precisions(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the wanted precisions that a GPU supports; all of them where it supports none, which is refused later."""
     if wanted is None:
         return None
     return tuple(precision for precision in wanted if precision in precisions) or wanted
 
 
 def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
-    """Return the best that so many GPUs of a kind do."""
+    """Return the fastest prediction for a number of GPUs of a kind, or the reason why there is none."""
 
     def refused(why: str) -> Offer:
         return Offer(chip, None, why, job.samples, price, count)
@@ -202,7 +201,7 @@ def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer
 
 
 def _why_nothing(chip: Chip, job: _Job) -> str:
-    """Return why nothing is predicted of the first configuration of a GPU, where that is known."""
+    """Return why the first configuration of a GPU has no prediction, where the reason is known."""
     precisions = dict.fromkeys(arm.precision for arm in job.prepared.space.arms)
     if not set(precisions) & set(chip.precisions):
         return f": it has no {' or '.join(precisions)}"
@@ -215,7 +214,7 @@ def _why_nothing(chip: Chip, job: _Job) -> str:
 
 
 def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
-    """Return the predicted steps of all candidates that fit, and the least memory of those that do not."""
+    """Return the predicted steps of all candidates that fit, and the smallest memory need of the others."""
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     steps: list[StepTime] = []
     least: int | None = None
@@ -243,7 +242,7 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
-    """Return the predictions for the GPU's kind; in float32 those of either kind: flash attention has 16 bits only."""
+    """Return the predictions for this kind of GPU; in float32 of either kind, since flash attention needs 16 bits."""
     own = models.get(chip.has_flash_attention)
     # fp32 is in 16 bits where the weights are, and then predicted for each kind.
     if arm.precision in ("fp16", "bf16") or (own is not None and own.operations(arm) is not None):

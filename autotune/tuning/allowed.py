@@ -28,7 +28,7 @@ from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
 def check_request(request: SearchRequest) -> None:
-    """Raise an error for everything that is known to be wrong before a process is started."""
+    """Raise an error for every mistake in a request that can be found before a process is started."""
     _ = request.batches, request.chosen_precisions
     _check_ranks_of_own_code(request)
     # Before the levers, which may ask for packages to be installed.
@@ -41,7 +41,7 @@ def check_request(request: SearchRequest) -> None:
 
 
 def _check_levers(request: SearchRequest) -> None:
-    """Raise an error for an option whose package is not installed, or that the device does not support."""
+    """Raise an error for a lever whose package is not installed, or that the device does not support."""
     for optim in request.optims:
         package = optim_package(optim)
         if package is not None and (request.is_at_hand or not is_state_known(optim)):
@@ -86,6 +86,7 @@ _PARTS_WITH_EXPERTS = ("text_config", "ffn_config")
 
 
 def _check_experts(request: SearchRequest) -> None:
+    """Raise ``InvalidRequestError`` for unknown implementations of experts, and for a model without experts."""
     implementations = request.experts_implementations or ()
     config = request.workload.config
     parts = [config, *(config.get(name) or {} for name in _PARTS_WITH_EXPERTS)]
@@ -109,9 +110,9 @@ _OFFLOADS_SINCE = (5, 17)
 
 
 def _check_settings(request: SearchRequest, layers: int | None) -> None:
-    """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have.
+    """Raise ``InvalidRequestError`` for a requested lever that this training cannot have.
 
-    ``layers`` is how many layers of the model can recompute their activations; ``None``: none alone.
+    ``layers`` is the number of layers that can use gradient checkpointing; ``None`` where single layers cannot.
     """
     training = Training.of(request.workload, request.device.kind, request.ranks, layers)
     settings = request.settings()
@@ -145,7 +146,7 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
 
 
 def _check_together(request: SearchRequest, settings: Mapping[str, Any]) -> None:
-    """Raise ``InvalidRequestError`` for two settings that were asked for and cannot be together."""
+    """Raise ``InvalidRequestError`` for two requested settings that exclude each other."""
     asked = {**settings, "use_liger_kernel": True} if request.liger == "on" else settings
     packs = request.workload.data is not None and request.workload.data.packing
     for row in LEVERS:
@@ -164,7 +165,7 @@ def _option_of(row: Lever) -> str:
 
 
 def _check_ranks_of_own_code(request: SearchRequest) -> None:
-    """Raise ``InvalidRequestError`` where the user's own code cannot be trained on these GPUs with this strategy.
+    """Raise ``InvalidRequestError`` where the user's own code cannot train on these GPUs with this strategy.
 
     Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
     """
@@ -188,7 +189,7 @@ def _check_ranks_of_own_code(request: SearchRequest) -> None:
 
 
 def _check_context_parallel(request: SearchRequest) -> None:
-    """Raise an error for ranks that are to share samples of this workload, and cannot.
+    """Raise an error where this workload does not support context parallelism.
 
     torch attends over the ranks that share a sample with CUDA's kernels for causal attention, and gives each of them
     two stretches of the sample of equal length (``torch.distributed.tensor.experimental.context_parallel``).
@@ -233,7 +234,7 @@ def _check_context_parallel(request: SearchRequest) -> None:
 
 
 def _check_strategies(request: SearchRequest) -> None:
-    """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
+    """Raise an error for a strategy that the device, the weights or the optimizer do not support."""
     strategies = request.asked_strategies
     if strategies is None:
         return
@@ -279,7 +280,7 @@ def _check_strategies(request: SearchRequest) -> None:
 
 
 def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
-    """Raise an error for a strategy of DeepSpeed that cannot be here."""
+    """Raise an error for a strategy of DeepSpeed that is impossible here."""
     if not asked:
         return
     if "zero2-offload" in asked and request.device.kind == "cpu":
@@ -301,7 +302,7 @@ def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
 
 
 def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
-    """Return the inspected model; raises an error where it cannot be built, or cannot be trained on several GPUs."""
+    """Return the inspected model. Raises an error where it cannot be built, or cannot be trained on several GPUs."""
     if facts.lacks_nccl:
         raise DeviceError(
             f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
@@ -318,7 +319,7 @@ def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
 
 
 def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts) -> None:
-    """Raise ``InvalidRequestError`` for what this model, this code or the installed transformers cannot do."""
+    """Raise ``InvalidRequestError`` for requests that this model, this code or the installed transformers rule out."""
     _check_ranks_of_own_code(request)
     _check_settings(request, model.checkpointing_layers)
     _check_sharding(request, model)
@@ -339,6 +340,7 @@ def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts
 
 
 def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
+    """Raise ``InvalidRequestError`` where this model cannot be sharded as requested."""
     sharded = [strategy for strategy in request.asked_strategies or () if strategy in FSDP]
     if request.context_parallel > 1 and "sdpa" not in model.attn_implementations:
         raise InvalidRequestError(
@@ -359,7 +361,7 @@ def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
 
 
 def _sharding_of(request: SearchRequest, strategy: Strategy) -> tuple[str, str]:
-    """Return the option that asks for sharded weights, and how to do without them."""
+    """Return the option that requests sharded weights, and the advice for training without them."""
     if request.context_parallel > 1:
         return f"--context-parallel {request.context_parallel}", "leave --context-parallel out"
     return f"--strategy {strategy}", "use --strategy ddp"

@@ -37,9 +37,9 @@ _LOCK_TIMEOUT_SECONDS = 2.0
 
 
 def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | None:
-    """Return a key that is equal while ``autotune.worker.facts.inspect`` would answer the same.
+    """Return the cache key of an inspection by ``autotune.worker.facts.inspect``.
 
-    ``None`` for the user's own code: what that imports and reads is not known without running it.
+    ``None`` for the user's own code: its imports and files are unknown without running it.
     """
     if workload.source is not None:
         return None
@@ -55,17 +55,17 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
 
 
 def look_key(device: Device, workload: Workload, work: LookWork) -> str | None:
-    """Return a key that is equal while a look at these settings would answer the same; ``None`` for one's own code."""
+    """Return the cache key of a comparison of first steps; ``None`` for the user's own code."""
     asked = {name: value for name, value in encode(work).items() if name not in ("devices", "cap_bytes", "data_folder")}
     inspected = inspection_key(device, workload)
     return None if inspected is None else _key("look", asked=asked, inspected=inspected)
 
 
 def prediction_key(identity: PredictionWork, workload: Workload) -> str:
-    """Return a key that is equal while ``autotune.worker.fake.predict`` would answer the same.
+    """Return the cache key of a prediction by ``autotune.worker.fake.predict``.
 
-    ``identity`` is everything that is asked about the workload, see ``autotune.estimate.memory.Question.identity``. Of
-    a dataset only the lengths decide what a step takes.
+    ``identity`` is the whole question about the workload, see ``autotune.estimate.memory.Question.identity``. Of a
+    dataset only the lengths decide the memory of a step.
     """
     worst = workload.at_its_worst()
     lengths = worst.data.facts.lengths if worst.data and worst.data.facts else None
@@ -79,12 +79,13 @@ def prediction_key(identity: PredictionWork, workload: Workload) -> str:
 
 
 def _key(kind: str, **asked: Any) -> str:
+    """Return the hash of a question and of the installed software."""
     return _digest({"kind": kind, "installed": _installed(), **asked})
 
 
 @functools.cache
 def _installed() -> str:
-    """Return a digest of what answers: this package, Python, and the libraries of a training."""
+    """Return a hash of the software that answers: this package, Python, and the libraries of a training."""
     return _digest(
         {
             "code": code_digest(),
@@ -102,7 +103,7 @@ def _digest(known: Document) -> str:
 
 
 def _torch_build() -> str:
-    """Return torch's file about its own build; empty where there is none."""
+    """Return the content of torch's file about its build; an empty string without such a file."""
     found = importlib.util.find_spec("torch")
     for folder in (found.submodule_search_locations or ()) if found else ():
         try:
@@ -114,7 +115,7 @@ def _torch_build() -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Return a digest of all modules of this package: equal for equal versions, and it changes with every edit."""
+    """Return a hash of the source code of this package, which changes with every edit."""
     digest = hashlib.sha256()
     for path in sorted(Path(autotune.__file__).parent.glob("**/*.py")):
         digest.update(path.read_bytes())
@@ -158,7 +159,7 @@ class AnswerCache:
             return None
 
     def keep(self, key: str, answer: Inspection | LookAnswer | PredictionAnswer) -> None:
-        """Store an answer where that is possible."""
+        """Store an answer. A database that cannot be written is ignored, but recorded in ``problem``."""
         if self.problem is not None:
             return
         try:

@@ -104,7 +104,7 @@ _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def _ranks(placement: Placement) -> Document:
-    """Return what is recorded of several ranks: how many, through what they exchange gradients, and how it is wired."""
+    """Return the record of several ranks: their number, NCCL, and the links between the GPUs."""
     nccl = {
         "version": next(filter(None, map(version_of, _NCCL)), None),
         # They choose links, protocols and the number of channels.
@@ -122,7 +122,7 @@ def _ranks(placement: Placement) -> Document:
 
 
 def measured_environment(environment: Document) -> Document:
-    """Select the part of an environment that a measurement depends on, without which machine of a kind it is."""
+    """Select the part of an environment that affects measurements on any machine of the same kind."""
     facts = {key: value for key, value in environment.items() if key not in _NOT_IN_KIND}
     if "ranks" in facts:
         # Once recorded here; it belongs to the arm.
@@ -131,23 +131,23 @@ def measured_environment(environment: Document) -> Document:
 
 
 def environment_fingerprint(environment: Document) -> str:
-    """Return the same text for two environments exactly when a measurement in one holds in the other."""
+    """Return a hash that is equal for two environments exactly when measurements of one are valid in the other."""
     return _hash({**measured_environment(environment), "machine": _machine(environment)})
 
 
 def is_of_kind(environment: Document, other: Document) -> bool:
-    """Return whether two environments are equal but for the machine."""
+    """Return whether two environments are equal except for the machine."""
     return _hash(measured_environment(environment)) == _hash(measured_environment(other))
 
 
 def is_same_machine(recorded: Document, today: Document) -> bool:
-    """Return whether two environments are of one machine, as far as an earlier autotune recorded it."""
+    """Return whether two environments are of the same machine, as far as this was recorded."""
     (devices, host), now = _machine(recorded), _machine(today)
     return devices in ([None], now[0]) and host in (None, now[1])
 
 
 def _machine(environment: Document) -> tuple[list[str | None], str | None]:
-    """Return what tells machines of one kind apart: the UUIDs of the devices, and of a CPU the host."""
+    """Return what identifies a machine: the UUIDs of its devices, or for a CPU the host."""
     uuids = environment.get("device_uuids") or [environment.get("device_uuid")]
     return sorted(uuids, key=str), environment.get("machine")
 
@@ -157,7 +157,7 @@ def _hash(facts: Document) -> str:
 
 
 def comparable_environment(today: Document, recorded: Document) -> Document:
-    """Select from today's environment what an earlier autotune recorded as well, or would have recorded."""
+    """Select those facts of today's environment that an earlier version of autotune recorded too."""
     facts: dict[str, Any] = measured_environment(today)
     facts = {key: value for key, value in facts.items() if key in recorded or value is None}
     # The host was recorded from when on more of the variables were.

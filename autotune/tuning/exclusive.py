@@ -29,7 +29,7 @@ MakeNames = Callable[[], Iterator[str]]
 
 
 def waits_with(note: Note) -> Wait:
-    """Return what says as a note what is waited for."""
+    """Return a function that reports a wait as a note."""
     return lambda text: note(text) if text is not None else None
 
 
@@ -53,13 +53,12 @@ def take_turn(
     note: Note,
     is_taken: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Turn]:
-    """Hold the devices and the study for as long as the block lasts.
+    """Lock the devices and the study for the duration of the block.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
-    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search
-    holds them, its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a
-    ``StorageError``. A CPU may be shared, which is said. So is a folder in which no lock can be kept, and then nothing
-    is held.
+    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds them,
+    its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a ``StorageError``. A CPU may
+    be shared, which is said. So is a folder in which no lock can be kept, and then nothing is held.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False
@@ -67,7 +66,7 @@ def take_turn(
             name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait)
             has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
-            _say_without_lock(error, note)
+            _note_missing_lock(error, note)
             free = iter((study,)) if isinstance(study, str) else (each for each in study() if not is_taken(each))
             name = name or next(free)
         yield Turn(name, has_waited)
@@ -75,19 +74,19 @@ def take_turn(
 
 @contextlib.contextmanager
 def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = None, note: Note) -> Iterator[None]:
-    """Hold the devices alone for as long as the block lasts, to measure again what a search has found.
+    """Lock the devices for the duration of the block, to measure a search's winner again.
 
-    Without ``wait`` a GPU that a search holds is a ``DeviceError``.
+    Without ``wait``, a GPU that a search has locked is a ``DeviceError``.
     """
     with contextlib.ExitStack() as stack:
         try:
             _hold_devices(stack, devices, study, wait=wait, note=note, hint="verify again when that has ended")
         except LockError as error:
-            _say_without_lock(error, note)
+            _note_missing_lock(error, note)
         yield
 
 
-def _say_without_lock(error: LockError, note: Note) -> None:
+def _note_missing_lock(error: LockError, note: Note) -> None:
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
@@ -103,7 +102,7 @@ def _hold_devices(
     note: Note,
     hint: str = _BUSY_HINT,
 ) -> bool:
-    """Take the locks of all devices; whether that took waiting."""
+    """Lock all devices. Return whether another search had to end first."""
     has_waited = False
     # In one order everywhere, and after that of the study, so that no two searches wait for each other. Ranks may share
     # the CPU.
@@ -128,14 +127,14 @@ def _hold_study(
     *,
     wait: Wait | None,
 ) -> tuple[str, bool]:
-    """Take the lock of the study; its name, and whether that took waiting."""
+    """Lock the study. Return its name, and whether another search had to end first."""
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
         if wait is not None:
             return study, _wait_for(lock, study, f"the study {study}", wait)
         if (holder := lock.acquire(study)) is not None:
             # The message names the study already.
-            raise _study_is_taken(study, replace(holder, study=None).describe())
+            raise _study_taken_error(study, replace(holder, study=None).describe())
         return study, False
     for name in study():
         # A new study never waits for a name: there is always another one.
@@ -153,7 +152,7 @@ def _study_lock(study: str, database: str) -> Lock:
 
 
 def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
-    """Wait until the lock is free; whether it was not."""
+    """Wait until the lock is free. Return whether another search held it."""
     holders: list[Holder] = []
 
     def on_wait(holder: Holder) -> None:
@@ -166,7 +165,7 @@ def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
     return bool(holders)
 
 
-def _study_is_taken(study: str, holder: str) -> AutotuneError:
+def _study_taken_error(study: str, holder: str) -> AutotuneError:
     return StorageError(
         f"the study {study!r} is searched by {holder}", "add --wait to wait for its end, or name another"
     )
@@ -174,10 +173,10 @@ def _study_is_taken(study: str, holder: str) -> AutotuneError:
 
 @contextlib.contextmanager
 def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]:
-    """Hold the lease of a study for as long as the block lasts; yields whether another search had to end first.
+    """Hold the lease of a study for the duration of the block; yield whether another search had to end first.
 
-    The store then refuses writes to records of studies once the lease is lost. Without ``wait`` a lease that another
-    process has is a ``StorageError``.
+    The store then refuses writes to records of studies once the lease is lost. Without ``wait``, a lease of another
+    process is a ``StorageError``.
     """
     from autotune.core.owner import this_owner
     from autotune.store.leases import name_of_study, renewed
@@ -186,7 +185,7 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
     name, token, has_waited = name_of_study(study), new_id(), False
     while (holder := store.leases.take(name, this_owner(), token)) is not None:
         if wait is None:
-            raise _study_is_taken(study, holder.describe())
+            raise _study_taken_error(study, holder.describe())
         if not has_waited:
             wait(f"waiting for the study {study}, which {holder.describe()} searches")
             has_waited = True

@@ -82,12 +82,12 @@ class _Inquiry:
     askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
 
     def is_about(self, arm: Arm) -> bool:
-        """Return whether the answer says what an arm needs."""
+        """Return whether this question's answer is part of an arm's prediction."""
         needed = {prediction_class(each) for each in (*predicted_from(arm), arm_that_computes(arm))}
         return any(prediction_class(question.arm) in needed for _, question in self.askers)
 
     def file(self, answer: PredictionAnswer) -> None:
-        """Add the answer to each model that waits for it."""
+        """Add the answer to each memory model that waits for it."""
         for model, question in self.askers:
             model.add(question, answer)
 
@@ -110,6 +110,7 @@ class Forecast:
         patience_seconds: float = math.inf,
         asks_ahead: bool = False,
     ) -> None:
+        """Look up answers in the cache, and queue the other questions. ``parallel`` is the limit of jobs at once."""
         self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
         self._submitter = submitter
         self._kept = kept
@@ -137,18 +138,18 @@ class Forecast:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every question was answered or given up, also of those in reserve."""
+        """Whether every question was answered or given up, including the reserve."""
         return not self._waiting and not self._asked
 
     @property
     def is_answered(self) -> bool:
-        """Whether every question was answered or given up, but for those in reserve."""
+        """Whether every question was answered or given up, except for the reserve."""
         return not self._asked and all(inquiry.in_reserve for inquiry in self._waiting)
 
     def begin(self, arm: Arm | None) -> None:
-        """Send the questions about an arm, and others as far as they may run at once, without waiting for the answers.
+        """Start the prediction jobs of an arm, and others up to the limit, without waiting for answers.
 
-        Does nothing where the arm's answers are there already. ``None`` stands for any arm.
+        Does nothing where the arm has its answers. ``None`` stands for any arm.
         """
         if arm is not None:
             if self.is_settled(arm):
@@ -157,72 +158,74 @@ class Forecast:
         self._fill()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
-        """Wait until the answers about the ``upcoming`` arm are there and no other question is being answered.
+        """Wait until the ``upcoming`` arm has its answers and no job is running.
 
-        An answer may change which arm is the upcoming one, so that is asked again after each. Where nothing is
-        predicted to fit, all other questions are asked, and then those in reserve.
+        An answer may change which arm is the upcoming one, so that it is looked up again after each. Where nothing is
+        predicted to fit, all other questions follow, and then the reserve.
         """
-        self._settle(upcoming)
+        self._wait_for_upcoming(upcoming)
         while self._patience_seconds > 0 and self._waiting and not self.model.expects_a_fit():
             if all(inquiry.in_reserve for inquiry in self._waiting):
                 self.call_on_reserve()
             else:
                 self.complete()
-            self._settle(upcoming)
+            self._wait_for_upcoming(upcoming)
 
-    def _settle(self, upcoming: Callable[[], Arm | None]) -> None:
+    def _wait_for_upcoming(self, upcoming: Callable[[], Arm | None]) -> None:
+        """Ask about the upcoming arm until its answers are complete or patience is exhausted."""
         while (arm := upcoming()) is not None and not self.is_settled(arm):
             if self._ask_about(arm) and self._asks_ahead:
                 self._fill()
             if self._patience_seconds <= 0:
                 return
-            self._wait()
+            self._wait_for_answer()
             self._keep()
 
     def complete(self) -> None:
-        """Send all questions but those in reserve, and wait for the answers."""
+        """Start the jobs of all questions except the reserve, and wait for the answers."""
         self._take(0.0)
         self._fill()
         self._keep()
         while self._asked and self._patience_seconds > 0:
-            self._wait()
+            self._wait_for_answer()
             # Storing takes time, a second where there is no database yet. The next questions are sent before.
             self._fill()
             self._keep()
 
     def call_on_reserve(self) -> None:
-        """Send the questions in reserve, and wait for the answers."""
+        """Start the jobs of the questions in reserve, and wait for the answers."""
         for inquiry in self._waiting:
             inquiry.in_reserve = False
         self.complete()
 
     def is_settled(self, arm: Arm) -> bool:
-        """Collect finished predictions; return whether none is running and none of this arm is waiting."""
+        """Collect finished jobs; return whether no job is running and no question about this arm is waiting."""
         self._take(0.0)
         self._keep()
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 
-    def _wait(self) -> None:
-        """For one answer, a second at most."""
+    def _wait_for_answer(self) -> None:
+        """Wait for one answer, at most a second."""
         began = time.monotonic()
         self._take(min(1.0, self._patience_seconds))
         self._patience_seconds -= time.monotonic() - began
 
     def _ask_about(self, arm: Arm) -> bool:
-        """Send the questions about an arm; return whether there were any."""
+        """Start the jobs of the questions about an arm; return whether there were any."""
         about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
         for inquiry in sorted(about, key=lambda inquiry: inquiry.in_reserve):
             self._ask(inquiry)
         return bool(about)
 
     def _fill(self) -> None:
-        """Ask in order, as many questions as may be asked at once."""
+        """Start jobs in order, up to the limit."""
         for inquiry in [inquiry for inquiry in self._waiting if not inquiry.in_reserve]:
             if len(self._asked) >= self._parallel:
                 return
             self._ask(inquiry)
 
     def _ask(self, inquiry: _Inquiry) -> None:
+        """Start the job of a question."""
         assert self._submitter is not None
         self._waiting.remove(inquiry)
         self._number += 1
@@ -231,7 +234,7 @@ class Forecast:
         self._submitter.submit(job_id, inquiry.work, _TIMEOUT_SECONDS)
 
     def _take(self, wait_seconds: float) -> None:
-        """File what has been answered; waits at most so long for one answer."""
+        """Add finished answers to the models. Wait at most ``wait_seconds`` for one answer."""
         if not self._asked:
             return
         assert self._submitter is not None
@@ -249,7 +252,7 @@ class Forecast:
             self._to_keep.append((inquiry.identity, predicted))
 
     def _keep(self) -> None:
-        """Store what was filed since the last time."""
+        """Store new answers in the cache."""
         answered, self._to_keep = self._to_keep, []
         if self._kept is not None:
             for identity, answer in answered:
@@ -257,27 +260,27 @@ class Forecast:
 
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> Iterable[_Inquiry]:
-    """Return every question once, in order: GPUs that differ in nothing that matters share theirs."""
+    """Yield every question once, in order. GPUs with equal answers share a question."""
     inquiries: dict[PredictionWork, _Inquiry] = {}
     for in_reserve in (False, True):
         for target, model in zip(targets, models, strict=True):
             for question in target.reserve if in_reserve else target.questions:
                 work = question.work(target.chip, target.ceiling)
                 if target.traced:
-                    work = dataclasses.replace(work, step=target.traced[_allocating(question.arm)])
+                    work = dataclasses.replace(work, step=target.traced[_allocation_class(question.arm)])
                 identity = question.identity(target.chip, target.ceiling)
                 inquiry = inquiries.setdefault(identity, _Inquiry(work, identity, in_reserve))
                 inquiry.askers.append((model, question))
     return inquiries.values()
 
 
-def _allocating(arm: Arm) -> Arm:
-    """Return the arm that represents those whose steps allocate the same, in however many processes."""
+def _allocation_class(arm: Arm) -> Arm:
+    """Return the arm that represents all arms with the same allocations, whatever their number of processes."""
     return prediction_class(dataclasses.replace(arm, strategy=None, ranks=1, ddp_find_unused_parameters=None))
 
 
 def _predicted(answer: Answer) -> PredictionAnswer | None:
-    """Return what a job predicted; ``None`` where its process failed or wrote something else."""
+    """Return the prediction of a job; ``None`` where its process failed or its answer is malformed."""
     try:
         return None if answer.result is None else decode(answer.result, PredictionAnswer)
     except ValueError:
@@ -285,7 +288,7 @@ def _predicted(answer: Answer) -> PredictionAnswer | None:
 
 
 def _why_unanswered(answer: Answer) -> str:
-    """Return why a job predicted nothing, in words."""
+    """Return in words why a job gave no prediction."""
     if answer.timed_out or answer.overdue:
         return f"tracing a step took longer than {_TIMEOUT_SECONDS:.0f} s"
     words = answer.last_words[:200].rstrip(".")
@@ -293,13 +296,13 @@ def _why_unanswered(answer: Answer) -> str:
 
 
 def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
-    """Return the arms of the user's own code whose memory is to be traced."""
+    """Return the arms of the user's own code to trace for memory predictions."""
     choices = {"on": (True,), "off": (False,)}.get(request.gradient_checkpointing, (False, True))
     return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
 
 
 def most_predictions(cores: int, free_bytes: int | None = None, ranks: int = 1) -> int:
-    """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
+    """Return how many predictions may run at once, limited by cores and by the host's free memory."""
     free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
     most = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
     return max(1, min(most, cores, most if free_bytes is None else free_bytes // _PREDICTION_BYTES))
@@ -314,17 +317,17 @@ def forecast_of(
     free_host_bytes: int | None = None,
     patience_seconds: float | None = None,
 ) -> Forecast | None:
-    """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
+    """Return a forecast for every candidate of a search on a GPU, with answers already cached in ``kept``.
 
-    At most half of the ``cores`` predict at once, by default those of the trials' machine, and no more than fit into
-    the free memory of its host, by default this one's. ``None`` on a CPU, for which nothing is predicted. Of the user's
-    own code the arms are predicted whose steps its inspection has traced.
+    At most half of the ``cores`` predict at once, by default of the trials' machine, and no more processes than fit
+    into ``free_host_bytes``. ``None`` on a CPU, which has no predictions. For the user's own code, only arms whose
+    steps the inspection traced are predicted.
     """
     is_own, ranks = prepared.request.workload.source is not None, prepared.request.ranks
     if prepared.chip is None or (is_own and ranks > 1):
         # What the user's own code allocates was traced on one rank.
         return None
-    traced = {_allocating(trace.arm): trace.step for trace in prepared.model.memory} if is_own else {}
+    traced = {_allocation_class(trace.arm): trace.step for trace in prepared.model.memory} if is_own else {}
     batches, objective = prepared.space.batches, prepared.request.objective
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
@@ -333,7 +336,7 @@ def forecast_of(
     def predictable(arms: Iterable[Arm]) -> list[Arm]:
         return [
             arm for arm in arms
-            if is_predictable(arm, prepared.request.workload) and (not is_own or _allocating(arm) in traced)
+            if is_predictable(arm, prepared.request.workload) and (not is_own or _allocation_class(arm) in traced)
         ]  # fmt: skip
 
     # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
@@ -374,6 +377,7 @@ class LookAhead:
         everything: bool,
         doubtful_baseline: Arm | None = None,
     ) -> None:
+        """Prepare to predict for a plan; the attributes below explain the arguments."""
         self._forecast = forecast
         self._plan = plan
         self._beside_baseline = beside_baseline
@@ -386,10 +390,10 @@ class LookAhead:
         """Whether a proposal needs all predictions, as one of Optuna's samplers does: it may be any candidate."""
 
     def is_ready(self) -> bool:
-        """Return whether the next trial may start, once what it needs is predicted.
+        """Return whether the predictions for the next trial are complete, so that the trial may start.
 
-        Predictions and trials slow each other down. So they are waited for where no trial is under way, and where one
-        is, the next trial waits for its end unless all that it needs is known.
+        Predictions and trials slow each other down. Without a running trial this waits for the predictions. With a
+        running trial, the next trial waits for its end unless its predictions are complete.
         """
         forecast = self._forecast
         if forecast is None or forecast.is_complete:
@@ -415,6 +419,7 @@ class LookAhead:
         return True
 
     def _upcoming_arm(self) -> Arm | None:
+        """Return the arm of the next trial, or the next memory-saving arm without predictions."""
         upcoming = self._plan.upcoming()
         if upcoming is None and not self._plan.pending:
             # Levers, whose memory is predicted before one is chosen.

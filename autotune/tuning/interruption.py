@@ -18,17 +18,17 @@ class Interruption:
     _is_owed: bool = False
 
     def end_at_once(self) -> None:
-        """Raise ``KeyboardInterrupt``, or have ``held`` raise it at the end of its block."""
+        """Raise ``KeyboardInterrupt``, within ``held`` at the end of its block."""
         if not self._is_held:
             raise KeyboardInterrupt
         self._is_owed = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what the block does together: a signal that ends the search at once does so after it.
+        """Delay a signal that ends the search at once until the end of the block.
 
-        A trial that is recorded as running and not known as such, or the other way round, would stay so in the record.
-        Where the block raises an error, that ends the search.
+        Otherwise a trial might stay recorded as running although it is not, or the other way round. Where the block
+        raises an error, that error ends the search.
         """
         self._is_held, self._is_owed = True, False
         try:
@@ -40,7 +40,7 @@ class Interruption:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end. Where SIGHUP is ignored, as nohup has it, that goes on."""
+    """Return the signals that ask this process to end, without SIGHUP where it is ignored, as under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
@@ -49,8 +49,8 @@ def ending_signals() -> list[signal.Signals]:
 def interrupted_by_signals(interruption: Interruption, note: Callable[[str], None]) -> Iterator[None]:
     """End the search after the running trial on a first Ctrl-C, and at once on a second; ignore further ones.
 
-    What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once. Only the main thread may
-    take signals; a search in another one is ended by whoever started that.
+    SIGTERM and SIGHUP, from batch systems and closing terminals, end it at once. Only the main thread may handle
+    signals; a search in another thread must be ended by its caller.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -17,7 +17,7 @@ from autotune.tuning.policy import LEAST_CHANCE
 
 
 def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
-    """Return the arms without a trial, by the reason: none of its batches fits, or too little is expected of it."""
+    """Return the arms without a trial by reason: no batch fits, or the expected gain is too small."""
     judge, tried = Judge(space, history), {space.plain(t.candidate.arm) for t in history.tried}
     reach = judge.batches_in_reach()
     best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
@@ -51,6 +51,7 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
 
 
 def _strategy(arm: Arm) -> str | None:
+    """Return the strategy of an arm with its ranks in words; ``None`` without a strategy."""
     if arm.strategy is None:
         return None
     ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
@@ -67,10 +68,10 @@ _IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
 
 
 def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
-    """Return names for some arms, each ``Arm.describe`` or the words for several: ``all fp16``, ``all other fsdp × 2``.
+    """Return short names for some arms: ``Arm.describe`` of one, or words for a group: ``all fp16``.
 
-    Words name those of ``others``, which contain ``arms``, that have something in common. They say ``other`` where more
-    of ``every`` arm have it.
+    Words name all of ``others``, which contain ``arms``, with a setting in common. They say ``other`` where more of
+    ``every`` arm have this setting.
     """
     left = list(arms)
     # Names in the order of the first arm that each stands for.

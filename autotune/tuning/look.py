@@ -49,9 +49,9 @@ class Verdict:
 
 
 def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return batch and accumulation of the two at which they are looked at, with as many samples in both.
+    """Return two splits in batch and accumulation, with equally many samples, to compare two candidates.
 
-    Which batch is larger stays, and whether both accumulate.
+    The order of the batch sizes stays, and so does whether each accumulates.
     """
     batches = asked.per_device_train_batch_size, winner.per_device_train_batch_size
     if batches[0] == batches[1]:
@@ -63,9 +63,8 @@ def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], 
     return (one, other) if batches[0] < batches[1] else (other, one)
 
 
-def as_looked_at(arm: Arm, *, as_measured: bool = False) -> Arm:
-    """Return an arm on one device; unless ``as_measured`` in float32 and not compiled, so that nothing but the training
-    is left."""
+def simplified_for_look(arm: Arm, *, as_measured: bool = False) -> Arm:
+    """Return an arm on one device and, unless ``as_measured``, in float32 without compilation."""
     if as_measured:
         return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
@@ -94,9 +93,10 @@ class Looker:
         is_batch_free: bool = False,
         has_fixed_split: bool = False,
     ) -> None:
-        """``asked``: the settings that the training was asked for with; ``is_unmodified``: those of their own code.
+        """Prepare to compare winners with ``asked``, the settings that the user requested.
 
-        ``has_fixed_split``: the code decides a part of batch and accumulation itself, so that none is made smaller.
+        ``is_unmodified``: these are the settings of the user's own code. ``has_fixed_split``: the code decides a part
+        of batch and accumulation itself, so that both stay as they are.
         """
         self._ask, self._asked = ask, asked
         self._is_unmodified, self._is_own, self._is_batch_free = is_unmodified, is_own, is_batch_free
@@ -105,7 +105,7 @@ class Looker:
         self._work = LookWork((), one, cap_bytes, seed, data_folder=data_folder, as_measured=as_measured)
 
     def differences(self, winner: Candidate) -> Verdict:
-        """Return how a winner's training differs from the one asked for; never raises for what a look meets."""
+        """Return how a winner's training differs from the requested one. Failures of the comparison never raise."""
         began = time.monotonic()
         verdict = None
         while verdict is None:
@@ -119,6 +119,7 @@ class Looker:
         return dataclasses.replace(verdict, look=look)
 
     def _verdict(self, winner: Candidate) -> Verdict:
+        """Compare the first steps of both settings, and find the lever that causes a difference."""
         if self._has_fixed_split:
             split, winners = (
                 (each.per_device_train_batch_size, each.gradient_accumulation_steps) for each in (self._asked, winner)
@@ -129,7 +130,7 @@ class Looker:
             # Another batch was asked for.
             split = winners
         is_measured = self._work.as_measured
-        arm, winners_arm = (as_looked_at(each.arm, as_measured=is_measured) for each in (self._asked, winner))
+        arm, winners_arm = (simplified_for_look(each.arm, as_measured=is_measured) for each in (self._asked, winner))
         # The fields in which the two differ, without the optimizer and what is part of another field.
         names = [field.name for field in dataclasses.fields(Arm)]
         differing = [name for name in names if name != "optim" and getattr(arm, name) != getattr(winners_arm, name)]
@@ -160,10 +161,14 @@ class Looker:
         of_split = found_of[-1] if split != winners else None
         differs, cure = [], None
         if of_split is not None:
-            undivided = _undivided(of_split, own, tried[-1], divides=found.divides)
-            told = undivided or f"cut down to {_pair(tried[-1])} for {_pair(own)}, it {of_split.words}"
-            differs.append(f"{_pair(winner)} is another training than {_pair(self._asked, winner)}: {told}")
-            cure = _DIVIDE if undivided else self._keeps()
+            undivided = _undivided_loss(of_split, own, tried[-1], divides=found.divides)
+            told = (
+                undivided or f"cut down to {_batch_in_words(tried[-1])} for {_batch_in_words(own)}, it {of_split.words}"
+            )
+            differs.append(
+                f"{_batch_in_words(winner)} is another training than {_batch_in_words(self._asked, winner)}: {told}"
+            )
+            cure = _DIVIDE if undivided else self._options_keeping_batch()
         if not guilty and of_split is None:
             lever = self._cure(asked, own, Candidate(winners_arm, *winners), levers)
             guilty = {lever: f"beside the other settings {whole.words}"} if lever else {}
@@ -176,7 +181,7 @@ class Looker:
         return Verdict(Look(tuple(differs), cure, ruled_out), tuple(guilty))
 
     def _cure(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
-        """Return the first lever without which a winner is the training asked for, where none alone changes it."""
+        """Return the first lever without which the winner's training is the requested one."""
         for name in levers:
             other = changed(winner.arm, **{name: getattr(own.arm, name)})
             try:
@@ -188,9 +193,9 @@ class Looker:
         return None
 
     def _steps(self, own: Candidate, candidates: Sequence[Candidate], noise: int = 0) -> list[FirstStep]:
-        """Return the first step with each of some settings, of which ``own`` is what the user's own code has.
+        """Return the first step of each candidate. ``own`` has the settings of the user's own code.
 
-        Raises ``_UnknownError`` where one cannot be had.
+        Raises ``_UnknownError`` where a first step cannot be had.
         """
         # The user's own code ends with its first step, so that each of its settings has a process of its own.
         jobs = [[each] for each in candidates] if self._is_own else [list(candidates)]
@@ -206,8 +211,8 @@ class Looker:
             steps += answer.steps
         return steps
 
-    def _keeps(self) -> str:
-        """Return the options of a search that keep the user's own batch, in words."""
+    def _options_keeping_batch(self) -> str:
+        """Return in words the options of a search that keep the user's own batch."""
         batch, samples = self._asked.per_device_train_batch_size, self._asked.samples_per_step
         if samples != batch:
             return f"--batch-multiple {batch} searches batches of {batch} and its multiples"
@@ -215,10 +220,11 @@ class Looker:
 
 
 def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout_seconds: float) -> Looker:
-    """Return what looks at the winners of a search, by jobs of a trial server; a look is taken once in a database."""
+    """Return the comparison of a search's winners, run as jobs of a trial server and cached in a database."""
     request, source = prepared.request, prepared.request.workload.source
 
     def ask(work: LookWork) -> LookAnswer:
+        """Return the cached answer, or run the job."""
         key = look_key(request.device, request.workload, work)
         if key is not None and not request.fresh and (known := answers.find(key, LookAnswer)) is not None:
             return known
@@ -241,16 +247,16 @@ def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout
     )
 
 
-def _pair(candidate: Candidate, like: Candidate | None = None) -> str:
-    """Return batch and accumulation; with as many samples a step as another where that goes."""
+def _batch_in_words(candidate: Candidate, like: Candidate | None = None) -> str:
+    """Return batch × accumulation of a candidate in words, if possible with as many samples as ``like``."""
     batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
     if like is not None and like.per_device_train_batch_size * like.gradient_accumulation_steps % batch == 0:
         accumulation = like.per_device_train_batch_size * like.gradient_accumulation_steps // batch
     return f"{batch} × {accumulation}"
 
 
-def _undivided(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:
-    """Say whose loss is not divided by the accumulation; ``None`` where that does not explain a difference."""
+def _undivided_loss(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:
+    """Say which training does not divide its loss by the accumulation; ``None`` where this explains no difference."""
     if of_split.kind != "scale":
         return None
     times, (one, more) = of_split.factor, (each.gradient_accumulation_steps for each in (asked, other))
@@ -283,10 +289,11 @@ _SMALLER_BY = 4
 
 
 def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Rehearse:
-    """Return what rehearses the winner of a search, by a job of a trial server."""
+    """Return the function that rehearses a long run with the winner, by a job of a trial server."""
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
+        """Rehearse with a candidate; return ``None`` where its code does not support this."""
         ranks = candidate.arm.ranks
         if source.framework == "placeholders" if source is not None else ranks == 1:
             return None
@@ -320,7 +327,7 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
 
 
 def with_smaller_evaluation(found: Rehearsal, again: Callable[[int], Rehearsal]) -> Rehearsal:
-    """Return what ``again`` finds with a smaller batch of the evaluation, where ranks ran out of memory in theirs."""
+    """Return the rehearsal with a smaller evaluation batch, where ranks ran out of memory in the evaluation."""
     asked = found.evaluation
     if found.failed_rank is None or asked is None or asked.whole is not None:
         return found

@@ -57,7 +57,7 @@ _MOST_DEATHS = 8
 
 
 def _without_numbers(failed: Failed) -> str:
-    """Return a message without what differs from batch to batch and from process to process."""
+    """Return a failure's message without numbers, which differ between batches and processes."""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", failed.message)
 
 
@@ -158,12 +158,12 @@ class Search:
         self._observer.begins(self._prepared, self._study)
         try:
             stop = self._loop()
-            while self._looks_wrong() or self._dies_later():
+            while self._check_same_training() or self._rehearse_winner():
                 stop = self._loop()
         except BaseException as error:
             self._stop_after(error)
             raise
-        self._close(stop)
+        self._record_end(stop)
         if self._study.state == "finished" and self._plan.best() is None:
             raise _no_result(self._history, self._request, stop, log_folder=self._log_folder)
         return self._study
@@ -171,7 +171,7 @@ class Search:
     # The study
 
     def _open(self) -> None:
-        """Open the study, new or recorded, and learn from its trials."""
+        """Open the study, new or recorded, and load its trials."""
         opened = open_study(self._prepared, self._store)
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
@@ -206,7 +206,7 @@ class Search:
         )
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
-        """Check predictions, and decide what is tried first, by trials on other machines of this kind."""
+        """Learn from trials on other machines of this kind, to check predictions and to order the first trials."""
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
             trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
@@ -220,7 +220,7 @@ class Search:
             if isinstance(outcome, Completed) and outcome.measurement.fits(trial.candidate.arm, self._history.ceiling):
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
-    def _close(self, stop: Stop) -> None:
+    def _record_end(self, stop: Stop) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
@@ -232,7 +232,7 @@ class Search:
         )
 
     def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
-        """Return which arms had no trial and why, where the search ended because nothing was worth one."""
+        """Return the arms without a trial and the reasons, where the search ended because nothing was worth a trial."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
         return (*left_out_arms(self._prepared.space, self._history), *self._plan.anytime.left_out(self._history))
@@ -255,7 +255,7 @@ class Search:
                 if isinstance(error, KeyboardInterrupt):
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
                 self._store.finish_trial(trial.record.id, outcome, seconds)
-            self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
+            self._record_end(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
                 self._observer.note(f"the end of the search is not recorded: {second.message}")
@@ -270,9 +270,8 @@ class Search:
                 return stop or NOTHING_LEFT
             self._react()
 
-    def _looks_wrong(self) -> bool:
-        """Look whether the winner's training is the one that was asked for; return whether there are levers to leave
-        out, so that the search goes on without them."""
+    def _check_same_training(self) -> bool:
+        """Compare the winner's training with the requested one. Return whether to go on without some levers."""
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False
@@ -292,11 +291,11 @@ class Search:
             self._store.change_outcome(trial_id, outcome)
         return True
 
-    def _dies_later(self) -> bool:
-        """Run once with the winner what a long run does beyond its first steps; return whether the search goes on.
+    def _rehearse_winner(self) -> bool:
+        """Rehearse a long run with the winner; return whether the search goes on with smaller batches.
 
-        That is where it is out of memory there, and a smaller batch may not be. Where nothing that was found survives,
-        the first winner is the answer, with what ends it.
+        It goes on where the rehearsal runs out of memory and a smaller batch may not. Where no candidate passes, the
+        first winner is the answer, with a warning.
         """
         best, look, died = self._plan.best(), self._study.look, self._died
         if self._rehearse is None or self._interruption.asked:
@@ -330,14 +329,14 @@ class Search:
         return True
 
     def _change(self, tried: Tried, outcome: Outcome) -> None:
-        """Put an outcome in the place of that of a trial, here and in the database."""
+        """Replace the outcome of a trial, in the plan and in the database."""
         self._plan.change_outcome(tried.trial_id, outcome)
         self._store.change_outcome(tried.trial_id, outcome)
 
     def _fill_slots(self) -> Stop | None:
-        """Start trials while slots are free; return why the search starts no more.
+        """Start trials while slots are free.
 
-        ``None`` where that depends on running trials.
+        Return why the search starts no more, or ``None`` while trials may decide that.
         """
         while len(self._running) < len(self._executor.slots):
             stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
@@ -353,12 +352,12 @@ class Search:
                 self._answer_first()
                 self._observer.note(step.why)
             elif step.stage == "search":
-                self._say_level(step.candidate)
+                self._report_smaller_multiple(step.candidate)
             self._try(step, trial)
         return None
 
     def _answer_first(self) -> None:
-        """Tell the first answer and record it, so that it can be exported while levers are tried."""
+        """Report and record the first answer, so that it can be exported while levers are tried."""
         best = self._plan.best()
         if self._study.best_trial_id is not None or best is None or best.measurement is None:
             return
@@ -379,8 +378,8 @@ class Search:
         )
         self._store.update_study(self._study)
 
-    def _say_level(self, candidate: Candidate) -> None:
-        """Tell the observer that the search continues at a smaller multiple, and why."""
+    def _report_smaller_multiple(self, candidate: Candidate) -> None:
+        """Tell the observer that the search continues with a smaller multiple of batches, and why."""
         batches = self._prepared.space.batches
         level = batches.level(candidate.per_device_train_batch_size)
         if level >= self._level:
@@ -394,7 +393,7 @@ class Search:
         self._level = level
 
     def _try(self, step: Step, asked: optuna.Trial) -> None:
-        """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
+        """Reuse the candidate's outcome of an earlier trial where possible, else start a trial."""
         candidate, stage, study = step.candidate, step.stage, self._study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
@@ -409,12 +408,12 @@ class Search:
             stage=stage,
             log_path=str(self._log_folder / f"trial-{number:04d}.log"),
         )
-        known = self._known(candidate, stage, effort) if control is None else None
+        known = self._reusable_outcome(candidate, stage, effort) if control is None else None
         if known is not None:
             self._optuna.tell(asked, candidate, known)
             self._reuse(record, known)
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
-            while is_exact and (another := self._known(candidate, "final", effort)) is not None:
+            while is_exact and (another := self._reusable_outcome(candidate, "final", effort)) is not None:
                 # Every process that measured it counts, not the latest alone.
                 number, self._next_number = self._next_number, self._next_number + 1
                 self._reuse(replace(record, number=number, id=new_id()), another)
@@ -434,12 +433,13 @@ class Search:
         self._executor.submit(replace(job, timeout_seconds=limit_seconds))
 
     def _reuse(self, record: TrialRecord, outcome: Outcome) -> None:
-        """Record an earlier trial's outcome as that of this one, which need not run, and learn from it."""
+        """Record the outcome of an earlier trial as the outcome of this trial, without running it."""
         ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
         self._store.start_trial(ended)
         self._take(ended)
 
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
+        """Return the job that runs a trial."""
         request, candidate, source = self._request, record.candidate, self._request.workload.source
         # A script may need its settings on its command line, so that it has none of its own.
         has_own = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
@@ -471,7 +471,7 @@ class Search:
         self._take(replace(trial.record, outcome=report, seconds=seconds))
 
     def _take(self, ended: TrialRecord) -> None:
-        """Learn from a trial that ended; raise ``NoResultError`` where all would fail as it did."""
+        """Record a trial that ended. Raise ``NoResultError`` where all later trials would fail alike."""
         expected = self._history.speed(ended.candidate)
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
@@ -485,10 +485,10 @@ class Search:
         self._raise_if_nothing_begins(ended)
 
     def _raise_if_unavailable(self, ended: TrialRecord) -> None:
-        """Raise ``NoResultError`` where every trial asked for a setting that the training cannot have.
+        """Raise ``NoResultError`` where the training cannot have a requested setting, so that every trial fails.
 
-        A smaller batch cannot have it either. Which samples a model keeps apart depends on its attention, so each
-        attention has to have failed. The baseline is a training without what was asked for.
+        A smaller batch does not help. Which samples a model keeps apart depends on its attention, so each attention has
+        to have failed. The baseline is a training without the requested setting.
         """
         searched = [trial for trial in self._plan.records.values() if trial.stage != "baseline"]
         outcomes = {trial.candidate.arm: trial.outcome for trial in searched}
@@ -504,10 +504,10 @@ class Search:
             )
 
     def _raise_if_others_fail_too(self, ended: TrialRecord) -> None:
-        """Raise ``NoResultError`` where the user's own settings failed, and two others with the same words.
+        """Raise ``NoResultError`` where the user's own settings and two others failed with the same message.
 
-        Numbers in them may differ. What is wrong with the own settings alone, as too few steps of a large batch, leaves
-        out the reference only.
+        Numbers in the messages may differ. A failure of the own settings alone, such as too few steps of a large batch,
+        leaves out the reference only.
         """
         source, outcome = self._request.workload.source, ended.outcome
         if source is None or not isinstance(outcome, Failed) or outcome.reason != "error" or self._plan.best():
@@ -528,7 +528,7 @@ class Search:
     def _raise_if_nothing_begins(self, ended: TrialRecord) -> None:
         """Raise ``NothingFitsError`` where the user's own code ran out of memory twice before it trained.
 
-        What it makes before that, such as its data, is the same for every batch.
+        The memory that it uses before training, such as for its data, is the same for every batch.
         """
         source, outcomes = self._request.workload.source, [t.outcome for t in self._plan.records.values()]
         begun = [o for o in outcomes if not isinstance(o, OutOfMemory) or o.during == "train"]
@@ -542,16 +542,16 @@ class Search:
         )
 
     def _next_control(self, step: Step) -> Candidate | None:
-        """Return what is measured again before a first trial is compared with those of earlier searches.
+        """Return the earlier searches' fastest candidate, to measure it again before comparisons with these searches.
 
-        The fastest that those measured, if possible without compiling; ``None`` where nothing of theirs is used, the
-        next trial needs none either, or one was measured.
+        If possible it needs no compilation. ``None`` where no earlier measurement is used, the next trial needs no
+        comparison, or the candidate was measured again already.
         """
         if self._library is None or self._control is not None or self._request.objective != "throughput":
             return None
         taken = [t for t in self._plan.records.values() if t.stage == "reused" and isinstance(t.outcome, Completed)]
         effort = effort_of(self._request, step.candidate, step.stage, self._plan.best(), self._history)
-        if not taken or self._known(step.candidate, step.stage, effort) is not None:
+        if not taken or self._reusable_outcome(step.candidate, step.stage, effort) is not None:
             return None
         candidates = {t.candidate for t in taken}
         plain = {candidate for candidate in candidates if not candidate.arm.torch_compile}
@@ -560,7 +560,7 @@ class Search:
         return self._control
 
     def _compare_hours(self, ended: TrialRecord, expected: Speed) -> None:
-        """Drop what earlier searches measured where the trial that was measured again differs from it."""
+        """Drop the measurements of earlier searches where the repeated trial differs significantly from them."""
         if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
             return
         ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
@@ -573,8 +573,8 @@ class Search:
             f"trials of earlier searches are not used: {ended.candidate.describe()} is {ratio:.2f} × as fast as then"
         )
 
-    def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """Return what a trial would show, if earlier studies tell. A second measurement is always a new process."""
+    def _reusable_outcome(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
+        """Return the outcome of a candidate from earlier studies; a second measurement needs a new process."""
         if self._library is None:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}
@@ -582,7 +582,7 @@ class Search:
 
 
 def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
-    """Return the error that says why a search has nothing to recommend."""
+    """Return the error that explains why a search has nothing to recommend."""
     # No candidate was left to try.
     is_certain = stop.reason is StopReason.NOTHING_LEFT
     tried, ceiling = history.tried, history.ceiling
@@ -608,7 +608,7 @@ def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_fold
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
-    """Return what the user can still do after a search in which nothing fits."""
+    """Return advice after a search in which nothing fits."""
     workload = request.workload
     ways = [
         ("search on with the same --study and more --trials or --time-budget", not is_certain),

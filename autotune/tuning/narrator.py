@@ -45,19 +45,19 @@ class Narrator:
         self._say(text, "dim")
 
     def waits(self, text: str | None) -> None:
-        """Print and show what the search waits for before it begins; ``None`` once that is over."""
+        """Print and show the reason for a wait before the search; ``None`` ends the wait."""
         if text is not None:
             self.note(text)
         self._waits_for, self._idle = text, text or _PREPARING
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """Print what is searched, and on what."""
+        """Print model, data, device and search space."""
         self._prepared = prepared
         for line in _head_lines(prepared, study):
             self._say(line, None)
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Show the running trial; before the first one, print the head of the table."""
+        """Show the running trial; before the first trial, print the table's header."""
         self._begin_table()
         self._running[number] = candidate.describe(), Progress("start"), time.monotonic()
 
@@ -82,7 +82,8 @@ class Narrator:
     def _winner(self, history: History, prepared: Prepared) -> Tried | None:
         """Return the trial that the search would recommend now.
 
-        By the rule of the result: only candidates of the space count, and of two that are as fast the simpler one wins.
+        The rule is that of the final result: only candidates of the space count, and of two equally fast ones the
+        simpler wins.
         """
         found = (tried.candidate for tried in history.tried[self._seen :])
         self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))
@@ -92,7 +93,7 @@ class Narrator:
         return history.winner(self._in_space)
 
     def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-        """Format a trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
+        """Format a trial's line: candidate, speed ± spread, peak memory, verdict."""
         return _ROW.format(
             number=trial.number,
             batch=batch_cell(trial.candidate),
@@ -105,7 +106,7 @@ class Narrator:
         ).rstrip()
 
     def status(self) -> Document:
-        """Return what runs now or is waited for, and the best so far, in words."""
+        """Return the running trials, or the reason for a wait, and the best trial so far, in words."""
         now = time.monotonic()
         trials = [
             f"trial {number}: {what} ({progress.describe(now - since)})"
@@ -119,6 +120,7 @@ class Narrator:
         return status_line(self.status(), time.monotonic() - self._started, columns)
 
     def _begin_table(self) -> None:
+        """Print the table's header once."""
         if self._prepared is None or self._is_table_begun:
             return
         self._is_table_begun = True
@@ -135,7 +137,7 @@ class Narrator:
 
 
 def status_line(status: Document, seconds: float, columns: int | None = None) -> str:
-    """Return ``12 s; trial 3: 32 × 2  bf16 (step 4); best so far …``, without the best where the columns end before."""
+    """Return ``12 s; trial 3: 32 × 2 bf16 (step 4); best so far …``; a narrow terminal leaves out the best."""
     now = f"{format_seconds(seconds)}; {status['running']}"
     whole = "; ".join(filter(None, (now, str(status.get("best") or ""))))
     return now if columns is not None and len(whole) > columns else whole
@@ -148,6 +150,7 @@ def _rate_unit(prepared: Prepared) -> str:
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
+    """Return the lines printed before the first trial."""
     from autotune.results.prediction_text import experts_line
     from autotune.results.wording import describe_data
 

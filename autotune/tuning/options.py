@@ -25,16 +25,16 @@ from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest, request_fields
 
 
 def open_search(given: Mapping[str, Any]) -> SearchRequest:
-    """Return the request of the options that the user gave; raises every error that needs no process to be found."""
+    """Return the checked request of the user's options. Raises every error that can be found without a process."""
     request = request_of(given)
     check_request(request)
     return request
 
 
 def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> SearchRequest:
-    """Return the request of the options that the user gave, not yet checked; all others have their defaults.
+    """Return the unchecked request of the user's options, with defaults for all others.
 
-    ``devices`` stand for those that the options name, one for each rank.
+    ``devices``, one for each rank, replace the devices that the options name.
     """
     defaults = {option.name: option.default for option in options_of("search")}
     return build_request({**defaults, **given}, given.keys(), devices)
@@ -43,10 +43,10 @@ def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> Sear
 def build_request(
     options: dict[str, Any], given: Collection[str] = (), devices: Sequence[Device] = ()
 ) -> SearchRequest:
-    """Return the request of the options, not yet checked.
+    """Return the unchecked request of all options.
 
-    ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
-    that the options name, one for each rank.
+    ``given`` has the names of options that the user gave. ``devices``, one for each rank, replace the devices that the
+    options name.
     """
     texts = (text for value in options.values() for text in (value if isinstance(value, list | tuple) else (value,)))
     if any(isinstance(text, str) and "\0" in text for text in texts):
@@ -91,7 +91,7 @@ def build_request(
 
 
 def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
-    """Return the devices that are named, one for each rank."""
+    """Return the devices that the options name, one for each rank."""
     gpus, device = options.get("gpus"), options["device"]
     if gpus is None and options.get("parallel"):
         instead = "add --gpus all" if device is None else f"give --gpus all in place of --device {device}"
@@ -106,11 +106,11 @@ def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """Return the workload of ``model``, ``task``, ``seq_len`` and the other options about it that are given."""
+    """Return the workload of ``model``, ``task``, ``seq_len`` and related options."""
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
-    data = _data(options, source, task)
+    data = _dataset_of(options, source, task)
     seq_len = choose_seq_len(source.config, task, options["seq_len"])
     images, image_side = _images(options, source, task, seq_len)
     workload = Workload(
@@ -124,7 +124,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
         lora_rank=(options.get("lora_rank") or DEFAULT_LORA_RANK) if options.get("peft") else None,
         lora_options=_lora_options(options),
         quantize=options.get("quantize"),
-        weights=_weights(source) if options.get("pretrained") else None,
+        weights=_weights_location(source) if options.get("pretrained") else None,
         data=data,
         images=images,
         image_side=image_side,
@@ -133,7 +133,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
 
 
 def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: int) -> tuple[int, int | None]:
-    """Return how many images a sample has, and the pixels of their sides; raises an error where they do not fit."""
+    """Return the number of images in a sample and their side in pixels. Raises an error for too many tokens."""
     asked, side = options.get("images"), options.get("image_size")
     if task != "image-text-to-text":
         for name in ("images", "image_size"):
@@ -148,7 +148,7 @@ def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: i
 
 
 def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[str, Any]:
-    """Return the options with the effective batch in samples, where it was given in tokens."""
+    """Return the options with an effective batch in tokens converted to samples."""
     tokens = options.get("effective_tokens")
     if tokens is None:
         return options
@@ -172,11 +172,11 @@ def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[st
 
 
 def in_usual_dtype(workload: Workload, asked: DTypeName | None, precisions: Collection[Precision]) -> Workload:
-    """Return the workload with its weights in the dtype asked for, else in the one that is usual on a device.
+    """Return the workload with the requested weight dtype, else with the usual dtype on this device.
 
     Weights that are trained are stored in float32. Frozen ones are stored in bfloat16, or where the device does not
-    compute in that, in the dtype of the model's config; in float16 where that is bfloat16, which allows fp16 autocast,
-    unless a new head would be trained in float16.
+    compute in bfloat16, in the dtype of the model's config. Where that is bfloat16, they are stored in float16, which
+    allows fp16 autocast, unless a new head would be trained in float16.
     """
     if asked is not None or workload.peft is None or workload.source is not None:
         return workload
@@ -199,7 +199,7 @@ _LORA_ARGUMENTS = {
 
 
 def _lora_options(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of peft's ``LoraConfig`` that were given; ``None`` where none was."""
+    """Return the arguments of peft's ``LoraConfig`` among the options; ``None`` without any."""
     given = {argument: options[name] for name, argument in _LORA_ARGUMENTS.items() if options.get(name)}
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     if given.get("target_modules") == [LORA_DEFAULTS["target_modules"]]:
@@ -209,7 +209,7 @@ def _lora_options(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise ``InvalidRequestError`` for options that would have no effect with the others."""
+    """Raise ``InvalidRequestError`` for options without effect in this combination."""
     if task == "image-classification" and options["seq_len"] is not None:
         raise InvalidRequestError(
             f"--seq-len {options['seq_len']} does not apply to {task}, whose samples are images", "leave --seq-len out"
@@ -231,16 +231,16 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
         )
 
 
-def _weights(source: ModelSource) -> str:
-    """Return where the model's weights are; raises an error where there are none to load."""
+def _weights_location(source: ModelSource) -> str:
+    """Return the location of the model's weights. Raises an error where there are no weights to load."""
     place = source.repository or source.path
     if place is None:
         raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
     return place
 
 
-def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:
-    """Return the dataset that the options name; ``None`` for synthetic samples. Nothing is read yet."""
+def _dataset_of(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:
+    """Return the dataset that the options name, without reading it; ``None`` for synthetic samples."""
     name = options.get("dataset")
     if name is None:
         for option in names(DATA):
@@ -276,7 +276,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
 
 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise ``InvalidRequestError`` for options that do not suit the dataset, or a dataset unsuited to the task."""
+    """Raise ``InvalidRequestError`` for options or a task that do not suit the dataset."""
     name = options["dataset"]
     if task == "speech-seq2seq":
         raise InvalidRequestError(f"--dataset {name}: speech is measured with synthetic samples only", "leave it out")
@@ -318,10 +318,10 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
 
 
 def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int = 1) -> Workload | None:
-    """Return the user's own code from ``trainer``, ``loop`` or ``script``; ``None`` where a model is named instead.
+    """Return the workload of the user's own code: ``trainer``, ``loop`` or ``script``; ``None`` for a model name.
 
-    A launcher of a script may start so many ``ranks``. Raises ``InvalidRequestError`` where not exactly one of them is
-    there, or beside options (``given`` on the command line) that would do nothing.
+    A launcher of a script may start ``ranks`` processes. Raises ``InvalidRequestError`` where several of them are
+    given, none, or options (``given`` on the command line) without effect on own code.
     """
     trainer, loop, script = options["trainer"], options["loop"], options["script"]
     named = {

@@ -32,6 +32,7 @@ class PlanSampler(BaseSampler):
     """Proposes the next step of a plan; what the plan leaves open is drawn by another sampler."""
 
     def __init__(self, names: dict[str, BaseDistribution], other: BaseSampler) -> None:
+        """Take the parameters' distributions, and the sampler that draws where the plan proposes nothing."""
         self._names, self._other = names, other
         self.next: Candidate | None = None
         """What the plan has next; ``None`` where it is to be drawn."""
@@ -47,7 +48,8 @@ class PlanSampler(BaseSampler):
         if self.next is not None:
             params = params_of(self.next, self._names)
             # What the study does not know is drawn, and the trial teaches nothing.
-            return {name: value for name, value in params.items() if _knows(self._names[name], value)}
+            kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
+            return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
         return self._other.sample_relative(study, trial, search_space)
 
     def sample_independent(
@@ -79,9 +81,10 @@ class OptunaStudy:
         self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
 
     def ask(self) -> tuple[Step, optuna.Trial] | None:
-        """Return the next step with Optuna's trial of it; ``None`` where the plan has none now.
+        """Return the next step with its Optuna trial; ``None`` where the plan has none now.
 
-        What a sampler draws that knows neither memory nor what was tried is not run where the judge refuses it.
+        Other samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are then not
+        run.
         """
         while (step := self._plan.next()) is not None:
             self._sampler.next = step.candidate if step != DRAW else None
@@ -95,24 +98,24 @@ class OptunaStudy:
                 return Step("search", candidate), trial
             known = refusal.known if refusal is not None else None
             excess = over_line_gib(known, self._ceiling) if known is not None else None
-            self._tell(trial, TrialState.PRUNED, None, excess)
+            self._report(trial, TrialState.PRUNED, None, excess)
         return None
 
     def tell(self, trial: optuna.Trial, candidate: Candidate, outcome: Outcome) -> None:
-        """Tell how a trial ended; a candidate that Optuna's parameters cannot express teaches it nothing."""
+        """Report a trial's outcome to Optuna. A candidate outside of Optuna's parameters is reported as failed."""
         if trial.params != params_of(candidate, self._names):
             self._study.tell(trial, state=TrialState.FAIL)
             return
         state, value = state_and_value(candidate, outcome, self._objective)
-        self._tell(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
+        self._report(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
 
-    def _tell(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
+    def _report(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
         if excess is not None:
             trial.set_constraint(CONSTRAINT, excess)
         self._study.tell(trial, value, state)
 
     def know(self, trials: Iterable[tuple[Candidate, Outcome]]) -> None:
-        """Tell of trials that ended before this search, in a study that goes on."""
+        """Report trials from before this search to Optuna, in a continued study."""
         for candidate, outcome in trials:
             self._sampler.next = candidate
             self.tell(self._study.ask(self._names), candidate, outcome)
@@ -151,15 +154,15 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
 
 
 def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
-    """Return the values of a lever in order; ``None`` first, as a lone GPU has beside ``zero2-offload``."""
+    """Return the sorted values of a lever, with ``None`` first, as without a strategy beside ``zero2-offload``."""
     values = {getattr(arm, name) for arm in arms}
     return [*({None} & values), *sorted(values - {None})]
 
 
 def _searched(arms: tuple[Arm, ...]) -> list[str]:
-    """Return the names of the settings that are parameters, without workers and pinning of the winner.
+    """Return the names of the settings that are Optuna parameters, without data loader workers and CPU pinning.
 
-    Nor the multiple of lengths, whose values follow from the samples: Optuna takes no other values than those at first.
+    Nor the multiple of lengths: its values follow from the samples, and Optuna's values are fixed at the start.
     """
     return [
         row.name
@@ -186,12 +189,8 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
     return {name: parameters[name] for name in names}
 
 
-def _knows(values: BaseDistribution, value: Any) -> bool:
-    return not isinstance(values, CategoricalDistribution) or value in values.choices
-
-
 def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSampler:
-    """Return Optuna's sampler of that name; for autotune's own one that has nothing to draw.
+    """Return Optuna's sampler of this name; for autotune's own sampler, one that is never used.
 
     Samplers are not stored, so a resumed search needs another ``seed``. ``is_parallel`` makes TPE avoid the candidates
     of running trials.

@@ -17,22 +17,22 @@ from autotune.tuning.request import SearchRequest
 
 
 def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
-    """Return the request with the settings of the user's own code, and without what that would ignore.
+    """Return the request with the own code's settings as defaults, without options that the code ignores.
 
-    Raises ``InvalidRequestError`` where the code cannot be searched as was asked for.
+    Raises ``InvalidRequestError`` where the code cannot be searched as requested.
     """
     request = _adopt_own_settings(request, model)
     # With placeholders, it is not known whether a step may go on with the next epoch.
     if model.interface.kind != "placeholders":
         _check_samples(request, model.samples)
-    return _without_what_is_not_read(request, model)
+    return _without_ignored_settings(request, model)
 
 
 def _engine_bytes(request: SearchRequest, model: ModelFacts) -> int | None:
-    """Return what vLLM takes of a GPU in the process of each trial; ``None`` where it does not run there.
+    """Return the bytes that vLLM takes of a GPU in each trial's process; ``None`` where it does not run there.
 
-    It is given a part of what CUDA counts, which leaves out what the driver keeps. TRL has it in its own process, and
-    torch's allocator has its weights and its cache: the cap and all measured peaks count them.
+    vLLM gets a share of the memory that CUDA counts, which leaves out the driver's. TRL runs vLLM in its own process,
+    so torch's allocator holds vLLM's weights and cache: the cap and all measured peaks count them.
     """
     share, device = model.interface.engine_share, request.device
     if share is None or device.kind != "cuda":
@@ -40,8 +40,8 @@ def _engine_bytes(request: SearchRequest, model: ModelFacts) -> int | None:
     return int(share * (device.memory_total_bytes - (device.memory_reserved_bytes or 0)))
 
 
-def told_of_engine(request: SearchRequest, model: ModelFacts) -> str | None:
-    """Say how much memory vLLM takes beside the training; ``None`` where it does not run there."""
+def note_on_engine(request: SearchRequest, model: ModelFacts) -> str | None:
+    """Return a note on the memory that vLLM takes beside the training; ``None`` where it does not run there."""
     if (taken_bytes := _engine_bytes(request, model)) is None:
         return None
     return (
@@ -50,8 +50,8 @@ def told_of_engine(request: SearchRequest, model: ModelFacts) -> str | None:
     )
 
 
-def told_of_lengths(request: SearchRequest, interface: CodeInterface) -> Iterator[str]:
-    """Say how far the lengths of a Trainer's samples are known, and which levers for them it cannot have."""
+def notes_on_lengths(request: SearchRequest, interface: CodeInterface) -> Iterator[str]:
+    """Yield notes on how far sample lengths are known, and on levers that this rules out."""
     lengths = interface.lengths
     if lengths is not None and lengths.unknown is not None:
         yield f"the lengths of its samples are not known: {lengths.unknown}"
@@ -66,9 +66,9 @@ def told_of_lengths(request: SearchRequest, interface: CodeInterface) -> Iterato
 
 
 def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
-    """Raise ``NothingFitsError`` where vLLM alone takes all memory that a trial may have.
+    """Raise ``NothingFitsError`` where vLLM alone takes all memory of a trial.
 
-    It takes all that it is given, and does not start where that is not free.
+    vLLM takes its whole share, and does not start where less is free.
     """
     taken_bytes, reachable_bytes = _engine_bytes(request, model), request.reachable_bytes
     if taken_bytes is None or taken_bytes + context_bytes < reachable_bytes:
@@ -103,7 +103,7 @@ def _check_samples(request: SearchRequest, samples: int | None) -> None:
 
 
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
-    """Return the request with the settings that the user's own code was seen to use, where none were asked for."""
+    """Return the request with the settings of the user's own code, except where the user requested others."""
     effective_batch = _effective_batch(request, model)
     optim = model.own.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
@@ -128,9 +128,9 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
 
 
 def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
-    """Return what was asked for, or else what the user's own code has; ``None`` where every batch makes another.
+    """Return the requested effective batch, or else the code's own; ``None`` where the batch is free.
 
-    Raises ``InvalidRequestError`` where the code is told its batch by placeholders, and cannot make what was asked for.
+    Raises ``InvalidRequestError`` where placeholders set the code's batch and cannot produce the requested one.
     """
     asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
     assert source is not None
@@ -165,14 +165,14 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
 
 
 def _searched(model: ModelFacts) -> frozenset[str]:
-    """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
+    """Return the settings of a candidate that the user's code applies. A Trainer applies all of them."""
     return frozenset(model.interface.searched)
 
 
-def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> SearchRequest:
-    """Return the request without what the user's code would ignore.
+def _without_ignored_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
+    """Return the request without settings that the user's code would ignore.
 
-    Raises ``InvalidRequestError`` where that was asked for, or nothing would be left to search.
+    Raises ``InvalidRequestError`` where such a setting was requested, or nothing would be left to search.
     """
     source, searched = request.workload.source, _searched(model)
     assert source is not None
@@ -199,7 +199,7 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
 
 
 def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...]) -> SearchRequest:
-    """Return the request with the precisions for which a placeholder says what the script calls them."""
+    """Return the request with those precisions for which a placeholder has the script's own word."""
     precisions = request.precisions or named
     if unnamed := [name for name in precisions if name not in named]:
         raise InvalidRequestError(
@@ -211,7 +211,7 @@ def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...])
 
 
 def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
-    """Return what to search of checkpointing; always on where the user's own code turns it on itself."""
+    """Return the choice of gradient checkpointing; always on where the user's own code turns it on."""
     source = request.workload.source
     if source is None or not model.always_checkpoints:
         return request.gradient_checkpointing
@@ -237,9 +237,9 @@ def batches_of(request: SearchRequest, model: ModelFacts) -> Batches:
 
 
 def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
-    """Return the one per-device batch that the user's code can be run with; ``None`` where it takes any.
+    """Return the only per-device batch that the user's code supports; ``None`` where it supports any.
 
-    Raises ``InvalidRequestError`` where the effective batch that was asked for cannot be had.
+    Raises ``InvalidRequestError`` where the requested effective batch is impossible.
     """
     source, searched = request.workload.source, _searched(model)
     assert source is not None

@@ -58,7 +58,7 @@ _MOST_RANKS = 64
 
 
 def known_chips(spec: str | None) -> dict[str, Chip]:
-    """Return the GPUs of the catalog and of the user's own file, which take precedence."""
+    """Return the GPUs of the catalog and of the user's own file, which has precedence."""
     return {**CHIPS, **(read_chips(spec) if spec is not None else {})}
 
 
@@ -70,10 +70,10 @@ def predictions(
     *,
     saves_memory: bool = False,
 ) -> list[tuple[Prepared, MemoryModel]]:
-    """Return the predictions for each chip with so much memory; one process makes those that are not stored.
+    """Return the predictions for each chip with its memory. One process computes those that are not stored.
 
-    They are for every batch that so many ranks could have. What saves memory is predicted where nothing fits without,
-    and with ``saves_memory``.
+    They cover every batch that these ``ranks`` could have. Memory-saving arms are predicted where nothing else fits,
+    and always with ``saves_memory``.
     """
     workload, asked_dtype = build_workload(options[0]), options[0]["dtype"]
     usual = [in_usual_dtype(workload, asked_dtype, precisions_of(chip.capability)) for chip, _ in targets]
@@ -131,13 +131,13 @@ def predictions(
 
 
 def _begin(runner: TrialServer) -> None:
-    """Start the process that predicts, and import what storing its answers needs while that imports torch."""
+    """Start the predicting process, and meanwhile import the modules that store its answers."""
     runner.start()
     importlib.import_module("autotune.store.opening")
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
-    """Return the request of a search on the chip."""
+    """Return the request of a search on a chip with a memory limit."""
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
@@ -149,7 +149,7 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
 
 
 def _ranks(gpus: str | None) -> int:
-    """Return how many GPUs train together; raises ``InvalidRequestError`` where that is no number."""
+    """Return the number of GPUs that train together. Raises ``InvalidRequestError`` for an invalid number."""
     if gpus is None:
         return 1
     if not gpus.isdecimal() or not 1 <= int(gpus) <= _MOST_RANKS:
@@ -158,7 +158,7 @@ def _ranks(gpus: str | None) -> int:
 
 
 def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
-    """Return the questions about a chip, those about what saves memory in reserve."""
+    """Return the questions about a chip; questions about memory-saving arms are in reserve."""
     space, workload = prepared.space, prepared.request.workload
     arms, saving = (
         [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.space.saving_arms)
@@ -167,6 +167,7 @@ def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
 
 
 def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[Question]:
+    """Return the questions about some arms at every batch, for each number of ranks."""
     shared = [of_ranks(space, count) for count in ranks] if ranks != (1,) else [space]
     pairs = [(batch, each.batches.accumulation(batch)) for each in shared for batch in batches_of(each)]
     multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
@@ -174,15 +175,15 @@ def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[
 
 
 def of_ranks(space: Space, count: int) -> Space:
-    """Return the space with the effective batch shared by so many ranks.
+    """Return the space with the effective batch divided among ranks.
 
-    Raises ``InvalidRequestError`` where it cannot be shared equally.
+    Raises ``InvalidRequestError`` where it is not divisible.
     """
     return dataclasses.replace(space, batches=dataclasses.replace(space.batches, world_size=count))
 
 
 def batches_of(space: Space) -> list[int]:
-    """Return every batch of an effective batch; none where the batch is free, since only the largest is predicted."""
+    """Return all per-device batches of an effective batch; empty for a free batch, which only needs the largest."""
     if space.batches.effective_batch is None:
         return []
     return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
@@ -191,7 +192,7 @@ def batches_of(space: Space) -> list[int]:
 def predicted_document(
     gpu: tuple[str, ...] | None, gpu_spec: str | None, storage: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], AutotuneError | None]:
-    """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
+    """Return the JSON of ``predict``, and the error where the predictions could not be stored."""
     targets = _chips(gpu, options["memory_limit"], gpu_spec)
     with AnswerCache(storage) as answers:
         predicted = predictions(targets, [options] * len(targets), answers)
@@ -231,7 +232,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
 
 
 def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
-    """Return the predictions for one chip."""
+    """Return the JSON of the predictions for one chip."""
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
@@ -250,7 +251,7 @@ def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredi
 
 
 def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> Any:
-    """Return the predictions for one configuration."""
+    """Return the JSON of the predictions for one configuration."""
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
     operations = model.operations(arm)
@@ -286,11 +287,11 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
 def stored_prediction(
     report: Report, candidate: Candidate, answers: Answers
 ) -> tuple[MemoryPrediction | None, StepTime | None]:
-    """Return what the study's search predicted of a candidate: its memory, and its step from the traced operations.
+    """Return the stored predictions of a candidate in a study: its memory and its step time.
 
-    Nothing that was measured corrects the step. ``None`` where nothing is stored: on a CPU, for the user's own code,
-    and where other versions of torch, transformers or autotune made the predictions than are installed; the step also
-    for a GPU whose rates are not known.
+    Measurements do not correct the step time. ``None`` where nothing is stored: on a CPU, for the user's own code, and
+    for other versions of torch, transformers or autotune than are installed. The step time is also ``None`` for a GPU
+    whose rates are unknown.
     """
     try:
         workload = Workload.from_document(report.workload)
@@ -316,7 +317,7 @@ def stored_prediction(
 
 
 def _device_of(report: Report) -> Device:
-    """Return the device in the state it was in when the study began."""
+    """Return the device in its state at the start of the study."""
     environment = report.environment
     capability = environment.get("device_capability")
     return Device(

@@ -17,7 +17,7 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.step_time import peak_flops
 from autotune.space.dataloader import usable_cores
-from autotune.space.features import FLASH_ATTENTION, goes_together
+from autotune.space.features import FLASH_ATTENTION, is_compatible
 from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, ROW_MULTIPLE, Training, levers_of
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
@@ -50,17 +50,17 @@ class Prepared:
 
     @property
     def is_large(self) -> bool:
-        """Whether the model is so large for this memory that the defaults, or anything, may not fit."""
+        """Whether the model is so large for this memory that the defaults may not fit."""
         return self.model.parameters * _BYTES_A_PARAMETER > self.ceiling.line_bytes / 2
 
     @property
     def unquantized_bytes(self) -> int:
-        """Bytes of the experts of a mixture, which ``--quantize`` leaves as they are."""
+        """Bytes of a mixture's experts, which ``--quantize`` leaves unquantized."""
         return self.model.unquantized_experts * BYTES_PER_ELEMENT[self.request.workload.dtype]
 
     @property
     def usable_cores(self) -> int:
-        """The number of cores that a trial may run on, where it runs."""
+        """The number of cores that a trial may use, on its machine."""
         cores: int | None = self.environment.get("host", {}).get("usable_cores")
         return cores or usable_cores()
 
@@ -81,10 +81,10 @@ def _measurement_revision(request: SearchRequest) -> int:
 
 
 def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
-    """Combine the request with what an inspection found out on this machine.
+    """Combine the request with an inspection of this machine, and build the search space.
 
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the memory limit is below
-    what its weights, gradients and optimizer state alone need.
+    the size of weights, gradients and optimizer state.
     """
     model = check_machine(request, facts)
     if request.workload.source is not None:
@@ -116,7 +116,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         experts=request.experts_implementations or (None,),
         settings=settings,
     )
-    arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
+    arms = tuple(arm for arm in arms if is_compatible(arm, request.workload.dtype))
     if not arms:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits only", "allow --precision bf16 or fp16, or --attn sdpa"
@@ -172,7 +172,7 @@ _USUAL_BATCH = 16
 
 
 def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches) -> tuple[int, int]:
-    """Return the multiples of padded batches and of rows that cost least in an epoch in CUDA graphs."""
+    """Return the cheapest multiples for padded lengths and for rows without padding, in an epoch with CUDA graphs."""
     lengths, chip = request.workload.sample_lengths, chip_of_device(request.device.name)
     if lengths is None or not lengths.vary or chip is None or chip.rates is None:
         return LENGTH_MULTIPLE, ROW_MULTIPLE
@@ -184,11 +184,13 @@ def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches
     padded = lengths.batching(batch)
     rows = replace(padded, padding="rows", multiple=1)
     chosen = [choose_multiple(lengths, how, token_seconds, shape_seconds=_CAPTURE_SECONDS) for how in (padded, rows)]
-    return _few(lengths, padded, chosen[0] or LENGTH_MULTIPLE), _few(lengths, rows, chosen[1] or ROW_MULTIPLE)
+    return _smallest_with_few_shapes(lengths, padded, chosen[0] or LENGTH_MULTIPLE), _smallest_with_few_shapes(
+        lengths, rows, chosen[1] or ROW_MULTIPLE
+    )
 
 
-def _few(lengths: SampleLengths, batching: Batching, multiple: int) -> int:
-    """Return a multiple of which there are few enough, however little padding a smaller one has in a long run."""
+def _smallest_with_few_shapes(lengths: SampleLengths, batching: Batching, multiple: int) -> int:
+    """Return the smallest multiple that leaves few enough shapes for CUDA graphs."""
     while len(shapes_of(lengths, replace(batching, multiple=multiple)).seen) > _MOST_SHAPES:
         multiple *= 2
     return multiple

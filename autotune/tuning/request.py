@@ -54,10 +54,10 @@ _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
 
 
 def _of(option: str, *, recorded_as: str | None = None, sparse: bool = False, **default: Any) -> Any:
-    """Declare a field that holds an option of the command line, whose default it has unless another is given.
+    """Declare a field of the request that holds a command-line option, by default with its default.
 
-    It is recorded under the option's name unless another is given, or not at all where that is empty; ``sparse``
-    ones only where they differ from their default.
+    It is recorded under the option's name or ``recorded_as``; an empty string leaves it out. A ``sparse`` field is
+    recorded only where it differs from its default.
     """
     said = {"option": option, "recorded_as": option if recorded_as is None else recorded_as, "sparse": sparse}
     return field(metadata=said, **(default or {"default": OPTION_BY_NAME[option].default}))
@@ -161,24 +161,24 @@ class SearchRequest:
 
     @property
     def ranks(self) -> int:
-        """Processes that train together in a trial."""
+        """Number of processes that train together in a trial."""
         return 1 + len(self.others)
 
     @property
     def asked_strategies(self) -> tuple[Strategy, ...] | None:
-        """The strategies that the options ask for: those named, and FSDP's where ranks share samples."""
+        """The strategies that the options request: those named, and FSDP for context parallelism."""
         if self.strategies is None and self.context_parallel > 1:
             return FULLY_SHARDED
         return self.strategies
 
     @property
     def placement(self) -> Placement:
-        """Where each trial runs."""
+        """The devices of a trial."""
         return Placement.of(self.device, *self.others)
 
     @property
     def slots(self) -> tuple[Placement, ...]:
-        """Where trials run at the same time; one place unless there are devices ``beside`` the first."""
+        """The placements of concurrent trials; a single one without devices ``beside`` the first."""
         return self.placement, *(Placement.of(device) for device in self.beside)
 
     @property
@@ -187,30 +187,30 @@ class SearchRequest:
         return self.device, *self.others, *self.beside
 
     def with_current_memory(self) -> SearchRequest:
-        """Return the same request with what is free on its devices now."""
+        """Return the request with the current free memory of its devices."""
         device, *more = (find_device(device.uuid) for device in self.devices)
         count = len(self.others)
         return replace(self, device=device, others=tuple(more[:count]), beside=tuple(more[count:]))
 
     @property
     def least_free_bytes(self) -> int:
-        """What is free on the device that has the least."""
+        """Free memory of the device with the least."""
         return min(slot.least_free_bytes for slot in self.slots)
 
     @property
     def reachable_bytes(self) -> int:
-        """What a trial could have of each device: all that is free, or the limit."""
+        """Memory that a trial could have on each device: the free memory, or the limit."""
         free_bytes, limit_bytes = self.least_free_bytes, self.memory_limit_bytes
         return free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
 
     @property
     def most_trials(self) -> int | None:
-        """The budget of trials. Optuna's samplers never finish by themselves, so they always have one."""
+        """The largest number of trials. Optuna's samplers never finish by themselves, so they always have one."""
         return _FOREIGN_TRIALS if self.trials is None and self.sampler in OPTUNA_SAMPLERS else self.trials
 
     @property
     def batches(self) -> Batches:
-        """Return the batches of the space; raises ``InvalidRequestError`` where they are not possible."""
+        """The batches of the space. Raises ``InvalidRequestError`` where they are impossible."""
         data = self.workload.data
         samples = data.facts.samples if data is not None and data.facts is not None else None
         tokens = self.workload.seq_len if self.effective_tokens is not None else None
@@ -221,13 +221,13 @@ class SearchRequest:
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
-        """Return the search space; raises an error where the device or the weights do not allow it."""
+        """The precisions to search. Raises an error where the device or the weights do not support them."""
         device = self.device
         return choose_precisions(self.precisions, device.precisions, f"{device.label} ({device.name})", self.workload)
 
     @property
     def effort(self) -> Effort:
-        """Return how long each trial measures."""
+        """How long each trial measures."""
         if self.objective == "max-batch":
             return MAX_BATCH_EFFORT
         source = self.workload.source
@@ -235,7 +235,7 @@ class SearchRequest:
         return DATA_EFFORT if varies or self.workload.data is not None else Effort()
 
     def document(self) -> Document:
-        """Return it as JSON-ready data; searches with the same document and environment are the same search."""
+        """Return the request as JSON-ready data. Equal documents and environments mean equal searches."""
         document = with_version({"model": self.workload.model})
         for recorded in recorded_options():
             value = getattr(self, recorded.field)
@@ -249,17 +249,17 @@ class SearchRequest:
 
     @property
     def wants_baseline(self) -> bool:
-        """Whether the defaults are measured, so that others can be compared with them."""
+        """Whether the baseline is measured, as the reference for speed-ups."""
         return self.measure_baseline and self.objective == "throughput"
 
     @property
     def goes_on(self) -> bool:
-        """Whether levers that are ``auto`` are tried once there is a first answer."""
+        """Whether the search tries ``auto`` levers after its first answer."""
         is_ours = self.sampler == "autotune" and self.objective == "throughput"
         return self.search_effort == "default" and is_ours and self.device.kind == "cuda"
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that every arm has, by the levers that are on."""
+        """Return the settings of levers that are ``on``, which every arm has."""
         chosen: dict[str, Any] = {
             row.name: row.values[1]
             for row in LEVERS
@@ -283,9 +283,9 @@ class SearchRequest:
         return chosen
 
     def late_settings(self, layers: int | None) -> frozenset[str]:
-        """Return the settings that are tried with the best candidates only, once there is a first answer.
+        """Return the settings that only the best candidates get, after the first answer.
 
-        ``layers`` is how many layers of the model can recompute their activations.
+        ``layers`` is the number of layers that can use gradient checkpointing.
         """
         late = {"cpu_affinity"} if self.pins == "auto" else set()
         if not self.goes_on:
@@ -310,7 +310,7 @@ class SearchRequest:
         return frozenset(late)
 
     def untried_resorts(self) -> list[str]:
-        """Return the levers that save memory, that this training may have, and that no search tries unasked here."""
+        """Return memory-saving levers that this training supports and that the search does not try by itself."""
         training, tried = Training.of(self.workload, self.device.kind, self.ranks), self.late_settings(None)
         return [
             row.name
@@ -337,7 +337,7 @@ class SearchRequest:
         return "off" if self.objective == "max-batch" or self.why_not_pinned() else self.cpu_affinity
 
     def named(self, study: str) -> SearchRequest:
-        """Return the same request with a study name."""
+        """Return the request with another study name."""
         return replace(self, study=study)
 
 
@@ -365,14 +365,14 @@ def recorded_options() -> tuple[RecordedOption, ...]:
 
 
 def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``SearchRequest`` that options say, by name; those that were not given are left out."""
+    """Return the fields of a ``SearchRequest`` that some options set."""
     held = {each.name: each.metadata["option"] for each in dataclasses.fields(SearchRequest) if each.metadata}
     return {field: options[option] for field, option in held.items() if options.get(option) is not None}
 
 
 @functools.cache
 def recorded_type() -> type[Any]:
-    """Return the type of a recorded request: a field for each option that is recorded, and what the workload says."""
+    """Return the msgspec type of a recorded request."""
     fields: list[tuple[Any, ...]] = [
         ("schema_version", int, VERSION),
         ("model", str, ""),
@@ -395,10 +395,10 @@ def recorded_type() -> type[Any]:
 def request_from_document(
     document: Document, workload: Workload, device: Device, study: str, others: tuple[Device, ...] = ()
 ) -> SearchRequest:
-    """Return the request of a document from ``SearchRequest.document``; raises ``ValueError`` where it is malformed.
+    """Return the request of a document from ``SearchRequest.document``.
 
-    ``others`` are the devices of further ranks, as many as the document has. Raises ``InvalidRequestError`` for values
-    that no request can have.
+    ``others`` are the devices of further ranks, as many as the document has. Raises ``ValueError`` for a malformed
+    document, and ``InvalidRequestError`` for impossible values.
     """
     kind, document = recorded_type(), without_version(document)
     names = set(kind.__struct_fields__)
@@ -419,9 +419,9 @@ _MAY_DIFFER = frozenset({
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """Return what keeps a request from continuing a recorded one, as ``name: recorded, now asked``.
+    """Return the differences that keep a request from continuing a recorded one: ``name: recorded, now asked``.
 
-    Works for other documents as well; differences in nested ones are named ``outer.inner``.
+    Works for other documents as well; differences in nested documents are named ``outer.inner``.
     """
     changes: list[str] = []
     for key in sorted({*recorded, *asked} - _MAY_DIFFER):
@@ -434,7 +434,7 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in short: of a dataset or the user's own code its name alone."""
+    """Return a short form of a value: for a dataset or the user's own code only its name."""
     if isinstance(value, dict):
         source = value.get("source") or value.get("name")
         return os.path.basename(source) or source if isinstance(source, str) and source else "given"

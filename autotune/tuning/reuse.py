@@ -51,6 +51,7 @@ class Library:
             self._file(past, ceiling)
 
     def _file(self, past: PastTrial, ceiling: Ceiling) -> None:
+        """Add a trial of an earlier study, if its outcome is valid under this ceiling."""
         trial = past.trial
         if trial.outcome is None or bool(getattr(trial.outcome, "disturbed", False)):
             return
@@ -63,31 +64,33 @@ class Library:
         if isinstance(trial.outcome, OutOfMemory):
             if trial.outcome.where == "device" and ceiling.line_bytes <= cap_bytes:
                 self._over.add(Tried(trial.id, trial.candidate, trial.outcome))
-        elif isinstance(trial.outcome, Completed) and _speaks(trial.candidate, trial.outcome, cap_bytes, ceiling):
+        elif isinstance(trial.outcome, Completed) and _has_valid_peaks(
+            trial.candidate, trial.outcome, cap_bytes, ceiling
+        ):
             key = trial.candidate.arm, trial.candidate.per_device_train_batch_size
             self._completed.setdefault(key, []).append(past)
 
     def answer(
         self, candidate: Candidate, effort: Effort, *, in_full: bool = False, not_from: Collection[str] = ()
     ) -> Outcome | None:
-        """Return what a trial of the candidate with this effort would show; ``None`` where it has to be run.
+        """Return the outcome of a candidate at this effort from earlier trials; ``None`` where it must be run.
 
-        ``in_full`` asks for a measurement of whole steps, micro-step for micro-step. ``not_from`` names trials that
-        may not answer: for a second measurement, those that the candidate's outcomes so far are from (see
-        ``autotune.core.outcome.process_of``). A second measurement is never derived from a trial of another candidate.
+        ``in_full`` requires every micro-step to be measured. ``not_from`` names trials that may not answer: for a
+        second measurement, those of the candidate's outcomes so far (see ``autotune.core.outcome.process_of``). A
+        second measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)
         # The oldest first.
         exact = [
-            dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
-            for past, outcome in self._alike(candidate)
+            dataclasses.replace(outcome, source=_source_of(past, derived=False), phase_seconds={})
+            for past, outcome in self._at_any_accumulation(candidate)
             if past.trial.candidate == candidate and past.trial.id not in not_from
         ]
         # Each process of earlier searches counts, however few steps it measured, as it did there.
         measured = [
             found
             for found in exact
-            if _says_enough(found, candidate, effort) or (is_second and ran_in_full(candidate, found))
+            if _measured_long_enough(found, candidate, effort) or (is_second and ran_in_full(candidate, found))
         ]
         over = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
         for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
@@ -100,39 +103,39 @@ class Library:
         )
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
-        """Return the latest measurement at another accumulation, converted to this one."""
+        """Return the latest measurement at another accumulation, converted to this accumulation."""
         converted: Completed | None = None
-        for past, outcome in self._alike(candidate):
+        for past, outcome in self._at_any_accumulation(candidate):
             other = past.trial.candidate
             if other == candidate or not (other.accumulates and candidate.accumulates):
                 continue
             measured = derive(outcome.measurement, other, candidate)
             if measured is not None:
-                worked_out = Completed(measured, source=_source(past, derived=True))
-                if _says_enough(worked_out, candidate, effort):
+                worked_out = Completed(measured, source=_source_of(past, derived=True))
+                if _measured_long_enough(worked_out, candidate, effort):
                     converted = worked_out
         return converted
 
-    def _alike(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
+    def _at_any_accumulation(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
         for past in self._completed.get((candidate.arm, candidate.per_device_train_batch_size), ()):
             assert isinstance(past.trial.outcome, Completed)
             yield past, past.trial.outcome
 
     def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
-        """Return an out-of-memory of this candidate or, for a first answer, of one that needs no more memory."""
+        """Return an out-of-memory outcome of this candidate or, at first, of a candidate that needs no more memory."""
         same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
         tried = same[-1] if same else None if not_from else self._over.ruled_out_by(candidate)
         if tried is None or not isinstance(tried.outcome, OutOfMemory):
             return None
         past = self._sources[tried.trial_id]
         if same:
-            return dataclasses.replace(tried.outcome, source=_source(past, derived=False), phase_seconds={})
+            return dataclasses.replace(tried.outcome, source=_source_of(past, derived=False), phase_seconds={})
         message = f"needs no less than {tried.candidate.describe()}, which ran out of memory"
-        return OutOfMemory(message, source=_source(past, derived=True))
+        return OutOfMemory(message, source=_source_of(past, derived=True))
 
 
 def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:
-    """Return whether a trial measured under a cap would be judged the same under the ceiling."""
+    """Return whether a trial's verdict under its own cap is also its verdict under this ceiling."""
     reserved_bytes, line_bytes = measurement.peak_reserved_bytes, ceiling.line_bytes
     if measurement.allocation_retries:
         # It met its cap and freed segments, which takes time and lowers the peak.
@@ -161,6 +164,7 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
     ratio = wanted.gradient_accumulation_steps / measured.gradient_accumulation_steps
 
     def scaled(seconds: float) -> float:
+        """Return a step's time with the micro-steps of the wanted accumulation."""
         return (seconds - optimizer) * ratio + optimizer
 
     step_seconds = scaled(measurement.step_seconds)
@@ -174,8 +178,8 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
         samples_per_second=wanted.samples_per_step / step_seconds,
         peak_allocated_bytes=measurement.peak_allocated_bytes + more_bytes,
         peak_reserved_bytes=measurement.peak_reserved_bytes + more_bytes,
-        worst_batch_peak_allocated_bytes=_more(measurement.worst_batch_peak_allocated_bytes, more_bytes),
-        worst_batch_peak_reserved_bytes=_more(measurement.worst_batch_peak_reserved_bytes, more_bytes),
+        worst_batch_peak_allocated_bytes=_sum_if_known(measurement.worst_batch_peak_allocated_bytes, more_bytes),
+        worst_batch_peak_reserved_bytes=_sum_if_known(measurement.worst_batch_peak_reserved_bytes, more_bytes),
         micro_steps_run=min(measurement.micro_steps_run, wanted.gradient_accumulation_steps),
         data_seconds=None if waiting is None else waiting * ratio,
         train_loss=None,
@@ -183,12 +187,12 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
     )
 
 
-def _more(size_bytes: int | None, more_bytes: int) -> int | None:
+def _sum_if_known(size_bytes: int | None, more_bytes: int) -> int | None:
     return None if size_bytes is None else size_bytes + more_bytes
 
 
-def _speaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: Ceiling) -> bool:
-    """Return whether the peaks are those of whole steps, and would be judged the same under the ceiling."""
+def _has_valid_peaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: Ceiling) -> bool:
+    """Return whether a trial measured the peaks of whole steps, with the same verdict under this ceiling."""
     measurement = outcome.measurement
     is_partial = measurement.micro_steps_run < candidate.gradient_accumulation_steps
     if is_partial and measurement.micro_batch_bytes is None:
@@ -196,8 +200,8 @@ def _speaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: C
     return candidate.arm.expandable_segments or holds_under(measurement, cap_bytes, ceiling)
 
 
-def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:
-    """Return whether a trial with this effort would have stopped measuring by then, too."""
+def _measured_long_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:
+    """Return whether an earlier trial measured long enough for this effort."""
     measurement = outcome.measurement
     each = measurement.step_seconds_each
     behind = effort.behind_step_seconds
@@ -211,11 +215,11 @@ def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bo
 
 
 def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
-    """Return the seconds of the measured steps as they were run, without the micro-steps that were added."""
+    """Return the seconds that the measured steps really took, without micro-steps that were only added in."""
     optimizer = measurement.optimizer_seconds or 0.0
     share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
 
 
-def _source(past: PastTrial, *, derived: bool) -> Source:
+def _source_of(past: PastTrial, *, derived: bool) -> Source:
     return Source(past.trial.id, past.study, past.trial.number, derived)

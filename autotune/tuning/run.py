@@ -63,9 +63,9 @@ def run_search(
     wait: Wait | None = None,
     warm: WarmServer | None = None,
 ) -> tuple[StudyRecord, Report]:
-    """Run the search to its end; return the study and its report. ``warm`` may have a trial server ready for it.
+    """Run the search to its end; return the study and its report. ``warm`` may hold a started trial server.
 
-    Where another search holds a device or the study, its end is waited for; without ``wait`` it is an error.
+    Where another search has locked a device or the study, this waits for its end; without ``wait`` that is an error.
 
     An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
     created last, when the request is known to be valid: an error leaves no new file behind.
@@ -82,6 +82,7 @@ def run_search(
         others: dict[str, str] = {}
 
         def is_taken(name: str) -> bool:
+            """Return whether a study's name belongs to a running search or to a study with other settings."""
             from autotune.store.leases import name_of_study
             from autotune.tuning.studies import what_differs
 
@@ -135,6 +136,7 @@ def run_search(
             importlib.import_module("autotune.tuning.loop")
 
         def make_store() -> Store:
+            """Open the database and hold the lease of the study."""
             made = _opened(stack, storage)
             stack.enter_context(hold_lease(made, turn.study, wait=wait))
             return made
@@ -155,7 +157,7 @@ class Place:
 def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
 ) -> Iterator[Place]:
-    """Make trial servers, which are not started yet, and tell other searches of this one."""
+    """Make trial servers without starting them, and make this search visible to others on the machine."""
     with contextlib.ExitStack() as stack:
         # Not started yet; each has a log of its own. The first may be the one that ``warm`` has.
         servers = []
@@ -191,10 +193,9 @@ def _prepare_and_search(
     observer: Observer,
     folder: Path,
 ) -> tuple[StudyRecord, Report]:
-    """Read the data, inspect the machine and the model, and search; return the study and its report.
+    """Read the data, inspect machine and model, and search; return the study and its report.
 
-    Where there is no ``store`` yet, ``make_store`` makes it once the request is known to be one that can be run. Logs
-    are kept in ``folder``.
+    Without a ``store``, ``make_store`` creates it once the request is known to be valid. Logs go to ``folder``.
     """
     from autotune.results.report import load_report
     from autotune.tuning.answer_cache import inspection_key
@@ -220,9 +221,9 @@ def _prepare_and_search(
 
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
-    """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
+    """Inspect machine and model in a process with torch. The user's own code runs until its training."""
     from autotune.tuning.forecast import arms_to_trace
-    from autotune.tuning.own_code import told_of_engine, told_of_lengths
+    from autotune.tuning.own_code import note_on_engine, notes_on_lengths
 
     source = request.workload.source
     if source is None:
@@ -234,11 +235,11 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         observer.note(PROTECTED[model.interface.protection])
     if model is not None and (unknown := model.interface.memory_unknown):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
-    if model is not None and (engine := told_of_engine(request, model)) is not None:
+    if model is not None and (engine := note_on_engine(request, model)) is not None:
         observer.note(engine)
     if model is not None and model.interface.packs:
         observer.note("packing=True: what is called a sample is a row of several, and an effective batch counts rows")
-    for line in told_of_lengths(request, model.interface) if model is not None else ():
+    for line in notes_on_lengths(request, model.interface) if model is not None else ():
         observer.note(line)
     if model is not None and model.interface.batch_matters is not None:
         observer.note(
@@ -255,7 +256,7 @@ def _search(
     observer: Observer,
     folder: Path,
 ) -> StudyRecord:
-    """Search; where that ends without a result, add to the error where the recorded trials are."""
+    """Run the search. An error without a result gets the location of the recorded trials."""
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
     from autotune.tuning.look import looker_of, rehearser_of
@@ -290,37 +291,37 @@ def _search(
 
 
 def _opened(stack: contextlib.ExitStack, storage: str) -> Store:
-    """Open the database, to be closed with the stack."""
+    """Open the database; the stack closes it."""
     from autotune.store.opening import open_store
 
     return stack.enter_context(open_store(storage))
 
 
 def log_folder(storage: str, study: str) -> Path:
-    """Return the folder with the logs of a study's processes, beside its database."""
+    """Return the folder for the logs of a study's processes, beside its database."""
     path = resolve_location(storage).path
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
 def runs_file(storage: str, study: str) -> Path:
-    """Return where the trainings with a study's winner are recorded, one a line."""
+    """Return the file that records trainings with a study's winner, one a line."""
     return log_folder(storage, study) / "runs.jsonl"
 
 
 def trial_log_path(storage: str, study: str, number: int) -> Path:
-    """Return where the log of a study's trial is kept."""
+    """Return the log file of a study's trial."""
     return log_folder(storage, study) / f"trial-{number:04d}.log"
 
 
 def keep_trial_log(storage: str, study: str, log: Document) -> None:
-    """Write the end of a trial's log that came from another machine; raises ``OSError`` where that is not possible."""
+    """Write the end of a trial's log from another machine. Raises ``OSError`` where that fails."""
     path = trial_log_path(storage, study, int(log["number"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(str(log["text"]), encoding="utf-8", errors="replace")
 
 
 def study_names(request: SearchRequest) -> Iterator[str]:
-    """Yield names for a new study of a request without end, the best first."""
+    """Yield names for a new study of a request, endlessly, the best first."""
     model = request.workload.model
     if request.workload.source is not None:
         model = model.replace(".py", "")
@@ -328,7 +329,7 @@ def study_names(request: SearchRequest) -> Iterator[str]:
 
 
 def free_names(model: str, effective_batch: int | None, objective: str) -> Iterator[str]:
-    """Yield short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
+    """Yield short names: the model, the effective batch, a word for another objective, then numbers from 2 on."""
     model = model.rstrip("/").rsplit("/", 1)[-1]
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
     stem = plain.strip(".- ")[:60] or "model"
@@ -340,7 +341,7 @@ def free_names(model: str, effective_batch: int | None, objective: str) -> Itera
 
 
 def _check_can_be_made(path: Path, label: str) -> None:
-    """Raise ``StorageError`` where a missing database cannot be created."""
+    """Raise ``StorageError`` where a new database file cannot be created."""
     try:
         folder = next(parent for parent in path.parents if parent.exists())
     except OSError as error:
@@ -353,7 +354,7 @@ def _check_can_be_made(path: Path, label: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder_made(path: Path) -> Iterator[None]:
-    """Make the folder of a study's logs; take it away after an error that came before any trial."""
+    """Create the folder of a study's logs; remove it after an error before any trial."""
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -380,10 +381,10 @@ def _log_folder_made(path: Path) -> Iterator[None]:
 def read_data(
     request: SearchRequest, servers: Sequence[TrialServer], logs: Path, note: Callable[[str], None]
 ) -> SearchRequest:
-    """Return the request with the facts of its dataset, which a worker process reads; unchanged without a dataset.
+    """Return the request with the facts of its dataset, read by a worker process; unchanged without a dataset.
 
-    The first server reads it; the trials of all servers map what it has written.
-    Raises ``InvalidRequestError`` where the dataset is not valid, too small, or padded beyond what the model allows.
+    The first server reads the dataset; the trials of all servers map its files. Raises ``InvalidRequestError`` where
+    the dataset is invalid, too small, or padded beyond the model's limit.
     """
     data = request.workload.data
     if data is None:
@@ -440,9 +441,9 @@ def _check_read(request: SearchRequest, facts: DataFacts) -> None:
 
 
 def dry_run_document(request: SearchRequest, storage: str) -> dict[str, Any]:
-    """Return what a search would try, what is predicted of it, and where it would write, as JSON-ready data.
+    """Return as JSON-ready data what a search would try and predict, and where it would write.
 
-    ``predicted`` is as ``predict`` prints it for a GPU; ``None`` on a CPU, for which nothing is predicted.
+    ``predicted`` is the output of ``predict`` for a GPU; ``None`` on a CPU, which has no predictions.
     """
     from autotune.tuning.forecast import forecast_of
     from autotune.tuning.predictions import batches_of, gpu_document

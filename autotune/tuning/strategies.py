@@ -28,9 +28,9 @@ _HOST_BYTES = 16
 
 
 def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
-    """Return the arms with every strategy that they can be trained with, those with the least communication first.
+    """Return the arms with every possible strategy, strategies with little communication first.
 
-    Those of a single rank are without a strategy, or keep their optimizer state on the host where that may be needed.
+    Arms of a single rank have no strategy, or keep their optimizer state on the host where memory may require it.
     """
     if request.ranks == 1:
         return _arms_of_one(arms, request, model)
@@ -49,6 +49,7 @@ def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: Mod
 
 
 def _arms_of_one(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
+    """Return the arms of a single rank, with or without the optimizer state on the host."""
     offloading = tuple(
         replace(arm, strategy="zero2-offload", cpu_affinity=False)
         for arm in arms
@@ -62,8 +63,8 @@ def _arms_of_one(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts)
 def _may_offload(request: SearchRequest, model: ModelFacts) -> bool:
     """Return whether a search may keep the optimizer state on the host.
 
-    If that was not asked for, only where a rank's share of weights, gradients and optimizer state takes more than half
-    of the memory (with less, small batches fit), and the host has memory for all of it.
+    Unless requested, only where a rank's weights, gradients and optimizer state take more than half of the memory (with
+    less, small batches fit), and the host has memory for the state.
     """
     if request.strategies is not None:
         return "zero2-offload" in request.strategies
@@ -105,10 +106,10 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
 
 
 def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFacts, *, syncs: bool = False) -> Arm:
-    """Return the arm as several ranks train it.
+    """Return the arm with a strategy for several ranks.
 
-    Where every parameter was seen to get a gradient, DDP need not look for unused ones in each step; where no buffer
-    was seen to change, rank 0 has none to send. Neither changes a value.
+    Where every parameter got a gradient in the inspection, DDP need not look for unused parameters. Where no buffer
+    changed, rank 0 has none to broadcast. Neither changes a value.
     """
     arm = replace(arm, strategy=strategy, ranks=request.ranks)
     if strategy == "ddp":
@@ -130,7 +131,7 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
 
 
 def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
-    """Return whether a second set of DDP's gradient buckets, which one step may hold, would take much of the memory.
+    """Return whether a second set of DDP's gradient buckets would take much of the memory.
 
     DDP makes new buckets in the second step unless it looks for unused parameters. The search for them took no
     measurable time in steps of 65 and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
@@ -142,7 +143,7 @@ def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
 
 
 def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
-    """Return the least memory of any step of this workload: weights, gradients, optimizer state."""
+    """Return the size of weights, gradients and optimizer state, below which no step of this workload fits."""
     moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
     trained, frozen = model.trainable_parameters, model.parameters - model.trainable_parameters
     element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
@@ -152,7 +153,7 @@ def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
 
 
 def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
-    """Return the least memory of a step that keeps its optimizer state on the host: that of the model's weights.
+    """Return the smallest device memory of a step with the optimizer state on the host: the model's weights.
 
     Raises ``NothingFitsError`` where the host has too little memory for the rest.
     """
@@ -168,7 +169,7 @@ def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
 
 
 def check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
-    """Raise ``NothingFitsError`` where the memory limit, or what is free, is below the training state and headroom."""
+    """Raise ``NothingFitsError`` where training state and headroom exceed the memory limit or the free memory."""
     device, limit_bytes = request.device, request.memory_limit_bytes
     state_bytes = training_state_bytes(request, model)
     if request.ranks > 1 and any(strategy != "ddp" for strategy in _strategies(request, model)):

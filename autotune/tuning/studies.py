@@ -57,9 +57,9 @@ class Opened:
 
 
 def open_study(prepared: Prepared, store: Store) -> Opened:
-    """Return the study that the request names, created or continued.
+    """Return the study that the request names, new or continued.
 
-    Raises ``InvalidRequestError`` where the name is taken by another request, workload or machine.
+    Raises ``InvalidRequestError`` where the name belongs to another request, workload or machine.
     """
     request = prepared.request
     assert request.study is not None, "a search runs under a name"
@@ -79,6 +79,7 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
 
 
 def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
+    """Return a recorded study to continue. Raises ``InvalidRequestError`` where the search has other settings."""
     recorded_environment = store.environment(known.environment_id)
     _refuse_changes(known, changes_since(prepared, known.request, store.workload_of(known), recorded_environment))
     store.lose_running_trials(known.id)
@@ -110,9 +111,9 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
 
 
 def check_source(store: Store, name: str, request: SearchRequest) -> None:
-    """Raise ``InvalidRequestError`` where a recorded study is of other code or another command.
+    """Raise ``InvalidRequestError`` where a recorded study has other code or another command.
 
-    ``open_study`` compares all of it, after the code was run.
+    This check needs no run of the code; ``open_study`` compares the rest later.
     """
     known = store.study(name)
     if known is not None and request.workload.source is not None:
@@ -137,7 +138,7 @@ class Budget:
 
 
 def recorded_options(store: Store, study: str) -> dict[str, str]:
-    """Return the options that ask a cluster for what a study ran on; raises ``UnknownStudyError``."""
+    """Return the options that request the devices of a study from a cluster. Raises ``UnknownStudyError``."""
     environment = store.environment(store.existing_study(study).environment_id)
     if environment.get("device_kind") == "cpu":
         return {"device": "cpu"}
@@ -153,14 +154,14 @@ def recorded_request(
     *,
     parallel: bool = False,
 ) -> SearchRequest:
-    """Return the request that continues the study with this name, on the device that it ran on, or on ``device``.
+    """Return the request that continues a study, on its recorded device or on ``device``.
 
-    ``devices`` are used instead where given, one for each rank: those that the user names, or of a node of a cluster.
-    With ``parallel`` a trial of one rank runs on each of them.
+    ``devices`` are used instead where given, one for each rank: those that the user names, or of a cluster's node. With
+    ``parallel`` a trial of one rank runs on each of them.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
-    malformed record; ``InvalidRequestError`` where the user's code or dataset is gone or has changed; and what
-    ``check_request`` raises.
+    malformed record; ``InvalidRequestError`` where the user's code or dataset is gone or has changed; and the errors of
+    ``check_request``.
     """
     record = store.existing_study(study)
     try:
@@ -206,7 +207,7 @@ def _check_are_as_many(environment: Document, study: str, devices: Sequence[Devi
 
 
 def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
-    """Raise ``InvalidRequestError`` where values of the script's options were masked in the record."""
+    """Raise ``InvalidRequestError`` where the record has masked values of the script's options."""
     masked = masked_options(source.argv)
     if masked:
         raise InvalidRequestError(
@@ -216,7 +217,7 @@ def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
 
 
 def _devices_of(environment: Document, study: str, device: str | None) -> list[Device]:
-    """Return a device for each rank of the study: those that it ran on, else others of their name."""
+    """Return a device for each rank of the study: the recorded devices, else others with the same name."""
     ranks = (environment.get("ranks") or {}).get("world_size", 1)
     if ranks == 1:
         return [find_device(device) if device is not None else _device_of(environment, study)]
@@ -228,7 +229,7 @@ def _devices_of(environment: Document, study: str, device: str | None) -> list[D
 
 
 def _device_of(environment: Document, study: str) -> Device:
-    """Return the device that the study ran on, else another with the same name."""
+    """Return the recorded device of the study, else another with the same name."""
     devices = list_devices()
     uuid, name = environment.get("device_uuid"), environment.get("device_name")
     like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
@@ -247,7 +248,7 @@ _TOLD_BY_PROCESS = frozenset({"python", "cuda", "cudnn", "cublas", "measurement_
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
-    """Return what keeps this search from continuing a recorded study, as ``name: recorded, now asked``."""
+    """Return the differences that keep this search from continuing a recorded study: ``name: recorded, now asked``."""
     asked = {
         **prepared.request.workload.recorded_document(),
         **prepared.request.document(),
@@ -255,21 +256,23 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     }
     # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
     asked["weights"] = workload["weights"]
-    asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
-    workload = {**workload, "source": _as_asked(workload.get("source"))}
-    asked["source"] = _as_asked(asked["source"])
+    asked["data"] = _ignore_unknown_commit(asked["data"], workload.get("data"))
+    workload = {**workload, "source": _without_inspection(workload.get("source"))}
+    asked["source"] = _without_inspection(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
     return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, _as_recorded(asked))]
 
 
 def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
-    """Return what of the user's own code and command differs from a recorded workload; known before it is run."""
+    """Return the differences between the user's code and command and a recorded workload, without running the code."""
     asked = _as_recorded(request.workload.recorded_document())
-    return _in_short({"source": _as_asked(workload.get("source"))}, {"source": _as_asked(asked["source"])})
+    return _in_short(
+        {"source": _without_inspection(workload.get("source"))}, {"source": _without_inspection(asked["source"])}
+    )
 
 
 def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Say what keeps a recorded study from answering a request that names none; ``None`` where it may go on with it."""
+    """Return the difference that keeps a request without a name from continuing a study; ``None`` without one."""
     if request.fresh:
         return "--fresh measures again"
     if request.workload.source is not None:
@@ -282,7 +285,7 @@ def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> st
 
 
 def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Say how the machine of a request differs from that of a study, as far as this process knows it."""
+    """Return in words how the machine of a request differs from that of a study, as far as this process knows."""
     environment = store.environment(known.environment_id)
     software = Software("", {name: version_of(name) for name in environment.get("packages", {})}, ())
     today = describe_environment(request.placement, request.workload, [], software, 0)
@@ -297,7 +300,7 @@ def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> st
 
 
 def _other_memory(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Say how much memory a study and a request may reserve, where the study's answer depends on that."""
+    """Return in words how memory limits of a study and a request differ, where this changes the answer."""
     then = Ceiling.from_document(known.ceiling)
     now = Ceiling(request.memory_limit_bytes, request.least_free_bytes, then.context_bytes, request.headroom)
     if abs(now.cap_bytes - then.cap_bytes) <= _SAME_MEMORY * then.cap_bytes:
@@ -312,13 +315,13 @@ def _other_memory(store: Store, known: StudyRecord, request: SearchRequest) -> s
 
 
 def _as_recorded(document: Document) -> Document:
-    """Return a document as a database returns it, so that equal values compare equal."""
+    """Return a document after a round trip through JSON, so that it compares equal to a stored one."""
     read: Document = json.loads(json.dumps(document))
     return read
 
 
 def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:
-    """Take the measurement revision out of both documents; return the difference in a sentence."""
+    """Remove the measurement revision from both documents; return the difference in words."""
     then, today = recorded.pop("measurement_revision", 1), prepared.environment["measurement_revision"]
     asked.pop("measurement_revision", None)
     if then == today:
@@ -326,13 +329,13 @@ def _revision_change(recorded: Document, asked: Document, prepared: Prepared) ->
     return [f"measured by another version of autotune, whose trials differ: measurement revision {then}, now {today}"]
 
 
-def _as_asked(source: Document | None) -> Document | None:
-    """Return a source without what its inspection has shown, which an earlier autotune did not record."""
+def _without_inspection(source: Document | None) -> Document | None:
+    """Return a source's record without the results of its inspection, which older records lack."""
     return {name: value for name, value in source.items() if name != "interface"} if source else source
 
 
-def _as_far_as_known(data: Document | None, recorded: Document | None) -> Document | None:
-    """Return the data with the recorded content where its commit on the hub was, or is, not known."""
+def _ignore_unknown_commit(data: Document | None, recorded: Document | None) -> Document | None:
+    """Return the data with the recorded content where a commit is unknown, so that this counts as no difference."""
     if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
         return data
     is_known = commit_of(data["content"]) and commit_of(recorded["content"])
@@ -344,7 +347,7 @@ _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
 def _in_short(recorded: Document, asked: Document) -> list[str]:
-    """Return the differences; those of the user's data and code by name only."""
+    """Return the differences; for the user's data and code only the names."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
         before, now = recorded.get(name), asked.get(name)

@@ -26,7 +26,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether it trains as the reference does."""
+        """Whether the winner trains as the reference does."""
         return not (self.look.differs or self.look.ruled_out)
 
     def sentence(self) -> str:
@@ -37,23 +37,23 @@ class Comparison:
         return f"different training: {against}: {'; '.join((*self.look.differs, *self.look.ruled_out))}"
 
     def check(self) -> None:
-        """Raise ``DifferentTrainingError`` where the two do not train alike."""
+        """Raise ``DifferentTrainingError`` where the trainings differ."""
         if not self.is_same:
             hint = self.look.cure or "compare a few hundred steps of both on your own data before you rely on it"
             raise DifferentTrainingError(self.sentence(), hint)
 
 
 def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
-    """Return the baseline's settings with as many samples a step as the candidate.
+    """Return the baseline's settings with the effective batch and optimizer of the candidate.
 
-    The optimizer is the candidate's: another one would be another training.
+    Another optimizer would be another training.
     """
     batch, accumulation = Batches(candidate.samples_per_step).baseline()
     return Candidate(dataclasses.replace(baseline, optim=candidate.arm.optim), batch, accumulation)
 
 
 def check_can_compare(target: Target) -> None:
-    """Raise ``InvalidRequestError`` where two candidates would not see the same samples."""
+    """Raise ``InvalidRequestError`` where the two trainings would not see the same samples."""
     if target.best.candidate.arm.ranks > 1:
         raise InvalidRequestError(
             f"the study {target.report.study.name!r} was measured on {target.best.candidate.arm.ranks} ranks, on which "
@@ -69,7 +69,7 @@ def check_can_compare(target: Target) -> None:
 
 
 def compare_losses(target: Target, log_folder: Path) -> Comparison:
-    """Take the first step of the winner and of the reference, as they were measured."""
+    """Compare the first steps of the winner and of the reference."""
     check_can_compare(target)
     candidate, baseline = target.best.candidate, target.report.baseline
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)

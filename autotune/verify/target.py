@@ -53,7 +53,7 @@ class Interval:
 
 
 def describe_speed(speed: Interval) -> str:
-    """Return ``320.0 ± 1.2%``, or ``305.4 (190.7 to 764.2)`` where that is lopsided.
+    """Return speed and interval: ``320.0 ± 1.2%``, or ``305.4 (190.7 to 764.2)`` where it is asymmetric.
 
     ``51.8 (15.4 or more)`` where it has no upper end.
     """
@@ -65,19 +65,20 @@ def describe_speed(speed: Interval) -> str:
 
 
 def describe_ends(interval: Interval) -> str:
-    """Return ``310.4 to 329.6``."""
+    """Return both ends of an interval: ``310.4 to 329.6``."""
     return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
 
 
 def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interval:
     """Return the interval of a run's mean speed, from the speeds of its consecutive stretches.
 
-    A stretch is the mean of several steps, so neighbouring steps that are slow together widen the interval. From a
-    single stretch no variance is known, so its interval is unbounded.
+    A stretch is the mean of several steps, so neighbouring steps that are slow together widen the interval. A single
+    stretch gives no variance, so its interval is unbounded.
 
-    A run's mean speed is that of its total time, so the interval is that of the mean seconds a sample, and its ends are
-    turned into speeds. A stall of the host in one stretch then widens it to the speed of the other stretches at least:
-    one stall does not refute a promise. What the run cannot reach even without its slowest stretch, it cannot reach.
+    A run's mean speed is that of its total time. So the interval is computed for the mean seconds of a sample, and
+    converted to speeds. A stall of the host in one stretch then widens it to the speed of the other stretches at least:
+    one stall does not refute a promise. A speed that the run does not reach even without its slowest stretch is
+    refuted.
     """
     if not stretches:
         return Interval(samples_per_second, 0.0, math.inf)
@@ -107,7 +108,7 @@ def slack(promised: Interval, obtained: Interval) -> float:
 
 
 def compare(promised: Interval, obtained: Interval) -> Verdict:
-    """Return whether a run kept its promise.
+    """Return whether a run kept the promised speed.
 
     It is missed where the run's interval lies wholly below the promised one. It is kept where the run's speed lies in
     the promised interval, unless both intervals are so wide that hardly any speed would have missed. A run whose speed
@@ -148,17 +149,17 @@ class Target:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The cap of the study's trials, if it had a memory limit; ``None`` means all that the device has."""
+        """The memory cap of the study's trials, if it had a limit; ``None`` means all memory of the device."""
         ceiling = self.report.ceiling
         return None if ceiling.limit_bytes is None else ceiling.cap_bytes
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
+        """The workload of the study."""
         return Workload.from_document(self.report.workload)
 
     def work(self, steps: int, *, evaluates: bool, data_folder: Path | None = None) -> StockWork:
-        """Return the work of a process of ``autotune.worker.verify.stock``."""
+        """Return the work for a process of ``autotune.worker.verify.stock``."""
         return StockWork(
             self.workload,
             self.placement.rank_devices,
@@ -177,7 +178,7 @@ class Target:
 
 
 def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str | None:
-    """Say what of a workload a hundred steps of a stock ``Trainer`` cannot verify; ``None`` where they can."""
+    """Return in words what a hundred steps of a stock ``Trainer`` cannot verify; ``None`` where they can verify all."""
     if workload.get("source") or workload.get("task") == "own":
         return "your own code, which makes the model and the Trainer itself: verify does not run that"
     if any_order or (workload.get("data") or {}).get("group_by_length"):
@@ -187,7 +188,7 @@ def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str 
 
 
 def check_can_be_verified(workload: Document, *, any_order: bool) -> None:
-    """Raise ``InvalidRequestError`` for a search with ``--verify`` that could not be verified at its end.
+    """Raise ``InvalidRequestError`` for a search with ``--verify`` that cannot be verified.
 
     The winner of a search in ``any_order`` may group its samples.
     """
@@ -197,7 +198,7 @@ def check_can_be_verified(workload: Document, *, any_order: bool) -> None:
 
 
 def verifiable_export(report: Report) -> Export:
-    """Return the export of a winner; raises an error where there is none, or none that a stock Trainer can show."""
+    """Return the export of a winner. Raises an error without a winner, or for one that a stock Trainer cannot run."""
     is_ordered = report.best is not None and report.best.candidate.arm.train_sampling_strategy is not None
     unverified = what_is_not_verified(report.workload, any_order=is_ordered)
     if unverified is not None:
@@ -209,7 +210,7 @@ def verifiable_export(report: Report) -> Export:
 
 
 def target_of(report: Report, placement: Placement, arguments: Document | None = None) -> Target:
-    """Return the winner of a study, with ``arguments`` from a file in place of its export's.
+    """Return the winner of a study as a target, with ``arguments`` from a file in place of its export's.
 
     Raises ``NoResultError`` where the study has no winner, and ``InvalidRequestError`` where the file is not its
     export.
@@ -251,7 +252,7 @@ def _check_is_export_of(arguments: Document, exported: Document, report: Report)
 
 
 def read_arguments(path: Path) -> Document:
-    """Return the JSON of an export; raises ``InvalidRequestError`` where the file holds none."""
+    """Return the JSON of an export file. Raises ``InvalidRequestError`` for an invalid file."""
     try:
         arguments = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -266,9 +267,9 @@ def read_arguments(path: Path) -> Document:
 
 
 def find_exported(store: Store, arguments: Document) -> Report:
-    """Return the newest study that exports these values; raises ``UnknownStudyError`` where there is none.
+    """Return the newest study that exports these values. Raises ``UnknownStudyError`` where there is none.
 
-    Raises ``InvalidRequestError`` where studies of different workloads do: the file does not name its model.
+    Raises ``InvalidRequestError`` where studies of different workloads match: the file does not name its model.
     """
     reports: list[Report] = []
     for summary in store.studies():
@@ -293,11 +294,10 @@ def find_exported(store: Store, arguments: Document) -> Report:
 
 
 def placement_of(report: Report, among: Sequence[Device] | None = None) -> Placement:
-    """Return the placement that a study was measured on, by UUID, or by name and memory size.
+    """Return the placement of a study, found by UUID, or by name and memory size.
 
-    It is one of this machine's devices, or ``among`` those that are given.
-
-    Raises ``DeviceError`` where there is none, since the promise holds for no other.
+    It is chosen from ``among``, by default from this machine's devices. Raises ``DeviceError`` without matching
+    devices, since the promise is valid for no others.
     """
     measured = report.environment
     devices = list_devices() if among is None else tuple(among)

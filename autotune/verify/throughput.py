@@ -68,7 +68,7 @@ class Verification:
 
     @property
     def rate_unit(self) -> str:
-        """What speeds are counted in."""
+        """The unit of speeds."""
         return rate_unit(self.target.report.workload)
 
     @property
@@ -84,22 +84,22 @@ class Verification:
 
     @property
     def samples_timed(self) -> int:
-        """Number of samples in them; the last step of an epoch may have fewer than the others."""
+        """Number of samples in the stretches; the last step of an epoch may have fewer than others."""
         return sum(stretch.samples for stretch in self.obtained.stretches)
 
     @property
     def new_shapes(self) -> int:
-        """Number of padded lengths in them that were new to the GPU."""
+        """Number of padded lengths in the stretches that were new to the GPU."""
         return sum(stretch.new_shapes for stretch in self.obtained.stretches)
 
     @property
     def steady_promise(self) -> Interval:
-        """The promised speed of steps whose shapes were all seen before."""
+        """The promised speed of steps without new shapes."""
         return self.target.promise.scaled(1 / self.target.promised.steady_share)
 
     @property
     def promise(self) -> Interval:
-        """The promised speed of the timed steps: padded lengths that are new to the GPU take extra time."""
+        """The promised speed of the timed steps, including extra time for padded lengths new to the GPU."""
         promise = self.steady_promise
         if not self.samples_timed:
             return promise
@@ -122,12 +122,12 @@ class Verification:
         return mean_speed(self.samples_per_second, each)
 
     def _new_seconds(self, new_shapes: int) -> float:
-        """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
+        """Return the extra time of new lengths, as measured in the search; 0 where not measured."""
         return new_shapes * (self.target.promised.new_shape_seconds or 0.0)
 
     @property
     def judges_allocated(self) -> bool:
-        """Whether peak allocated memory is compared, since reserved memory does not depend on the training alone.
+        """Whether peak allocated memory is compared, where reserved memory depends on more than the training.
 
         That is so with expandable segments, with batches of different lengths (the allocator keeps freed blocks of
         every length, up to its cap), and with CUDA graphs, whose pool is filled in an order that a cold compiler cache
@@ -138,11 +138,11 @@ class Verification:
 
     @property
     def training_peak_bytes(self) -> int | None:
-        """The peak that is compared: reserved or allocated memory of the steps, see ``judges_allocated``."""
+        """The compared peak of the steps: reserved or allocated memory, see ``judges_allocated``."""
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Return the steps' peak before the evaluation, or the later one if that exceeds the checkpoint's."""
+        """Return the steps' peak before the evaluation, or a later peak if that exceeds the checkpoint's."""
         peaks = self.obtained.peak_bytes
         if not peaks:
             return None
@@ -153,24 +153,24 @@ class Verification:
 
     @property
     def promised_peak_bytes(self) -> int:
-        """The promised peak that it is compared with."""
+        """The promised peak to compare with."""
         promised = self.target.promised
         return promised.peak_allocated_bytes if self.judges_allocated else promised.peak_reserved_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes that a peak may be higher for the libraries of a fresh process."""
+        """Bytes by which a peak may be higher because of the libraries of a fresh process."""
         return CPU_SLACK_BYTES if self.target.placement.kind == "cpu" else 0
 
     @property
     def most_bytes(self) -> int:
-        """Largest training peak that keeps the promise; one step may hold a second set of DDP's gradient buckets."""
+        """Largest training peak that keeps the promise. A step may hold a second set of DDP's gradient buckets."""
         is_ddp = self.target.promised.ranks > 1 and self.target.best.candidate.arm.strategy == "ddp"
         spare_bytes = round(LARGE_GRADIENTS * self.target.report.ceiling.cap_bytes) if is_ddp else 0
         return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + self.slack_bytes + spare_bytes
 
     def misses(self) -> list[str]:
-        """Return the promises that were not kept, each in a sentence; empty where all were."""
+        """Return a sentence for each broken promise; an empty list without any."""
         if self.obtained.state == "out_of_memory":
             return [f"memory ran out during {_DURING[self.obtained.during or '']}: {self.obtained.message}"]
         problems = self._too_slow()
@@ -185,7 +185,7 @@ class Verification:
         return problems
 
     def _too_slow(self) -> list[str]:
-        """Say that the speed was missed; empty where it was not."""
+        """Return a sentence where the speed was missed; an empty list where it was reached."""
         promise, speed = self.promise, self.speed
         if speed is None or compare(promise, speed) != "missed":
             return []
@@ -195,13 +195,13 @@ class Verification:
         ]
 
     def verdict(self) -> Verdict:
-        """Return whether the promise was kept, as far as the two intervals can tell."""
+        """Return whether the promise was kept, as far as the two intervals allow to decide."""
         if self.misses() or self.speed is None:
             return "missed"
         return compare(self.promise, self.speed)
 
     def why(self) -> str | None:
-        """Say why the intervals cannot tell, or how the run is faster; ``None`` for any other verdict."""
+        """Return why the intervals are inconclusive, or by how much the run is faster; ``None`` for other verdicts."""
         promise, speed = self.promise, self.speed
         verdict = None if speed is None else compare(promise, speed)
         if speed is None or verdict in ("kept", "missed"):
@@ -215,13 +215,13 @@ class Verification:
         return f"the intervals are too wide: a run {slack(promise, speed):.0%} slower would go unnoticed"
 
     def check(self) -> None:
-        """Raise ``PromiseMissedError`` where a promise was not kept."""
+        """Raise ``PromiseMissedError`` where a promise was broken."""
         misses = self.misses()
         if misses:
             raise PromiseMissedError("; ".join(misses), self._hint(misses))
 
     def _hint(self, misses: list[str]) -> str:
-        """Return what to do about the misses."""
+        """Return advice about broken promises."""
         batch = self.target.best.candidate.per_device_train_batch_size
         if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
@@ -233,7 +233,7 @@ _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the check
 
 
 def check_steps(steps: int | None) -> None:
-    """Raise ``InvalidRequestError`` where too few steps are asked for to measure a speed."""
+    """Raise ``InvalidRequestError`` for too few steps to measure a speed."""
     if steps is not None and steps < LEAST_STEPS:
         raise InvalidRequestError(
             f"--steps {steps} are too few to tell a speed after the warm-up", f"use {LEAST_STEPS} or more"
@@ -241,7 +241,7 @@ def check_steps(steps: int | None) -> None:
 
 
 def steps_of(target: Target, asked: int | None) -> int:
-    """Return how many steps a stock run has; raises ``InvalidRequestError`` for too few."""
+    """Return the number of steps of a stock run. Raises ``InvalidRequestError`` for too few."""
     check_steps(asked)
     within = int(_USUAL_SECONDS / target.promised.step_seconds)
     return asked if asked is not None else max(LEAST_STEPS, min(within, _USUAL_STEPS))
@@ -255,9 +255,9 @@ def verify(
     wait: Wait | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
+    """Run the stock process and compare. Raises ``TrialServerError`` where it fails for a reason other than memory.
 
-    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for, of which ``note`` is told.
+    A GPU on which a search runs is a ``DeviceError``; with ``wait`` this waits for its end, and reports so to ``note``.
     """
     steps = steps_of(target, steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
@@ -282,7 +282,7 @@ def verify(
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
-    """Return the folder of the study's prepared dataset, which is prepared again if it is gone and has not changed."""
+    """Return the folder of the study's prepared dataset, preparing an unchanged dataset again if needed."""
     workload = target.workload
     if workload.data is None:
         return None
@@ -332,7 +332,7 @@ def notes(verification: Verification) -> list[str]:
 
 
 def verification_lines(verification: Verification) -> list[str]:
-    """Return lines with promised and obtained figures side by side, and notes."""
+    """Return a table of promised and measured values, and notes."""
     target, obtained = verification.target, verification.obtained
     word = counted_in(target.report.workload)
     promised, promise, speed = target.promised, verification.promise, verification.speed
@@ -447,7 +447,7 @@ class VerificationDocument:
 
 
 def verification_document(verification: Verification) -> VerificationDocument:
-    """Return the comparison as ``--json`` prints it; what was not measured is ``None``."""
+    """Return the comparison as ``--json`` prints it, with ``None`` for missing measurements."""
     target, obtained = verification.target, verification.obtained
     promised, promise, speed = target.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Yield whatever has a shape in a value, with where it stands: ``0``, ``1.input_ids``."""
+    """Yield every array in a nested value with its path: ``0``, ``1.input_ids``."""
     if has_shape(value):
         yield place, value
     elif depth:
@@ -16,7 +16,7 @@ def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tup
 
 
 def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, int]]:
-    """Yield how many values each row in a value has, with where it stands: detectors get a list of samples."""
+    """Yield the lengths of rows in a nested value with their paths. Detectors get a list of samples."""
     if has_shape(value) or not depth:
         return
     if is_row(value):
@@ -26,12 +26,12 @@ def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tu
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
-    """Yield whatever has a shape in a value."""
+    """Yield every array in a nested value."""
     return (array for _, array in arrays_by_place(value))
 
 
 def has_shape(value: Any) -> bool:
-    """Return whether a value is an array; a batch that gives its keys as attributes may have one of this name."""
+    """Return whether a value is an array. A batch may have a key ``shape`` that it offers as an attribute."""
     try:
         return isinstance(getattr(value, "shape", None), tuple)
     except Exception:
@@ -40,19 +40,19 @@ def has_shape(value: Any) -> bool:
 
 
 def is_row(value: Any) -> bool:
-    """Return whether a value holds others in a row."""
+    """Return whether a value is a list or a tuple."""
     return isinstance(value, list | tuple)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a value holds, each with its key or index."""
+    """Return the parts of a container with their keys or indices."""
     if hasattr(value, "items"):
         return value.items()  # type: ignore[no-any-return]
     return enumerate(value) if is_row(value) else ()
 
 
 def cut(value: Any, rows: int, start: int, end: int) -> Any:
-    """Return some samples of a batch of so many rows; ``None`` where it has no array of as many."""
+    """Return the samples from ``start`` to ``end`` of a batch of ``rows``; ``None`` without an array of that length."""
     found = False
 
     def part(each: Any) -> Any:

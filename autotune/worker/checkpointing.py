@@ -7,18 +7,18 @@ from typing import Any
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:
-    """List those of some modules that are in no other of them."""
+    """Return those modules that are inside no other of the modules."""
     inner = {id(part) for each in modules for part in each.modules() if part is not each}
     return [each for each in modules if id(each) not in inner]
 
 
 def checkpointing_parts(model: Any) -> list[Any]:
-    """List the outermost models of transformers within a module that can recompute activations."""
+    """Return the outermost transformers models within a module that support gradient checkpointing."""
     return outermost([part for part in model.modules() if getattr(part, "supports_gradient_checkpointing", False)])
 
 
 def enable_checkpointing(model: Any, **options: Any) -> None:
-    """Have all parts of a model that can recompute activations do so."""
+    """Turn on gradient checkpointing in all parts of a model that support it."""
     for part in checkpointing_parts(model):
         # transformers 5.18 and later deprecate the second name.
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
@@ -28,13 +28,13 @@ def enable_checkpointing(model: Any, **options: Any) -> None:
 
 
 def is_checkpointing(model: Any) -> bool:
-    """Return whether a part of a model recomputes activations as it is."""
+    """Return whether a part of a model uses gradient checkpointing."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     parts = checkpointing_parts(model)
     return any(next((getattr(part, name) for name in names if hasattr(part, name)), False) for part in parts)
 
 
 def disable_checkpointing(model: Any) -> None:
-    """Have no part of a model recompute activations."""
+    """Turn off gradient checkpointing in all parts of a model."""
     for part in checkpointing_parts(model):
         part.gradient_checkpointing_disable()

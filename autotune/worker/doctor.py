@@ -8,7 +8,7 @@ import warnings
 
 
 def main() -> None:
-    """Import torch, start CUDA, and print what came of it."""
+    """Import torch, start CUDA, and print the result."""
     # torch warns of the driver in words of its own.
     warnings.simplefilter("ignore")
     try:

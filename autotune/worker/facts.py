@@ -32,15 +32,15 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of the libraries that a measurement depends on; ``None`` for one that is not installed."""
+    """Return the installed versions of libraries that affect measurements; ``None`` for missing ones."""
     return {name: version_of(name) for name in _PACKAGES}
 
 
 def layer_classes(model: torch.nn.Module) -> list[str]:
-    """Return the names of the classes of the model's layers, which FSDP shards one by one; none where it has none.
+    """Return the class names of the model's layers, which FSDP wraps one by one; empty without layers.
 
-    Layers are what the outermost lists of modules hold. Where the model says which modules are not to be split, those
-    among them that it names; else those of the lists with the most parameters.
+    Layers are the elements of the outermost module lists. Where the model names modules that must not be split, these
+    are used; else those of the lists with the most parameters.
     """
     lists = outermost([module for module in model.modules() if isinstance(module, torch.nn.ModuleList)])
     held: Counter[str] = Counter()
@@ -54,7 +54,7 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
 
 
 def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
-    """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
+    """Return parameter count and features of the model, built on the ``meta`` device without memory."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     model = on_meta(workload, "sdpa" if "sdpa" in attentions else "eager")
@@ -86,7 +86,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
 
 
 def inspect(workload: Workload, work: InspectionWork) -> Inspection:
-    """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
+    """Return facts about the environment and the model; ``model_error`` where it cannot be built."""
     inspection = inspect_environment()
     inspection = dataclasses.replace(inspection, lacks_nccl=lacks_nccl(work.devices))
     try:
@@ -98,7 +98,7 @@ def inspect(workload: Workload, work: InspectionWork) -> Inspection:
 
 
 def inspect_environment() -> Inspection:
-    """Return facts about the environment; ``autotune.worker.gpu_facts`` adds those that need the GPU."""
+    """Return facts about the environment; ``autotune.worker.gpu_facts`` adds those of the GPU."""
     fields = sorted(f.name for f in dataclasses.fields(TrainingArguments))
     return Inspection(
         Software(platform.python_version(), package_versions(), tuple(fields)), optims=tuple(optimizer_names())

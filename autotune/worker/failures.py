@@ -74,18 +74,18 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
     text = str(error).lower()
     if any(fragment in text for fragment in (*_DEVICE_FRAGMENTS, *_HOST_FRAGMENTS)):
         return True
-    if _is_onednns(text):
+    if _is_onednn_error(text):
         return True
     near = fraction_used >= _NEAR_LIMIT
     return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
 
 
-def _is_onednns(text: str) -> bool:
+def _is_onednn_error(text: str) -> bool:
     return text.strip().partition("\n")[0] == _ONEDNN_LINE
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """Return the error and the errors it was raised from, outermost first."""
+    """Return an error and its causes, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -95,7 +95,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def package_of(error: BaseException) -> str | None:
-    """Return the installed package in which an error of an import came up; ``None`` for torch and transformers.
+    """Return the installed package in which an import failed; ``None`` for torch and transformers.
 
     torch registers functions of other packages, and transformers imports them.
     """
@@ -128,7 +128,7 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     """Return the outcome of a trial that ended with an exception.
 
     ``memory`` holds ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes`` (or ``None``). On a CPU the
-    device's memory is the host's, limited for the trial, so running out of either counts as ``device``.
+    device's memory is the host's, limited for the trial, so that running out of either is ``device``.
     """
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0
@@ -144,7 +144,7 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()
     on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in _HOST_FRAGMENTS)
-    on_host = on_host or _is_onednns(text)
+    on_host = on_host or _is_onednn_error(text)
     return OutOfMemory(
         first_line(culprit),
         where="host" if on_host and not on_cpu else "device",

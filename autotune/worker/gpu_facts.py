@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
-    """Return the facts that are added to those of ``autotune.worker.facts.inspect``."""
+    """Return the facts about the GPU for an inspection."""
     if torch.version.hip:
         raise SystemExit(f"torch {torch.__version__} is built for AMD's ROCm, which is not supported")
     # First, since this starts CUDA.
@@ -50,13 +50,13 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
         calibration = calibrate(torch.device("cuda", 0))
         if work.ranks > 1:
             calibration = replace(
-                calibration, collectives=_within(_MOST_SECONDS, lambda: collectives(work.ranks)) or {}
+                calibration, collectives=_with_time_limit(_MOST_SECONDS, lambda: collectives(work.ranks)) or {}
             )
     return GpuFacts(measured_bytes, chip, torch.version.cuda, cudnn, _cublas_version(), calibration)
 
 
 def _cublas_version() -> str | None:
-    """Return the version of the cuBLAS that this process has loaded; torch has no function for it."""
+    """Return the version of the loaded cuBLAS library; torch has no function for it."""
     try:
         mapped = {
             line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
@@ -88,10 +88,9 @@ _LAUNCHES = 200
 
 
 def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> Calibration:
-    """Return rates of square matrix products by kind, bytes a second, and seconds of a launch and of a dispatch.
+    """Measure rates of square matrix products by kind, bandwidth, and seconds of a launch and of a dispatch.
 
-    Each is the best of several runs. A kind of product that the device lacks, or for which there is no memory, is left
-    out.
+    Each is the best of several runs. Products that the device lacks, or that do not fit in memory, are left out.
     """
     share = budget_seconds / _PARTS
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
@@ -110,6 +109,7 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
 
 
 def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -> float:
+    """Return the measured FLOPs per second of a matrix product."""
     half = torch.float16 if device.type == "cuda" else torch.bfloat16
     one = torch.randn((size, size), device=device, dtype=half if kind == "half" else torch.float32)
     other, result = one.clone(), torch.empty_like(one)
@@ -132,16 +132,16 @@ def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
 def _best_seconds(
     work: Callable[[], object], devices: Sequence[torch.device], seconds: float, together: int
 ) -> tuple[float, float]:
-    """Return the shortest time of one run, of several in a row that are waited for together, and that to issue one."""
+    """Return the shortest time of a run, averaged over runs issued together, and the time to issue one."""
     work()
-    _wait(devices)
+    _synchronize_all(devices)
     run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
     while True:
         started = time.perf_counter()
         for _ in range(together):
             work()
         issued = min(issued, (time.perf_counter() - started) / together)
-        _wait(devices)
+        _synchronize_all(devices)
         run = min(run, (time.perf_counter() - started) / together)
         if time.perf_counter() > deadline:
             return run, issued
@@ -157,7 +157,7 @@ _MOST_SECONDS = 20.0
 
 
 def collectives(ranks: int) -> dict[str, Collective]:
-    """Return what exchanges take between so many GPUs, all driven by this process, and between a group of them."""
+    """Return the measured cost of collectives between GPUs driven by this process, of all and of a group."""
     nccl: Any = importlib.import_module("torch.cuda.nccl")
 
     def timed(gpus: int, size_bytes: int, *, gathers: bool) -> float:
@@ -181,8 +181,8 @@ def collectives(ranks: int) -> dict[str, Collective]:
     return found
 
 
-def _within(seconds: float, measure: Callable[[], T]) -> T | None:
-    """Return what a measurement gives; ``None`` where it fails or takes longer, and goes on until the process ends."""
+def _with_time_limit(seconds: float, measure: Callable[[], T]) -> T | None:
+    """Return the result of a measurement; ``None`` where it fails or exceeds its time, still running in its thread."""
     told: list[T] = []
 
     def run() -> None:
@@ -195,7 +195,7 @@ def _within(seconds: float, measure: Callable[[], T]) -> T | None:
     return told[0] if told else None
 
 
-def _wait(devices: Sequence[torch.device]) -> None:
+def _synchronize_all(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -49,7 +49,7 @@ class _Properties:
 
 @contextlib.contextmanager
 def _cuda_not_started() -> Iterator[None]:
-    """Answer questions about the GPU during imports without starting CUDA; raise ``CudaStartedError`` if it started.
+    """Answer questions about the GPU during imports without starting CUDA. Raise ``CudaStartedError`` if it started.
 
     transformers imports peft where it is installed, which imports bitsandbytes and torchao, which ask torch for the
     compute capability. Once CUDA is started, no forked child can use the GPU. The controller knows the capability from
@@ -86,12 +86,12 @@ def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[No
 
 
 def renew_thread_pool_in_forks() -> None:
-    """Have forks of this process, and theirs, make a new thread pool before any of their threads asks for it.
+    """Make forks of this process create their thread pool before their threads use it.
 
-    After a fork, torch makes the pool of caffe2 (``pthreadpool-cpp.cc``) anew when it is first asked for, without a
-    lock. OpenMP's threads ask for it all at once in their first nested operation, such as attention with dropout on a
-    CPU. Of several that do, one makes the pool, and others find none: "Invalid thread pool!". Seen with torch 2.11 on
-    16 cores, in forks of a fork that had set its number of threads.
+    After a fork, torch creates the pool of caffe2 (``pthreadpool-cpp.cc``) anew on first use, without a lock. OpenMP's
+    threads ask for it all at once in their first nested operation, such as attention with dropout on a CPU. One of them
+    creates the pool, and others find none: "Invalid thread pool!". Seen with torch 2.11 on 16 cores, in forks of a fork
+    that had set its number of threads.
     """
     import torch
 
@@ -99,9 +99,9 @@ def renew_thread_pool_in_forks() -> None:
 
 
 def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False) -> int:
-    """Import what trials need; return the number of threads that torch would use.
+    """Import what trials need; return torch's number of threads.
 
-    Without a workload that is what any may need, or with ``is_plain`` what one without a dataset and adapters does.
+    Without a workload, import what any workload may need, or with ``is_plain`` a workload without dataset and adapters.
     """
     import torch
 
@@ -139,7 +139,7 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
 
 
 def import_model(document: dict[str, Any]) -> None:
-    """Import the class of another workload's model, after everything else."""
+    """Import the model class of another workload, after everything else."""
     if COLD_VARIABLE in os.environ:
         return
     workload = Workload.from_document(document)
@@ -148,7 +148,7 @@ def import_model(document: dict[str, Any]) -> None:
 
 
 def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the packages that are not to be imported now, and those that never are."""
+    """Return the packages to hide during imports, and those to hide forever."""
     if workload is None:
         return (_NO_STEP_NEEDS, ("datasets", "peft")) if is_plain else ((), ())
     # transformers' Trainer imports these, and this workload does not use them.
@@ -184,7 +184,7 @@ Import = tuple[str, str | None]
 
 
 def imports_of(source: TrainingSource) -> list[Import]:
-    """Return the imports of known libraries in the user's file, and in those of their own that it imports."""
+    """Return the imports of known libraries in the user's file and in their own modules that it imports."""
     reading = _Reading([Path(source.file).parent, Path(source.cwd)])
     reading.read(Path(source.file))
     return list(reading.found)
@@ -203,7 +203,7 @@ class _Reading:
         self._changing = {*_CHANGING}
 
     def read(self, file: Path) -> bool:
-        """Add what a file imports at its top level; return ``False`` where the environment may have been changed."""
+        """Add a file's top-level imports; return ``False`` where the code may have changed the environment."""
         if file in self._seen or len(self._seen) == _MOST_FILES:
             return True
         self._seen.add(file)
@@ -231,7 +231,7 @@ class _Reading:
         return True
 
     def _add(self, module: str, name: str | None) -> bool:
-        """Add an import, or what the user's own file of that name imports, which Python finds before a library."""
+        """Add an import; for a module of the user's own, add its imports."""
         package = module.partition(".")[0]
         if package in _LIBRARIES and not any(_files_of(folder, package) for folder in self._folders):
             self.found[module, name] = None
@@ -249,6 +249,6 @@ def _imports_in(statement: ast.Import | ast.ImportFrom) -> list[Import]:
 
 
 def _files_of(folder: Path, module: str) -> list[Path]:
-    """Return the file of a module in a folder, if it is there."""
+    """Return the file of a module in a folder, if it exists."""
     path = folder.joinpath(*module.split("."))
     return [file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()]

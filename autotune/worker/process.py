@@ -38,12 +38,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parent died children of this process, so that it can kill them."""
+    """Become the parent of orphaned descendants, so that this process can kill them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit at once if it already has."""
+    """Make the kernel kill this process when its parent dies; exit at once if it is dead already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -54,7 +54,7 @@ Run = Callable[[Callable[[W], NoReturn]], NoReturn]
 
 
 def in_fork(kind: type[W], run: Run[W]) -> W:
-    """Call ``run`` in a forked child and return its result of a type; end as the child ended where there is none."""
+    """Run a function in a forked child and return its result; if there is none, end like the child."""
     child = ForkedRun(kind, run)
     result = child.result_before(lambda: False)
     assert result is not None
@@ -63,9 +63,9 @@ def in_fork(kind: type[W], run: Run[W]) -> W:
 
 
 def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_seconds: float) -> list[W | None]:
-    """Call each of ``runs`` in a forked child of its own, some at once; return their results of a type in order.
+    """Run functions in forked children, ``at_once`` at a time; return their results in order.
 
-    ``None`` where a child ended without one, or had not ended when the limit for all of them was over.
+    ``None`` where a child ended without a result, or was not finished at the common time limit.
     """
     deadline = time.monotonic() + limit_seconds
     results: list[W | None] = [None] * len(runs)
@@ -109,12 +109,12 @@ class ForkedRun(Generic[W]):
         self.lines = LineReader(read_fd)
 
     def read(self) -> W | None:
-        """Return the result if it is there by now."""
+        """Return the result if it has arrived."""
         lines = self.lines.read()
         return decode(json.loads(lines[0]), self._kind) if lines else None
 
     def result(self, limit_seconds: float) -> W | None:
-        """Wait for the result; ``None`` where the child ended without one, or has not sent it within the limit."""
+        """Wait for the result; ``None`` where the child ended without one, or exceeded the limit."""
         deadline = time.monotonic() + limit_seconds
         while (result := self.read()) is None and not self.lines.closed and (left := deadline - time.monotonic()) > 0:
             wait_until_ready([self.lines.fd], timeout_seconds=left)
@@ -122,9 +122,9 @@ class ForkedRun(Generic[W]):
         return result
 
     def result_before(self, is_over: Callable[[], bool]) -> W | None:
-        """Wait for the result; ``None`` as soon as ``is_over`` says so. End as the child ended where there is none.
+        """Wait for the result, until ``is_over`` is true (``None``). If there is none, end like the child.
 
-        The end of the pipe is not waited for, since processes that the child started may hold it open for longer.
+        The end of the pipe does not matter, since processes that the child started may hold it open for longer.
         """
         while not is_over():
             wait_until_ready([] if self.lines.closed else [self.lines.fd], timeout_seconds=_LOOK_SECONDS)
@@ -141,7 +141,7 @@ class ForkedRun(Generic[W]):
         return None
 
     def end(self) -> None:
-        """Kill the child unless it has ended, and reap it."""
+        """Kill the child if it still runs, and reap it."""
         os.close(self.lines.fd)
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
@@ -150,6 +150,8 @@ class ForkedRun(Generic[W]):
 
 
 def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
+    """Run the function in the child, and send its result."""
+
     def finish(result: W) -> NoReturn:
         # The parent may kill this process once it has the result.
         flush_output()
@@ -188,20 +190,20 @@ def serve_one_job(kind: type[W], run: Callable[[W, str], Any]) -> None:
 
 
 def flush_output() -> None:
-    """Write out what was printed so far."""
+    """Flush standard output and error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without clean-up, since what this process inherited is its parent's to clean up."""
+    """Exit without clean-up, which is the parent's task."""
     flush_output()
     os._exit(code)
 
 
 def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
-    """Kill and reap every child but the ``spared``, repeatedly, since killing one may orphan and so add others."""
+    """Kill and reap every child but the ``spared``, repeatedly, since orphans become children."""
     deadline, this = time.monotonic() + limit_seconds, psutil.Process()
     # With adopted ones and zombies.
     while (left := [child.pid for child in this.children() if child.pid not in spared]) and time.monotonic() < deadline:
@@ -215,7 +217,7 @@ def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> No
 
 
 def kill_group(pid: int) -> None:
-    """Kill a trial and its process group, also where it is not a group leader yet."""
+    """Kill a process and its process group, which may not exist yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -227,9 +229,9 @@ _KEPT_LOG_BYTES = 1024**2
 
 
 def bound_log(path: str) -> None:
-    """Cut a log that is too long to its last part; lines written at the same moment may be lost.
+    """Cut a long log to its last part; lines written at the same moment may be lost.
 
-    Processes write to it in append mode, so later lines come after what is kept.
+    Processes write to it in append mode, so later lines follow the rest.
     """
     with contextlib.suppress(OSError):
         size = os.path.getsize(path)
@@ -244,7 +246,7 @@ def bound_log(path: str) -> None:
 
 
 def append_output(log_path: str) -> None:
-    """Append standard output and error to another log file; where it cannot be opened, they stay where they are."""
+    """Append standard output and error to another log file; without effect where it cannot be opened."""
     with contextlib.suppress(OSError):
         log = private_opener(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         flush_output()

@@ -19,10 +19,10 @@ _HOST = "127.0.0.1"
 
 
 def open_store() -> Any:
-    """Open a store for the ranks of one trial, on a port that the system chooses.
+    """Open a ``TCPStore`` for the ranks of one trial, on a free port.
 
-    The process that starts the ranks holds it, as ``torchrun`` does. No rank has to take a port that was free a moment
-    before. torch itself would listen on every network interface, and a store asks nobody for a password.
+    The process that starts the ranks holds it, as ``torchrun`` does, so no rank depends on a port that was free a
+    moment before. torch itself would listen on every network interface, and a store has no password.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -33,14 +33,14 @@ def open_store() -> Any:
 
 
 def lacks_nccl(devices: RankDevices) -> bool:
-    """Return whether ranks on these devices need NCCL, and torch was built without it."""
+    """Return whether ranks on these devices need NCCL but torch lacks it."""
     from torch.distributed import is_nccl_available
 
     return devices.kind == "cuda" and devices.ranks > 1 and not is_nccl_available()
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables that ``torchrun`` sets for a rank on one host, with a store at ``port``.
+    """Return the environment variables of ``torchrun`` for a rank on one host, with a store at ``port``.
 
     Source: ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` of torch 2.13.
     """
@@ -64,11 +64,11 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
-    """Set what DeepSpeed reads in the environment of this process; must come before it is imported.
+    """Set DeepSpeed's environment variables for this process, before it is imported.
 
-    It asks for a process group of one rank, too, as ``torchrun --nproc_per_node 1`` makes it. Port 0 has the store take
-    one that is free. On a CPU, DeepSpeed would choose a GPU that it finds. An optimizer on the CPU gets its share of
-    the cores, since ranks have a single thread otherwise.
+    DeepSpeed needs a process group even for one rank, as ``torchrun --nproc_per_node 1`` makes it. With port 0 the
+    store takes a free port. On a CPU, DeepSpeed would choose a GPU that it finds. An optimizer on the CPU gets its
+    share of the cores, since ranks have a single thread otherwise.
     """
     import torch
 
@@ -110,7 +110,7 @@ class Ranks:
         return cls(rank, count, PrefixStore("autotune", store))
 
     def gather(self, value: T) -> list[T]:
-        """Return this JSON-ready value of every rank, in their order; every rank waits here for all others."""
+        """Return the JSON-ready value of every rank, in order of ranks. Every rank waits here for all others."""
         if self._store is None:
             return [value]
         self._exchanges += 1
@@ -118,9 +118,9 @@ class Ranks:
         return [json.loads(self._store.get(f"{self._exchanges}/{rank}")) for rank in range(self.count)]
 
     def open_store_anew(self) -> None:
-        """Have the user's code, run once more, find its ranks in a new store; every rank calls this.
+        """Open a new store for another run of the user's code; every rank calls this.
 
-        The old one still has the addresses of the processes that ran it before.
+        The old store still has the addresses of the earlier run's processes.
         """
         if self.rank == 0:
             self._later_stores.append(open_store())
@@ -128,10 +128,10 @@ class Ranks:
         os.environ["MASTER_PORT"] = str(ports[0])
 
     def announce(self, word: str) -> None:
-        """Let all ranks know a word; nobody waits."""
+        """Publish a word to all ranks without waiting."""
         if self._store is not None:
             self._store.set(word, "")
 
     def was_announced(self, word: str) -> bool:
-        """Return whether any rank has announced this word."""
+        """Return whether any rank has published this word."""
         return self._store is not None and bool(self._store.check([word]))

@@ -89,7 +89,7 @@ class _Rank:
         """Its wait status, once it has ended."""
 
     def reap(self) -> bool:
-        """Return whether the process ended since the last call."""
+        """Return whether the process has ended since the last call."""
         if self.status is not None:
             return False
         try:
@@ -102,12 +102,12 @@ class _Rank:
 
     @property
     def result(self) -> Any:
-        """What it answered; ``None`` before that."""
+        """The result of the process; ``None`` before it."""
         return None if self.answer is None else self.answer.get("result")
 
     @property
     def state(self) -> Any:
-        """The state of the outcome that it answered; an inspection completed where it met no problem."""
+        """The state of the outcome; ``completed`` for an inspection without a problem."""
         if not isinstance(self.result, dict):
             return None
         if self.result.get("failed_rank") is not None:
@@ -119,7 +119,7 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended without an answer, or answered anything but that it completed."""
+        """Whether the process ended without a result, or with another state than ``completed``."""
         return self.status is not None if self.answer is None else self.state != "completed"
 
 
@@ -144,10 +144,10 @@ class _RunningJob:
         """The rank that failed first, where there are several."""
 
     def blame(self) -> bool:
-        """Note the first rank that failed, unless that is done; return whether there is one now.
+        """Record the first rank that failed, if not done yet; return whether there is one.
 
-        A rank that ran out of memory, or ended without a word, is the cause of what the others then say: that their
-        connection was closed. Otherwise the earliest answer is.
+        A rank that ran out of memory, or ended without an answer, causes the others' errors about closed connections.
+        Otherwise the earliest answer is the cause.
         """
         if self.culprit is not None or len(self.ranks) == 1:
             return False
@@ -160,7 +160,7 @@ class _RunningJob:
         return self.culprit is not None
 
     def kill(self) -> None:
-        """Kill every process of the job, and what they started in their process group."""
+        """Kill every process of the job with its process group."""
         process.kill_group(self.ranks[0].pid)
         for rank in self.ranks:
             if rank.status is None:
@@ -197,9 +197,9 @@ class Server:
 
     def report(self, line: ServerLine) -> None:
         """Send a line to the controller, now or as soon as it reads again."""
-        self._put(encode(line))
+        self._send_document(encode(line))
 
-    def _put(self, document: dict[str, Any]) -> None:
+    def _send_document(self, document: dict[str, Any]) -> None:
         self._reports.put(json.dumps(document).encode())
 
     def serve(self) -> None:
@@ -215,6 +215,7 @@ class Server:
                 scratch.remove()
 
     def _wait_and_act(self) -> None:
+        """Wait for messages, ends and deadlines, and handle them."""
         reading = [self._control.fd, self._wake_read]
         if not self._reports.is_full:
             reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
@@ -248,6 +249,7 @@ class Server:
                     self.report(Adopted(os.getpid()))
 
     def _start(self, job: Job) -> None:
+        """Start the processes of a job."""
         # Made and removed by the server, since a job may be killed at any point.
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
@@ -277,7 +279,7 @@ class Server:
         self.report(Started(job.id, tuple(rank.pid for rank in ranks), scratch.path))
 
     def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
-        """Start a process of a job; raises ``OSError`` where there can be none."""
+        """Fork a process of a job. Raises ``OSError`` where that is impossible."""
         server = os.getpid()
         read_fd, write_fd = os.pipe()
         try:
@@ -301,7 +303,7 @@ class Server:
     def _become_child(
         self, job: Job, number: int, scratch: Scratch, server: int, result_fd: int, others: list[_Rank]
     ) -> NoReturn:
-        """Run one job, or one rank of it, in the forked child: in its own log, without clean-up at the end.
+        """Run one rank of a job in the forked child, with its own log, without clean-up at the end.
 
         A job of one process has a session of its own; several ranks have the process group of the first.
         """
@@ -327,10 +329,11 @@ class Server:
             process.leave(code)
 
     def _pids(self) -> list[int]:
-        """Return the processes of the jobs that are running."""
+        """Return the process ids of running jobs."""
         return [rank.pid for job in self._jobs for rank in job.ranks]
 
     def _attend(self, job: _RunningJob) -> None:
+        """Forward a job's messages, and handle its deadline, failures and end."""
         for rank in job.ranks:
             # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
             if not self._reports.is_full:
@@ -383,7 +386,7 @@ class Server:
         self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
 
     def _report_stop(self, job: _RunningJob) -> None:
-        """Report, as the job's result, why a process that the job started has ended it."""
+        """Report the reason with which a process of the job has ended the job, as its result."""
         try:
             with open(job.scratch.stop_file, encoding="utf-8") as file:
                 why = json.load(file)
@@ -403,9 +406,9 @@ class Server:
         self.report(ResultLine(result, id=job.id))
 
     def _forward(self, job: _RunningJob, rank: _Rank) -> None:
-        """Forward a process's complete lines, each with the job's id.
+        """Forward complete lines of a process, with the job's id.
 
-        Of several ranks only the progress of the first is forwarded. Their results are kept until all have ended.
+        Only the first rank's progress is forwarded. Results of several ranks are held back until all have ended.
         """
         for line in rank.lines.read():
             try:
@@ -424,11 +427,11 @@ class Server:
             elif rank.number == 0:
                 job.has_result = job.has_result or "result" in message
                 said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
-                self._put({**said, "id": job.id})
+                self._send_document({**said, "id": job.id})
 
 
 def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a rank that failed, with its number before the message."""
+    """Return the result of a failed rank with its number in the message."""
     if isinstance(problem := result.get("problem"), dict):
         return {**result, "problem": _of_rank(number, problem)}
     message = result.get("message")
@@ -436,6 +439,7 @@ def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
+    """Run the work of a job in the child, and send its result."""
     import torch
 
     def send(kind: str, value: Any) -> None:

@@ -23,17 +23,17 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def lines_above() -> Iterator[tuple[FrameType, int]]:
-    """Yield the lines that called the caller of this."""
+    """Yield the stack frames and lines above the caller."""
     return traceback.walk_stack(sys._getframe(2))
 
 
 def module_of(frame: FrameType) -> str:
-    """Return the name of the module that a frame runs."""
+    """Return the module name of a frame."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def users_line(lines: Lines) -> str | None:
-    """Return ``train.py:12``: the innermost line that is the user's own, else of a package that is no framework."""
+    """Return the innermost line of the user's own code, else of a package that is no framework: ``train.py:12``."""
     place = None
     for frame, number in lines:
         path = frame.f_code.co_filename

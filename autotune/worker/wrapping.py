@@ -12,33 +12,33 @@ from typing import Any
 
 
 def before(owner: Any, name: str, act: Callable[..., object]) -> None:
-    """Call ``act`` with the arguments of each call of a function of a class or module, before it."""
+    """Call ``act`` with the arguments of each call of a function, before the call."""
 
-    def looked_at(function: Callable[..., Any], /, *words: Any, **options: Any) -> Any:
-        act(*words, **options)
-        return function(*words, **options)
+    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return function(*args, **kwargs)
 
     around(owner, name, looked_at)
 
 
 def after(owner: Any, name: str, act: Callable[..., object]) -> None:
-    """Call ``act`` with the result and the arguments of each call of a function of a class or module, after it."""
+    """Call ``act`` with the result and arguments of each call of a function, after the call."""
 
-    def looked_at(function: Callable[..., Any], /, *words: Any, **options: Any) -> Any:
-        result = function(*words, **options)
-        act(result, *words, **options)
+    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        act(result, *args, **kwargs)
         return result
 
     around(owner, name, looked_at)
 
 
 def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """Have ``act`` called in place of a function of a class or module, with that function and the arguments."""
+    """Replace a function of a class or module by ``act``, which gets the original and the arguments."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def watched(*words: Any, **options: Any) -> Any:
-        return act(function, *words, **options)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return act(function, *args, **kwargs)
 
     setattr(owner, name, watched)
 
@@ -47,9 +47,9 @@ Change = Callable[[ModuleType], None]
 
 
 def on_import(name: str, change: Change) -> None:
-    """Call ``change`` with the module of this name: now if it is imported already, else right after its import.
+    """Call ``change`` with a module: now if it is imported, else right after its import.
 
-    An error of ``change`` is the importer's: nothing is trained with a module that was not changed.
+    An error of ``change`` is raised at the import: nothing is trained with an unchanged module.
     """
     module = sys.modules.get(name)
     if module is not None:

@@ -9,9 +9,9 @@ import optuna_dashboard._serializer
 from autotune.results.dashboard_private import (
     CONSTRAINTS_KEY,
     METRIC_NAMES_KEY,
-    as_the_dashboard_knows_it,
     frozen_study,
     id_of_trial,
+    set_dashboard_fields,
 )
 from autotune.store.records import StudyRecord
 
@@ -29,7 +29,7 @@ def test_the_dashboard_looks_for_constraints_there() -> None:
     serializer: Any = optuna_dashboard._serializer
     assert serializer.CONSTRAINTS_KEY == CONSTRAINTS_KEY
     frozen = optuna.trial.create_trial(value=1.0, constraints={"memory": 2.0})
-    as_the_dashboard_knows_it(frozen, 7)
+    set_dashboard_fields(frozen, 7)
     assert id_of_trial(frozen) == 7
     # Versions differ in what else they ask for: the study's attributes.
     others = len(inspect.signature(serializer.serialize_frozen_trial).parameters) - 2

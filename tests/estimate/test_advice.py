@@ -12,7 +12,7 @@ from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.devices.prices import Prices
-from autotune.estimate.advice import SCALED_DOUBT, Graded, Grades, Offer, in_order, pareto_front, rank
+from autotune.estimate.advice import SCALED_DOUBT, Graded, Grades, Offer, pareto_front, rank, sort_offers
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.prediction_text import advice_lines
@@ -45,7 +45,7 @@ def test_several_gpus_cost_and_draw_as_many_times_as_much() -> None:
 def test_offers_whose_intervals_overlap_share_a_rank() -> None:
     offers = [offer("l4", 2.0, 1.0), offer("a10", 2.1, 1.0), offer("h100-80gb", 1.0, 4.0), offer("h200", 1.0, None)]
     assert [rank(each, offers) for each in offers] == [1, 1, 3, None]
-    assert [each.chip.name for each in in_order(offers)] == ["l4", "a10", "h100-80gb", "h200"]
+    assert [each.chip.name for each in sort_offers(offers)] == ["l4", "a10", "h100-80gb", "h200"]
 
 
 def test_without_any_price_hours_count() -> None:

@@ -55,7 +55,7 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
         searches.changes.attach()
         job, _ = store.queue.submit("a", {}, Needs())
         access, token = Access(searches), token_in(store)
-        await access.look_again()
+        await access.refresh()
         feed = Feeds(searches, access)
         listeners = [asyncio.create_task(heard(feed, job.id, after, token)) for after in (*[0] * 50, 2)]
         await asyncio.sleep(0)
@@ -86,7 +86,7 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
         searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
         access, token = Access(searches), token_in(store)
-        await access.look_again()
+        await access.refresh()
         feed = Feeds(searches, access)
         first, second = feed.changes(token), feed.changes(token)
         assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"

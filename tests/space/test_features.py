@@ -34,7 +34,7 @@ from autotune.space.features import (
     EXTRAS,
     allocator_settings,
     allocator_variable,
-    goes_together,
+    is_compatible,
     optim_package,
     require_compiler,
     segments_expand,
@@ -220,10 +220,10 @@ class TestPackages:
 
     def test_flash_attention_goes_with_16_bits_alone(self) -> None:
         flash = Arm("tf32", attn_implementation="flash_attention_2")
-        assert not goes_together(flash, "float32")
-        assert goes_together(flash, "bfloat16")
-        assert goes_together(replace(flash, precision="bf16"), "float32")
-        assert goes_together(Arm("tf32"), "float32")
+        assert not is_compatible(flash, "float32")
+        assert is_compatible(flash, "bfloat16")
+        assert is_compatible(replace(flash, precision="bf16"), "float32")
+        assert is_compatible(Arm("tf32"), "float32")
 
     def test_only_what_is_measured_with_a_package_depends_on_its_version(self) -> None:
         assert packages_of(PLAIN) == ()

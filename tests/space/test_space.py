@@ -370,12 +370,12 @@ class TestWhatFollows:
         assert never_slower(in_graphs) == frozenset()
 
     def test_of_equals_the_one_with_less_to_set_is_preferred(self) -> None:
-        in_order = [
+        sort_offers = [
             PLAIN, Arm("bf16", cpu_affinity=True), Arm("bf16", dataloader_num_workers=2),
             Arm("bf16", expandable_segments=True), Arm("bf16", True), Arm("bf16", torch_compile=True),
             Arm("bf16", strategy="fsdp", ranks=2), Arm("fp16"), Arm("tf32"),
         ]  # fmt: skip
-        assert sorted({*in_order}, key=inconvenience) == in_order
+        assert sorted({*sort_offers}, key=inconvenience) == sort_offers
 
     def test_sparse_settings_are_recorded_where_they_are_not_the_default(self) -> None:
         sparse = {name for name, field in FIELDS.items() if field.metadata.get("sparse")}

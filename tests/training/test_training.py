@@ -34,7 +34,7 @@ from autotune.training import SettingUnavailableError, apply
 from autotune.training import layers as layers_module
 from autotune.training import loss as loss_module
 from autotune.training.batches import stock_settings
-from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, evaluate_in_their_memory
+from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps, check_code, retry_evaluation_without_graphs
 from autotune.training.layers import checkpoint_layers
 from autotune.training.loss import linear_cross_entropy
 from autotune.training.sparse import positions_to_compute, with_positions
@@ -292,7 +292,7 @@ class TestGraphs:
         trainer = trainer_of(classifier(), data, tmp_path, data[:16], batch_eval_metrics=True)
         trainer.compute_metrics = count
         steps = GraphedSteps(trainer)
-        evaluate_in_their_memory(trainer, steps)
+        retry_evaluation_without_graphs(trainer, steps)
         predict = trainer.prediction_step
 
         def predicts(*args: Any, **kwargs: Any) -> Any:
@@ -310,7 +310,7 @@ class TestGraphs:
         settings = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_strategy": "steps", "eval_steps": 5}
         stock, trainer = stock_and_another(classifier, data, tmp_path, data[:8], **settings)
         steps = graphed(trainer)
-        evaluate_in_their_memory(trainer, steps)
+        retry_evaluation_without_graphs(trainer, steps)
         ran_out = []
         predict = trainer.prediction_step
 
@@ -329,7 +329,7 @@ class TestGraphs:
     def test_an_evaluation_that_needs_more_than_that_is_not_repeated(self, tmp_path: Path) -> None:
         data, calls = samples(classes=True), []
         trainer = trainer_of(classifier(), data, tmp_path, data[:8])
-        evaluate_in_their_memory(trainer, GraphedSteps(trainer))
+        retry_evaluation_without_graphs(trainer, GraphedSteps(trainer))
 
         def runs_out(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)

@@ -26,8 +26,8 @@ from autotune.store.records import StudyRecord
 from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.forecast import most_predictions
 from autotune.tuning.narrator import Narrator
-from autotune.tuning.own_code import told_of_engine
-from autotune.tuning.prepare import Prepared, _few, prepare
+from autotune.tuning.own_code import note_on_engine
+from autotune.tuning.prepare import Prepared, _smallest_with_few_shapes, prepare
 from autotune.tuning.strategies import training_state_bytes
 
 STATE_BYTES = 16 * 335_143_938
@@ -149,7 +149,7 @@ def test_vllm_leaves_memory_for_training(share: float) -> None:
     given = dataclasses.replace(request(effective_batch=8), workload=Workload.of_source(source))
     model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=share))
     if share == 0.1:
-        assert (told := told_of_engine(given, model.model)) is not None
+        assert (told := note_on_engine(given, model.model)) is not None
         assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
         # What is measured has it in it, so that nothing is taken off.
         assert prepare(given, model).ceiling == prepare(given, facts(own=OwnSettings("adamw_torch", 4))).ceiling
@@ -411,7 +411,7 @@ class TestOwnLoop:
 def test_there_are_few_shapes_however_long_a_run_is(padding: str) -> None:
     lengths = SampleLengths.of([8 + 61 * at % 1000 for at in range(2000)], samples=400_000)
     how = Batching(16, padding=padding)  # type: ignore[arg-type]
-    multiple = _few(lengths, how, 8)
+    multiple = _smallest_with_few_shapes(lengths, how, 8)
     counts = [
         len(shapes_of(lengths, Batching(16, padding=padding, multiple=n)).seen) for n in (multiple, multiple // 2)
     ]  # type: ignore[arg-type]

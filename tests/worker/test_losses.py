@@ -9,7 +9,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.worker.trial.build import build_model
-from autotune.worker.trial.look import calm
+from autotune.worker.trial.look import turn_off_dropout
 from autotune.worker.trial.losses import LossWatch, ScalerWatch, skipped_steps
 
 
@@ -101,7 +101,7 @@ def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> N
 def test_dropout_is_off_whatever_its_name(model: str) -> None:
     """No module of the model then drops anything in a look."""
     built = build_model(tiny_workload(model), "eager", torch.device("cpu"))
-    calm(built)
+    turn_off_dropout(built)
     dropouts = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
     assert all(module.p == 0 for module in dropouts)
     drops = {key: value for key, value in built.config.to_dict().items() if "drop" in key and value}

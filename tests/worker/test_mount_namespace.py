@@ -208,20 +208,20 @@ def test_ranks_share_what_they_write(folder: Path, user: int) -> None:
         os.chdir(folder)
         protection.protect(Protection("overlay"), scratch, str(folder), Two(0, 2), shares=True)
         Path("by the first").touch()
-        in_order[0].send(b"written")
-        assert in_order[0].recv(8) == b"written"
+        sort_offers[0].send(b"written")
+        assert sort_offers[0].recv(8) == b"written"
         assert sorted(os.listdir(".")) == ["by the first", "by the second"]
 
     def second() -> None:
         os.chdir(folder)
         protection.protect(Protection("overlay"), scratch, str(folder), Two(1, 2), shares=True)
-        assert in_order[1].recv(8) == b"written"
+        assert sort_offers[1].recv(8) == b"written"
         assert os.listdir(folder) == ["by the first"]
         assert os.getcwd() == str(folder)
         Path("by the second").touch()
-        in_order[1].send(b"written")
+        sort_offers[1].send(b"written")
 
-    told, in_order = os.pipe(), socket.socketpair()
+    told, sort_offers = os.pipe(), socket.socketpair()
     scratch = make_scratch("autotune-test-")
     owned(Path(scratch.path), user)
     if (pid := os.fork()) == 0:

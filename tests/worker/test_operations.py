@@ -19,7 +19,7 @@ from autotune.worker.fake.step import FakeTraining
 from autotune.worker.private.torch import fake_tensor_mode
 
 
-def in_order(events):
+def sort_offers(events):
     # Autocast frees its casts in any order.
     groups = [[]]
     for event in events:
@@ -46,7 +46,7 @@ for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "caus
         alone = training.trace(61)
         documents.append(encode(training.operations))
         Shortcuts.key, Shortcuts._changes_only = known, silent
-        events = [in_order(trace.events) for trace in (traces[0], alone)]
+        events = [sort_offers(trace.events) for trace in (traces[0], alone)]
         same = events[0] == events[1] and traces[0].labels == alone.labels and traces[0].parts == alone.parts
         found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents, "same": same}
 
@@ -135,7 +135,7 @@ def traced() -> dict[str, Any]:
     return answer
 
 
-def in_order(document: dict[str, Any]) -> list[str]:
+def sort_offers(document: dict[str, Any]) -> list[str]:
     """The operations of a step, in an order of their own."""
     return sorted(json.dumps(row) for row in document["rows"])
 
@@ -151,7 +151,7 @@ def test_a_trace_is_the_same_without_the_results_of_earlier_operations(traced: d
     assert len(found) == 4
     for model in found:
         assert model["same"]
-        assert in_order(model["documents"][0]) == in_order(model["documents"][2])
+        assert sort_offers(model["documents"][0]) == sort_offers(model["documents"][2])
 
 
 def test_an_operation_repeats_the_result_of_equal_arguments_alone(traced: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ def test_operations_are_the_same_whatever_the_batch_of_the_trace(traced: dict[st
         if "tiny" not in name:
             continue
         first, second, _ = found["documents"]
-        assert in_order(first) == in_order(second)
+        assert sort_offers(first) == sort_offers(second)
         assert {name: first[name] for name in first if name != "rows"} == {
             name: second[name] for name in second if name != "rows"
         }

@@ -22,7 +22,7 @@ from autotune.core.protection import Protection
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
-from autotune.tuning.own_code import told_of_lengths
+from autotune.tuning.own_code import notes_on_lengths
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 SCRIPT = str(OWN_CODE / "classify_texts.py")
@@ -723,7 +723,7 @@ def test_odd_texts_are_told_and_trained_on(
     (folder / "run.py").write_text(LENGTHS.replace("KIND(model", code))
     workload, model = trial_server.prepared(script("run.py"))
     assert model.interface.obstacles.get("train_sampling_strategy") == order
-    lines = list(told_of_lengths(request(search_effort="default", padding_free="auto"), model.interface))
+    lines = list(notes_on_lengths(request(search_effort="default", padding_free="auto"), model.interface))
     assert len(lines) == len(told)
     for line, words in zip(lines, told, strict=True):
         assert words in line

@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelF
 from autotune.core.look import Difference, difference
 from autotune.training import SettingUnavailableError, apply
 from autotune.training.graphs import GraphedSteps
-from autotune.worker.trial.look import calm
+from autotune.worker.trial.look import turn_off_dropout
 
 
 def _named(training: Training) -> object:
@@ -133,7 +133,7 @@ def test_twenty_steps_with_an_evaluation_and_resuming_are_the_same(
     def trained(how: How, name: str, resumed: str | None = None) -> tuple[list[float], list[float], torch.Tensor]:
         schedule = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}
         trainer = training.made(how, tmp_path / name, max_steps=20, logging_steps=1, **schedule)
-        calm(trainer.model)
+        turn_off_dropout(trainer.model)
         apply(trainer, **dict(how.applied or ()))
         trainer.train(resume_from_checkpoint=resumed)
         told = ([e[key] for e in trainer.state.log_history if key in e] for key in ("loss", "eval_loss"))

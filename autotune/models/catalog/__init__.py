@@ -38,7 +38,7 @@ class CatalogEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every spelling that finds this entry, best first; case does not matter."""
+        """Every name of this entry, best first; case does not matter."""
         full = (self.name, *self.aliases)
         return tuple(dict.fromkeys((*full, *map(_without_organisation, full))))
 
@@ -49,7 +49,7 @@ def _without_organisation(name: str) -> str:
 
 @cache
 def entries() -> tuple[CatalogEntry, ...]:
-    """Return the whole catalog, family by family, each from small to large."""
+    """Return the whole catalog by family, each from small to large."""
     folder = resources.files(__name__).joinpath("configs")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     entries: list[CatalogEntry] = []
@@ -64,7 +64,7 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 @cache
 def _entry_of_name() -> dict[str, CatalogEntry]:
-    """Return entries by all their spellings, and by the lower-case spelling where no other entry has it."""
+    """Return entries by all their names, and by lower-case names where these are unambiguous."""
     exact = {name: entry for entry in entries() for name in entry.names}
     return {name.lower(): entry for name, entry in exact.items()} | exact
 

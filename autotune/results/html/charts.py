@@ -39,7 +39,7 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value, from 0 to 1; values beyond the ends are put at the ends."""
+        """Return the position of a value on the axis, from 0 to 1. Values outside are clipped."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -72,7 +72,7 @@ def series_class(number: int) -> str:
 
 
 def _corners(number: int, size: float) -> str | None:
-    """Return the corners of the mark of an arm around the origin; ``None`` for a circle."""
+    """Return the corners of an arm's marker as SVG points around the origin; ``None`` for a circle."""
     corners, first = _SHAPES[number % len(_SHAPES)]
     turns = [2 * math.pi * (first + corner / corners) for corner in range(corners)]
     return " ".join(f"{1.25 * size * math.sin(t):.2f},{-1.25 * size * math.cos(t):.2f}" for t in turns) or None
@@ -88,18 +88,18 @@ def _pixels(value: float) -> str:
 
 @functools.cache
 def drawings() -> Any:
-    """Return the macros of ``charts.html``, which draw what they are given."""
+    """Return the drawing macros of the template ``charts.html``."""
     known = {"series": series_class, "corners": _corners, "percent": _percent, "px": _pixels}
     return environment().get_template("charts.html", globals=known).module
 
 
 def _ticks(across: Scale) -> list[tuple[float, str]]:
-    """Return the ticks of an axis across, with their words."""
+    """Return positions and labels of the ticks of an axis."""
     return [(across(tick), f"{tick:,g}") for tick in across.ticks(_TICKS_ACROSS)]
 
 
 def _axis_label(across: Scale, label: str) -> str:
-    """Return the label of an axis. A logarithmic axis is named so, within the brackets of its unit if there are any."""
+    """Return the label of an axis, with ``logarithmic`` inside the brackets of its unit where needed."""
     log = ", logarithmic" if across.is_log else ""
     return f"{label.removesuffix(')')}{log}{')' if label.endswith(')') else ''}"
 
@@ -141,9 +141,9 @@ def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
 
 
 def _memory_scale(chart: SpeedChart, unit: int) -> Scale:
-    """Return a linear scale to beyond the ceiling; a logarithmic one where all trials would be at the left edge.
+    """Return the memory axis: linear to beyond the ceiling, or logarithmic where points would be squeezed.
 
-    Where no trial came near the ceiling, the scale ends at the trials.
+    Where no trial came near the ceiling, the axis ends at the trials.
     """
     peaks = [point.peak_bytes for point in chart.points]
     if chart.leaves_ceiling_out:
@@ -155,7 +155,7 @@ def _memory_scale(chart: SpeedChart, unit: int) -> Scale:
 
 
 def _joins(arm: int, placed: Sequence[tuple[SpeedPoint, float, float]]) -> list[tuple[int, float, float, float, float]]:
-    """Return lines through the trials of an arm, from the smallest batch to the largest."""
+    """Return line segments through the points of an arm, by ascending batch."""
     own = sorted((p.candidate.per_device_train_batch_size, x, y) for p, x, y in placed if p.arm == arm)
     return [(arm, x1, y1, x2, y2) for (_, x1, y1), (_, x2, y2) in itertools.pairwise(own)]
 
@@ -178,7 +178,7 @@ class IntervalRow:
 
 
 def draw_step_chart(chart: StepChart, rows: Sequence[StepRow]) -> Markup:
-    """Draw a row for each candidate: its mean step time, and the interval of the next run."""
+    """Draw a row for each candidate with its mean step time and the interval of its next run."""
     low, high = min(row.interval[0] for row in rows), max(row.interval[1] for row in rows)
     name, seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
     intervals = [
@@ -199,7 +199,7 @@ def draw_step_chart(chart: StepChart, rows: Sequence[StepRow]) -> Markup:
 
 
 def draw_intervals(axis: str, rows: Sequence[IntervalRow]) -> Markup:
-    """Draw a table with a row for each value: its label, its interval over one axis, and the value."""
+    """Draw a table with a row for each value: label, interval on a common axis, value."""
     low, high = min(row.low for row in rows), max(row.high for row in rows)
     # So that intervals are visible.
     is_log = high > 2 * low
@@ -232,7 +232,7 @@ class BarMark:
 
 
 def draw_stack(title: str, parts: Sequence[Part], whole: float, marks: Sequence[BarMark], key: str) -> Markup:
-    """Draw one stacked bar; ``whole`` is the value at its right end. A legend has the names of parts and marks."""
+    """Draw one stacked bar with a legend. ``whole`` is the value at its right end."""
     begins = itertools.accumulate((part.size for part in parts), initial=0.0)
     placed = [(part, begin / whole, part.size / whole) for part, begin in zip(parts, begins, strict=False)]
     summary = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])

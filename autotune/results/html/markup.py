@@ -21,7 +21,7 @@ _CELLS = (batch_cell, peak_cell, speed_cell, took_cell)
 
 
 def legible(text: str) -> str:
-    """Spell out control characters and lone surrogates: HTML forbids the former, no encoding can write the latter."""
+    """Escape control characters and lone surrogates, which HTML or UTF-8 cannot contain."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -29,7 +29,7 @@ def legible(text: str) -> str:
 
 @functools.cache
 def environment(*folders: Path) -> jinja2.Environment:
-    """Return an environment over the templates of these folders and of this package."""
+    """Return a Jinja environment for the templates of these folders and of this package."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, FOLDER]),
         autoescape=True,
@@ -40,19 +40,14 @@ def environment(*folders: Path) -> jinja2.Environment:
         auto_reload=False,
     )
     made.globals["version"] = __version__
-    made.globals["file"] = _file
+    made.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
     made.filters.update({function.__name__.removeprefix("format_"): function for function in (*_FORMATS, *_CELLS)})
     made.filters["quote"] = shlex.quote
     return made
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as it is written; ``None`` is nothing."""
+    """Return a value as escaped text; ``None`` as empty text."""
     if value is None:
         return ""
     return value if isinstance(value, Markup) else legible(str(value))
-
-
-def _file(name: str) -> Markup:
-    """Return a file beside the templates, as it is."""
-    return Markup((FOLDER / name).read_text(encoding="utf-8"))

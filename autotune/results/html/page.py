@@ -68,7 +68,7 @@ class StudyPage:
 
 
 def html_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> str:
-    """Return the page. ``prediction`` and ``step`` are those of the winner; ``None`` leaves their section out."""
+    """Return a study as an HTML page. ``prediction`` and ``step`` are the winner's; ``None`` omits their sections."""
     shown = study_page(report, prediction, step)
     made = make_export(report) if shown.study.best is not None else None
     export = None if made is None else {"text": render(made, "json").rstrip(), "beside": beside_lines(made)}
@@ -76,7 +76,7 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None, step: 
 
 
 def study_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> StudyPage:
-    """Return what the template shows of a study, with its charts drawn."""
+    """Return the template's data for a study, with drawn charts."""
     study = StudyView(report)
     best = study.best
     return StudyPage(
@@ -90,6 +90,7 @@ def study_page(report: Report, prediction: MemoryPrediction | None = None, step:
 
 
 def _speeds(report: Report) -> Chart | None:
+    """Return the chart of speed against memory; ``None`` without points."""
     everything = speed_chart(report)
     if not everything.points and not everything.over:
         return None
@@ -109,6 +110,7 @@ def _speeds(report: Report) -> Chart | None:
 
 
 def _steps(report: Report) -> Chart | None:
+    """Return the chart of step times; ``None`` without rows."""
     chart = step_chart(report)
     if not chart.rows:
         return None
@@ -120,7 +122,7 @@ def _steps(report: Report) -> Chart | None:
 def _stack(
     title: str, key: str, parts: Sequence[Part], marks: Sequence[BarMark], more: Iterable[Sequence[str]] = ()
 ) -> Chart:
-    """Return a stacked bar with its table: name, size, share and ``more`` cells of each part; marks are its legend."""
+    """Return a stacked bar with its table: name, size, share and ``more`` cells of each part."""
     total = sum(part.size for part in parts)
     whole = max([total, *(mark.at for mark in marks)]) * 1.005
     draw, cells = drawings(), list(more) or [()] * len(parts)
@@ -135,6 +137,7 @@ def _stack(
 
 
 def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Chart:
+    """Return the chart of predicted memory at the peak."""
     names = [*_ANATOMY, *(name for name in prediction.anatomy if name not in _ANATOMY)]
     parts = [
         Part(name, size, series_class(number), format_bytes(size))
@@ -153,7 +156,7 @@ def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Cha
 
 
 def _times(best: BestView, step: StepTime) -> Chart:
-    """Return what the GPU does in a step of the winner, as predicted, beside what was measured of the whole."""
+    """Return the chart of GPU time in a step of the winner: predicted parts, measured total."""
     measured = best.measured
     told_apart = dict(measured.gpu_seconds_by_kind or ())
     predicted = merge_kinds(step.gpu_seconds_by_kind) if told_apart else step.gpu_seconds_by_kind
@@ -193,6 +196,7 @@ def _times(best: BestView, step: StepTime) -> Chart:
 
 
 def _limit(best: BestView) -> Chart:
+    """Return the chart of what limits the winner's step."""
     limit = best.limit
     # A profiled step waits less than a timed one, so the shares may add up to slightly more than 1.
     shares = [("GPU computes", limit.gpu_busy_share, "s2"), ("waits for the host", limit.host_share, "s1")]

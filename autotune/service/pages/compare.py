@@ -46,12 +46,12 @@ class Group:
 
     @property
     def rate_unit(self) -> str:
-        """What their speeds are counted in."""
+        """The unit of their speeds."""
         return self.members[0].study.rate_unit
 
     @property
     def lead(self) -> Estimate | None:
-        """The logarithm of how many times as fast the first is as the second; ``None`` where there is no second."""
+        """The logarithm of the first speed over the second; ``None`` without a second search."""
         if len(self.members) < 2:
             return None
         first, second = (each.best.speed.log_sample_seconds for each in self.members[:2])
@@ -59,12 +59,12 @@ class Group:
 
     @property
     def has_winner(self) -> bool:
-        """Whether the first can be told apart from the second."""
+        """Whether the first is significantly faster than the second."""
         return self.lead is not None and abs(self.lead.mean) > self.lead.half_width()
 
     @property
     def verdict(self) -> str:
-        """Which is the fastest, and whether that can be told."""
+        """A sentence on the fastest search, and whether the difference is significant."""
         lead = self.lead
         if lead is None:
             return "No other search that was chosen has this workload and effective batch, so nothing is ranked."
@@ -76,11 +76,11 @@ class Group:
 
     @property
     def drawing(self) -> Markup:
-        """The chart of their speeds."""
-        return draw_intervals(self.rate_unit, [_interval(each, number) for number, each in enumerate(self.members)])
+        """The chart of the speeds."""
+        return draw_intervals(self.rate_unit, [_interval_row(each, number) for number, each in enumerate(self.members)])
 
 
-def _interval(each: Compared, number: int) -> IntervalRow:
+def _interval_row(each: Compared, number: int) -> IntervalRow:
     speed = each.best.speed
     low, high = speed.interval()
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
@@ -96,7 +96,7 @@ def compare(
     named: Annotated[list[str] | None, Query(alias="s", description="Ids of searches, or names of studies.")] = None,
     like: str = "",
 ) -> Response:  # fmt: skip
-    """Compare the searches that were named, or all of what a search trains; ask which where none is named."""
+    """Compare the named searches, or all with the same training as ``like``; else let the visitor choose."""
     if visitor is None:
         return sign_in_page()
     finished = searches.store.queue.jobs(states=["finished"], most=_MOST_KNOWN)
@@ -120,14 +120,14 @@ def compare(
 
 
 def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str], like: str) -> list[JobRecord]:
-    """Return the searches to compare, each study once; of many that are ``like`` one, the newest."""
+    """Return the searches to compare, each study once; for ``like`` the newest searches."""
     names = list(dict.fromkeys(filter(None, named)))
     if len(names) > _MOST_COMPARED:
         raise InvalidRequestError(f"{len(names)} searches are too many", f"name at most {_MOST_COMPARED}")
     jobs = [searches.job(name) for name in names]
     if like:
         one = searches.job(like)
-        jobs += [one, *(job for job in known if _trained(job) == _trained(one))]
+        jobs += [one, *(job for job in known if _training_key(job) == _training_key(one))]
     # Jobs of one study, which went on in the later ones, have one result.
     by_study: dict[str, JobRecord] = {}
     for job in jobs:
@@ -135,12 +135,12 @@ def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str]
     return list(by_study.values())[:_MOST_COMPARED]
 
 
-def _trained(job: JobRecord) -> tuple[object, object]:
+def _training_key(job: JobRecord) -> tuple[object, object]:
     return job.request.get("model"), job.request.get("code")
 
 
 def _compared(searches: Searches, jobs: Sequence[JobRecord]) -> tuple[list[Compared], list[JobRecord]]:
-    """Return the searches that have a result, and those that have none."""
+    """Return the searches with a result, and those without."""
     found, without = [], []
     for job in jobs:
         study = None if searches.store.study(job.study) is None else StudyView(searches.report(job))
@@ -152,7 +152,7 @@ def _compared(searches: Searches, jobs: Sequence[JobRecord]) -> tuple[list[Compa
 
 
 def _groups(compared: Sequence[Compared]) -> list[Group]:
-    """Put those together that search the same with the same effective batch: no others are ranked."""
+    """Return searches grouped by workload and effective batch, the only ones that are ranked together."""
     groups: dict[tuple[str, int | None, int], list[Compared]] = {}
     for each in compared:
         study = each.study.record

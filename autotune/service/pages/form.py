@@ -20,7 +20,7 @@ CHECKED = "on"
 
 
 def fields_of(job: JobRecord) -> dict[str, str]:
-    """Return what a job asks for as fields of the form."""
+    """Return a job's request as fields of the form."""
     asked = {name: value for name, value in job.request.items() if name in BY_NAME}
     if device := _device(job.needs):
         asked["device"] = job.needs.gpu or device
@@ -32,12 +32,13 @@ def fields_of(job: JobRecord) -> dict[str, str]:
 
 
 def _device(needs: Needs) -> str | None:
+    """Return the form's device for a job's needs; ``None`` for any."""
     # With several GPUs, their count says that they are no CPU.
     return needs.device_kind if needs.device_kind == "cpu" or needs.gpu is not None or needs.count == 1 else None
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a recorded value of an option as it is written on the command line; nothing where it has its default."""
+    """Return an option's recorded value as on the command line; an empty string for its default."""
     option = BY_NAME[name]
     if option.kind is FLAG:
         return "" if value == option.default else CHECKED
@@ -52,7 +53,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def not_in_fields(job: JobRecord) -> str | None:
-    """Say what a job asks for that neither the form nor a command can ask for; ``None`` where there is no such."""
+    """Return a sentence on needs of a job outside of form and command; ``None`` without such needs."""
     if job.needs.memory_bytes is None:
         return None
     return (
@@ -62,13 +63,13 @@ def not_in_fields(job: JobRecord) -> str | None:
 
 
 def command_of(fields: Mapping[str, str], url: str) -> str:
-    """Return the command that asks the service at ``url`` for the same as the fields of a form."""
+    """Return the ``autotune search --server`` command for the fields of a form."""
     words = ["autotune", "search", "--server", url.rstrip("/")]
     return shlex.join(words + [word for name, text in filled_in(fields) for word in arguments(name, text)])
 
 
 def arguments(name: str, text: str) -> list[str]:
-    """Return a field of the form as words of a command: an option's name, and its value where it takes one."""
+    """Return a field of the form as command-line words: an option, and its value unless it is a flag."""
     option = BY_NAME[name]
     if option.is_lever:
         return ["--lever", f"{name}={text}"]
@@ -76,14 +77,14 @@ def arguments(name: str, text: str) -> list[str]:
 
 
 def filled_in(fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Return the fields that are options and have a value, in the order in which options are listed."""
+    """Yield the form's options that have a value, in the order of the options."""
     for name in BY_NAME:
         if text := str(fields.get(name) or "").strip():
             yield name, text
 
 
 def request_again(job: JobRecord, *, continues: bool) -> Document:
-    """Return the request that searches the same once more: measured anew, or where it ``continues`` its study."""
+    """Return the request to repeat a job's search: measured anew, or one that ``continues`` its study."""
     needs = {"gpu": job.needs.gpu, "memory_bytes": job.needs.memory_bytes, "count": job.needs.count}
     document = {**job.request, "needs": needs, "device": _device(job.needs), "priority": job.priority}
     if continues:
@@ -105,12 +106,12 @@ class Field:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is a box to check."""
+        """Whether the field is a checkbox."""
         return BY_NAME[self.name].kind is FLAG
 
     @property
     def is_number(self) -> bool:
-        """Whether it takes digits."""
+        """Whether the field is for digits."""
         return BY_NAME[self.name].kind in (COUNT, SEED)
 
 
@@ -143,14 +144,14 @@ class FieldError(InvalidRequestError):
 
 
 def more_fields(asked: Mapping[str, str], *, has_codes: bool) -> tuple[Field, ...]:
-    """Return the fields that are folded away: the usual ones, and one for each other option that is asked for."""
+    """Return the collapsed fields: the usual ones, and one for each other option in use."""
     usual = [field for field in MORE_FIELDS if field.name != "code" or has_codes]
     others = [name for name in OPTION_NAMES if name not in _LABELS and asked.get(name)]
     return (*usual, *(Field(name, name.replace("_", " ").capitalize()) for name in others))
 
 
 def read_form(form: Mapping[str, Any]) -> Document:
-    """Return a form's fields as a request, each read as the command line reads it; raises ``FieldError``."""
+    """Return a form's fields as a request, parsed as on the command line. Raises ``FieldError``."""
     found: Document = {}
     for name, text in filled_in({name: form.get(name) for name in (*OPTION_NAMES, "priority")}):
         option = BY_NAME[name]

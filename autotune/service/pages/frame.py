@@ -29,7 +29,7 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def page(template: str, *, token: TokenRecord | None, status: int = 200, **values: Any) -> HTMLResponse:
-    """Return a page; ``token`` is the visitor's."""
+    """Return a rendered page; ``token`` is the visitor's."""
     return HTMLResponse(render(template, token=token, status=status, **values), status)
 
 
@@ -39,20 +39,20 @@ def sign_in_page(error: AutotuneError | None = None) -> HTMLResponse:
 
 
 def error_page(error: AutotuneError, token: TokenRecord | None = None) -> HTMLResponse:
-    """Return the page that says what went wrong; it asks who has no token, or a wrong one, to sign in."""
+    """Return the page for an error; without a valid token, the sign-in page."""
     status = problem_document(error)[0]
     return sign_in_page(error) if status == 401 else page("error.html", token=token, error=error, status=status)
 
 
 async def _visitor(request: Request) -> TokenRecord | None:
-    return await access_of(request).identify_soon(request)
+    return await access_of(request).identify(request)
 
 
 Visitor = Annotated[TokenRecord | None, Depends(_visitor)]
 
 
 async def form_fields(request: Request) -> dict[str, str]:
-    """Return the fields of a form that was posted, without a further library for it."""
+    """Return the fields of a posted form."""
     body = (await request.body()).decode("utf-8", "replace")
     return dict(parse_qsl(body, keep_blank_values=True))
 
@@ -67,6 +67,8 @@ def show_errors_as_pages(app: FastAPI) -> None:
 
 
 def _page_or(answer: _Handler) -> _Handler:
+    """Return an error handler that answers browsers with a page, others by ``answer``."""
+
     def handle(request: Request, error: Exception) -> Response | Awaitable[Response]:
         is_page = not request.url.path.startswith(("/v1/", "/parts/", "/assets/"))
         if not is_page or "text/html" not in request.headers.get("accept", ""):

@@ -34,7 +34,7 @@ async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
     if visitor is None:
         return sign_in_page()
     parts = await _rendered_parts(request, searches)
-    return await run_in_threadpool(_home, searches, visitor, request.query_params, parts)
+    return await run_in_threadpool(_home_page, searches, visitor, request.query_params, parts)
 
 
 @router.post("/searches", include_in_schema=False)
@@ -45,13 +45,13 @@ async def submit(request: Request, token: Submitter, searches: Known) -> Respons
         job, _ = await run_in_threadpool(lambda: searches.submit(read_form(form), by=token))
     except AutotuneError as error:
         parts = await _rendered_parts(request, searches)
-        return await run_in_threadpool(_home, searches, token, form, parts, error)
+        return await run_in_threadpool(_home_page, searches, token, form, parts, error)
     return RedirectResponse(f"/searches/{job.id}", 303)
 
 
 @router.get("/command", include_in_schema=False)
 def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
-    """Return the command that asks for the same as the form, what is wrong with it, and what it would wait for."""
+    """Return the form as a command, its error, and what the search would wait for."""
     form = request.query_params
     answer: Document = {
         "command": command_of(form, str(request.base_url)),
@@ -70,7 +70,7 @@ def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
 
 @router.get("/parts/home", include_in_schema=False)
 async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLResponse:
-    """Return what changes of the page."""
+    """Return the changing parts of the page."""
     return HTMLResponse(await _rendered_parts(request, searches))
 
 
@@ -81,10 +81,10 @@ async def changes(request: Request, token: Reader) -> Response:
 
 
 async def _rendered_parts(request: Request, searches: Searches) -> Markup:
-    return await rendered_of(request).get("home", lambda: _parts(searches))
+    return await rendered_of(request).get("home", lambda: _render_parts(searches))
 
 
-def _home(
+def _home_page(
     searches: Searches,
     token: TokenRecord,
     asked: Mapping[str, str],
@@ -112,7 +112,7 @@ def _home(
     )
 
 
-def _parts(searches: Searches) -> Markup:
+def _render_parts(searches: Searches) -> Markup:
     queue = searches.store.queue
     running = queue.jobs(states=["running"], most=_MOST_RUNNING)
     shown = [*running[:_MOST_SHOWN], *queue.next_jobs(_MOST_SHOWN)]

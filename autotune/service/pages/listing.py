@@ -42,22 +42,22 @@ class Row:
 
     @property
     def model(self) -> str:
-        """What is trained."""
+        """The model or code of the search."""
         return str(next((self.job.request[name] for name in _WHAT if self.job.request.get(name)), ""))
 
     @property
     def batch(self) -> str:
-        """The effective batch; nothing for the run of a stock ``Trainer``."""
+        """The effective batch; empty for a verification."""
         return "" if VERIFIES in self.job.request else str(self.job.request.get("effective_batch") or "any")
 
     @property
     def device(self) -> str:
-        """The device that it runs or ran on, or what it needs."""
+        """The name of the device, or the device that the search needs."""
         return str(self.job.device["name"]) if self.job.device else self.job.needs.describe()
 
     @property
     def took(self) -> str:
-        """How long it ran; since when, where it runs."""
+        """The duration of the search, or its start time while it runs."""
         if self.job.started_at is None:
             return ""
         if self.job.ended_at is None:
@@ -66,7 +66,7 @@ class Row:
 
 
 def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
-    """Return the rows of searches, in their order."""
+    """Return the rows of searches, in the same order."""
     hosts, results = searches.engine.hosts(), searches.result_lines([job for job in jobs if job.state in ENDED])
     ahead = searches.store.queue.ahead_of([job for job in jobs if job.state == "queued"])
 

@@ -34,7 +34,7 @@ class _Part:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def is_current(self, count: int) -> bool:
-        """Return whether it shows every change up to this count."""
+        """Return whether the part includes all changes up to this count and is recent."""
         return self.count >= count and time.monotonic() - self.began < _OLD_SECONDS
 
 
@@ -46,7 +46,7 @@ class Rendered:
         self._parts: dict[str, _Part] = {}
 
     async def get(self, key: str, render: Callable[[], Markup]) -> Markup:
-        """Return a part that shows all that had happened when it was asked for."""
+        """Return a part that includes every change before this call."""
         asked = self._changes.count
         part = self._parts.setdefault(key, _Part())
         if not part.is_current(asked):
@@ -59,6 +59,7 @@ class Rendered:
         return part.html
 
     async def _render(self, part: _Part, render: Callable[[], Markup]) -> None:
+        """Render a part, at most as often as its CPU time allows."""
         pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
         if pause > 0:
             await asyncio.sleep(pause)

@@ -42,7 +42,7 @@ def show(request: Request, search: str, visitor: Visitor, searches: Known) -> Re
         return sign_in_page()
     try:
         job = searches.job(search)
-        parts = _parts(searches, job, visitor, str(request.base_url))
+        parts = _render_parts(searches, job, visitor, str(request.base_url))
     except AutotuneError as error:
         return error_page(error, visitor)
     return frame.page("search.html", token=visitor, job=job, parts=parts)
@@ -56,7 +56,7 @@ def cancel(search: str, token: Writer, searches: Known) -> Response:
 
 @router.post("/searches/{search}/again")
 def again(search: str, token: Submitter, searches: Known) -> Response:
-    """Queue the same once more: measured anew where it has a result, else continued from what was measured."""
+    """Queue the search again: measured anew after a result, else continued."""
     job = searches.job(search)
     if VERIFIES in job.request:
         same = {"study": job.request[VERIFIES], "steps": job.request.get("steps"), "priority": job.priority}
@@ -76,11 +76,13 @@ def verify(search: str, token: Submitter, searches: Known) -> Response:
 
 @router.get("/parts/searches/{search}")
 async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
-    """Return what changes of the page."""
+    """Return the changing parts of the page."""
     # Whoever may start searches sees buttons that others do not; the command names the host that was asked.
     url = str(request.base_url)
     key = f"{token.role} {token.name} {url} {search}"
-    return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token, url)))
+    return HTMLResponse(
+        await rendered_of(request).get(key, lambda: _render_parts(searches, searches.job(search), token, url))
+    )
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class _Asked:
 
 
 def _asked(job: JobRecord, url: str) -> _Asked:
+    """Return the request of a job to show: its command, its options, a link to the form."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
     options = tuple(shlex.join(arguments(name, text)) for name, text in told.items())
@@ -104,7 +107,7 @@ def _asked(job: JobRecord, url: str) -> _Asked:
     return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}", not_in_fields(job))
 
 
-def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
+def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
@@ -120,7 +123,7 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
         verifies=job.request.get(VERIFIES),
         asked=None if is_verification else _asked(job, url),
         shown=None if report is None else study_page(_with_best_so_far(report)),
-        to_come=_to_come(job, report),
+        to_come=_remaining_words(job, report),
         exports=_exports(report) if report is not None and has_result else None,
         run=run,
         run_ended=run is None or run.state in ENDED,
@@ -129,8 +132,8 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> 
     )
 
 
-def _to_come(job: JobRecord, report: Report | None) -> str | None:
-    """Say what may still come of a search that runs: how many trials at most, and for how long."""
+def _remaining_words(job: JobRecord, report: Report | None) -> str | None:
+    """Return a sentence on the remaining trials and time of a running search; ``None`` for others."""
     if job.state != "running" or report is None:
         return None
     most, budget = job.request.get("trials"), job.request.get("time_budget")
@@ -147,7 +150,7 @@ def _to_come(job: JobRecord, report: Report | None) -> str | None:
 
 
 def _trials_spent(report: Report) -> int:
-    """Return how many trials count against a budget that was given, as ``Plan.trials_spent`` counts them."""
+    """Return the number of trials charged to the budget, as in ``Plan.trials_spent``."""
     trials, repeats = [trial for trial in report.trials if not report.is_elsewhere(trial)], Repeats()
     for trial in trials:
         if trial.outcome is not None:
@@ -156,7 +159,7 @@ def _trials_spent(report: Report) -> int:
 
 
 def _with_best_so_far(report: Report) -> Report:
-    """Return the report of a study that runs with the trial that leads now as its best."""
+    """Return the report of a running study with its leading trial as the best."""
     if report.best is not None or report.study.state != "running":
         return report
     searched = {trial.candidate for trial in report.trials if trial.stage != "baseline"}
@@ -184,13 +187,13 @@ def _exports(report: Report) -> _Exports:
 
 
 def latest_run(searches: Searches, study: str) -> JobRecord | None:
-    """Return the latest run of a stock ``Trainer`` as a study exports it."""
+    """Return the latest verification of a study; ``None`` without any."""
     # A search may bear the same name.
     named = searches.store.queue.jobs(study=f"verify {study}")
     return next((job for job in named if VERIFIES in job.request), None)
 
 
 def _workload(searches: Searches, run: JobRecord) -> Document:
-    """Return the workload that a run of a stock ``Trainer`` verifies; an empty one where its study is gone."""
+    """Return the workload of a verified study; an empty dictionary where the study is gone."""
     study = searches.store.study(run.request[VERIFIES])
     return searches.store.workload_of(study) if study is not None else {}

@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.post("/session")
 async def begin_session(request: Request) -> Response:
-    """Set the cookie of a token that is known."""
+    """Set the cookie of a valid token."""
     token = (await form_fields(request)).get("token", "").strip()
     address = request.client.host if request.client else ""
     try:

@@ -35,7 +35,7 @@ class Health:
         self._looked_at = 0.0
 
     async def problem(self) -> str | None:
-        """Return what is wrong in general words: whoever asks has no token."""
+        """Return a general description of a problem with the database, for clients without a token."""
         if self._look is None or (self._look.done() and time.monotonic() - self._looked_at >= _HEALTH_SECONDS):
             self._looked_at = time.monotonic()
             self._look = asyncio.create_task(asyncio.to_thread(self._searches.store.queue.count_queued))

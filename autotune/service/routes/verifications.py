@@ -43,7 +43,7 @@ def show(verification: str, token: Reader, searches: Known) -> Document:
 
 
 def _describe(searches: Searches, job: JobRecord) -> Document:
-    """Return the document of a verification: its job, its result, and the lines that the command line prints of it."""
+    """Return the JSON of a verification: its job, its result, and the lines of the command line."""
     shown = searches.verification(job) or {}
     return {
         **searches.describe(job),

@@ -19,7 +19,7 @@ _LABEL_NAMES = ("label", "labels", "target")
 
 
 def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
-    """Return the column that the user named, or the first of the usual names that exists.
+    """Return the column that the user named, or the first existing one of the usual names.
 
     Raises ``InvalidRequestError`` where there is none.
     """
@@ -41,7 +41,7 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
 
 
 def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
-    """Return the columns that are tokenized together; never ``not_text``, unless the user named it."""
+    """Return the columns to tokenize together; without ``not_text``, unless the user named it."""
     asked = spec.text_columns
     if asked is not None:
         return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
@@ -81,7 +81,7 @@ def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: st
 
 
 def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
-    """Return the labels, as classes from 0 or as numbers to regress on, and the number of classes (1 for numbers)."""
+    """Return the labels and the number of classes: classes from 0, or numbers for regression and 1."""
     name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
     feature = dataset.features[name]
     values = dataset[name][:]

@@ -16,14 +16,14 @@ _IGNORED = -100
 
 
 def open_stored(stored: dict[str, Any]) -> Any:
-    """Return an image, as it is stored, of which no more than the header was read."""
+    """Open a stored image without decoding it."""
     from PIL import Image
 
     return Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"])
 
 
 def opened(stored: dict[str, Any]) -> Any:
-    """Return an image of which no more than the header was read, unless it has to be turned."""
+    """Open a stored image, decoded only if its orientation must be corrected."""
     from PIL import ImageOps
 
     image = open_stored(stored)
@@ -33,7 +33,7 @@ def opened(stored: dict[str, Any]) -> Any:
 
 
 def images_in(value: Any) -> list[Any]:
-    """Return the images in a value of a column that holds one a sample, or a list of them."""
+    """Return the images in a column's value, which is an image or a list."""
     return [image for image in (value if isinstance(value, list) else [value]) if image]
 
 

@@ -67,11 +67,12 @@ class PreparedDataset:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Fields of ``TrainingArguments`` that the dataset needs."""
+        """Fields of ``TrainingArguments`` that the dataset requires."""
         # The model takes no column of undecoded images, nor of text; its inputs are made as samples are loaded.
         return {} if self.is_text else {"remove_unused_columns": False}
 
     def _array(self, name: str) -> Any:
+        """Return an array saved beside the dataset; ``None`` where it is missing."""
         path = self._folder / name
         return np.load(path) if path.exists() else None
 
@@ -85,7 +86,7 @@ class PreparedDataset:
     def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:
         """Return dataset, tokenizer and collator as ``Trainer`` arguments.
 
-        The first ``evaluated`` samples are the dataset to evaluate on; ``None`` leaves that out.
+        The first ``evaluated`` samples become the evaluation dataset; ``None`` gives none.
         """
         datasets = {"train_dataset": self.dataset}
         if evaluated is not None:
@@ -106,12 +107,13 @@ class PreparedDataset:
         return {**pictures, "data_collator": default_data_collator}
 
     def _padding(self) -> tuple[str, int | None, int | None]:
-        """Return to what batches are padded, and the length and the multiple, as tokenizers call them."""
+        """Return padding mode, length and multiple, as arguments of tokenizers."""
         spec = self._spec
         max_length = self._workload.seq_len if spec.padding == "max_length" else None
         return spec.padding, max_length, spec.pad_to_multiple_of
 
     def _collator(self, tokenizer: Any, model: Any) -> Any:
+        """Return the data collator for the task."""
         padding, max_length, multiple = self._padding()
         if self._workload.task == "sequence-classification":
             return DataCollatorWithPadding(tokenizer, padding, max_length, multiple)

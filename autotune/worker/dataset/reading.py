@@ -60,7 +60,7 @@ _SHOWN_SAMPLES = 20_000
 
 
 def read_data(workload: Workload, into: str) -> DataAnswer:
-    """Prepare the workload's dataset in a folder and return its facts, or why that was not possible."""
+    """Prepare the workload's dataset in a folder. Return its facts, or the problem."""
     folder = Path(into)
     known = facts_in(folder)
     if known is not None:
@@ -107,6 +107,7 @@ class _Reading:
     # Text
 
     def _read_text(self, dataset: Any) -> DataFacts:
+        """Tokenize and save a dataset of text."""
         name = self._spec.tokenizer
         tokenizer = load_tokenizer(name)
         if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
@@ -193,9 +194,9 @@ class _Reading:
         return tokenized, np.array(raw, dtype=np.int64)
 
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
-        """Return a dataset that holds tokens already, truncated to the sequence length, and the lengths before that.
+        """Return a dataset of tokens truncated to the sequence length, and the lengths before truncation.
 
-        Where it holds padding, its mask is kept, and the lengths are of real tokens; rows are packed of those alone.
+        Where it holds padding, its mask is kept, and the lengths count real tokens; packed rows contain only these.
         """
         limit, names, packs = self._workload.seq_len, dataset.column_names, self._spec.packing
         # Labels of each token, with -100 where none is to be predicted.
@@ -249,6 +250,7 @@ class _Reading:
         return self._folder / "cache" / name
 
     def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
+        """Raise ``InvalidRequestError`` for tokens outside of the model's vocabulary."""
         extremes = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
         smallest, largest = extremes["min"] or 0, extremes["max"] or 0
         vocabulary, model = self._workload.config.get("vocab_size"), self._workload.model
@@ -263,7 +265,7 @@ class _Reading:
             )
 
     def _describe(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
-        """Return what is told of lengths without padding; ``stored`` are those with the padding of the dataset."""
+        """Return statistics of lengths without padding; ``stored`` are lengths with the dataset's padding."""
         limit, spec = self._workload.seq_len, self._spec
         sizes = lengths if stored is None else stored
         # The share of the tokens of batches of 8 that is padding.
@@ -290,6 +292,7 @@ class _Reading:
     # Images
 
     def _read_images(self, dataset: Any) -> DataFacts:
+        """Save a dataset of images, undecoded."""
         check_has_pillow()
         name = find_column(dataset, self._spec, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         if not isinstance(dataset.features[name], Image):
@@ -308,12 +311,12 @@ class _Reading:
 
 
 def _token_counts(dataset: Any, column: str) -> Any:
-    """Return an array (samples,) of the lengths of a column of lists."""
+    """Return the lengths of a column of lists as an array (samples,)."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
 
 
 def _real_counts(dataset: Any) -> Any:
-    """Return an array (samples,) of how many tokens of each sample its mask does not leave out."""
+    """Return the numbers of unmasked tokens as an array (samples,)."""
     is_real = arrow.list_flatten(dataset.data.column(_MASK)).to_numpy() != 0
     samples = np.repeat(np.arange(len(dataset)), _token_counts(dataset, _MASK))
     return np.bincount(samples[is_real], minlength=len(dataset))
@@ -335,7 +338,7 @@ _NOTHING = "nothing"
 
 
 def load(spec: DataSpec, folder: Path) -> Any:
-    """Return the ``Dataset`` of a split; files that are made on the way are put in ``folder``.
+    """Return the ``Dataset`` of a split; temporary files go to ``folder``.
 
     Raises ``InvalidRequestError`` where it cannot be read, has no such split, or is empty.
     """
@@ -345,7 +348,7 @@ def load(spec: DataSpec, folder: Path) -> Any:
         raise
     except Exception as error:
         if _NO_DATA in str(error):
-            raise _is_empty(spec) from error
+            raise _empty_dataset_error(spec) from error
         hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
         if spec.kind == "hub":
             hint += "; no file or folder has this name"
@@ -359,17 +362,18 @@ def load(spec: DataSpec, folder: Path) -> Any:
             )
         loaded = loaded[spec.split]
     if len(loaded) == 0:
-        raise _is_empty(spec)
+        raise _empty_dataset_error(spec)
     return in_stored_order(loaded)
 
 
-def _is_empty(spec: DataSpec) -> InvalidRequestError:
+def _empty_dataset_error(spec: DataSpec) -> InvalidRequestError:
     return InvalidRequestError(
         f"--dataset {spec.label} has no samples (split {spec.split})", "give a dataset or split with samples"
     )
 
 
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
+    """Load the dataset by its kind: hub, image folder, saved folder or files."""
     if spec.kind == "hub":
         name, _, config = spec.source.partition(":")
         # Read the revision that was looked up. Offline, only a revision that was downloaded earlier is there.
@@ -385,14 +389,14 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
     except Exception as error:
         if len(files) > 1 and _NO_DATA not in str(error):
             # The message of datasets about files that differ names neither the files nor their columns.
-            _check_alike(spec, files, links, options)
+            _check_same_columns(spec, files, links, options)
         raise
 
 
-def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
-    """Raise ``InvalidRequestError`` where a file's first sample has other columns than that of the first file."""
+def _check_same_columns(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
+    """Raise ``InvalidRequestError`` where the first samples of two files have different columns."""
     some = zip(files[:_MOST_COMPARED], links, strict=False)
-    readable = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
+    readable = [(file, kinds) for file, link in some if (kinds := _column_types(spec, link, options))]
     for file, kinds in readable[1:]:
         first, others = readable[0]
         # An empty value may be of any kind.
@@ -408,8 +412,8 @@ def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: di
             )
 
 
-def _kinds(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]:
-    """Return the kind of each column of a file's first sample; empty where it cannot be read or has none."""
+def _column_types(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]:
+    """Return the type of each column in a file's first sample; empty for an unreadable or empty file."""
     try:
         rows = load_dataset(spec.kind, data_files=[link], split="train", streaming=True, **options)
         row: dict[str, Any] = next(iter(rows), {})
@@ -420,6 +424,6 @@ def _kinds(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]
 
 
 def _listed(kinds: dict[str, str]) -> str:
-    """Return ``text (text), label (number) …``."""
+    """Return columns and types in words: ``text (text), label (number) …``."""
     some = [f"{name} ({kind})" for name, kind in kinds.items()]
     return in_one_line(", ".join(some[:_MOST_COLUMNS]) + (" …" if len(some) > _MOST_COLUMNS else ""))

@@ -27,16 +27,16 @@ _MESSAGES = "messages"
 
 
 def check_has_pillow() -> None:
-    """Raise ``InvalidRequestError`` where images cannot be read."""
+    """Raise ``InvalidRequestError`` where Pillow is missing."""
     if find_spec("PIL") is None:
         raise InvalidRequestError("reading images needs Pillow, which is not installed", "pip install pillow")
 
 
 def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any:
-    """Save the samples and the processor in a folder; return an array (samples,) of token counts.
+    """Save samples and processor in a folder; return token counts as an array (samples,).
 
-    The images are neither decoded nor scaled, which trials do as they load them. Raises ``InvalidRequestError`` for
-    samples that the model cannot be trained on.
+    Images are not decoded; trials do this while loading. Raises ``InvalidRequestError`` for samples that the model does
+    not support.
     """
     assert workload.data is not None
     check_has_pillow()
@@ -98,7 +98,7 @@ class _Reading:
         return name
 
     def _undecoded(self, dataset: Any, name: str) -> Any:
-        """Return the dataset with images as they are stored: structs of ``bytes`` and ``path``, or paths."""
+        """Return the dataset with undecoded images: structs of ``bytes`` and ``path``, or paths."""
         kind = dataset.features[name]
         item = _item(kind)
         is_stored = isinstance(item, dict) and item.keys() == {"bytes", "path"}
@@ -114,7 +114,7 @@ class _Reading:
     # The samples
 
     def count(self) -> None:
-        """Count the tokens of each sample: of the text, and of the images, whose sizes decide how many they are."""
+        """Count the tokens of each sample's text and images. The size of an image decides its number."""
         tokenizer = self.processor.tokenizer
         token = tokenizer.convert_tokens_to_ids(self._placeholder)
         for number, (text, images) in enumerate(self._samples()):
@@ -158,7 +158,7 @@ class _Reading:
             yield text, images
 
     def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
-        """Return the tokens of an image, which depend on its size alone."""
+        """Return the number of tokens of an image, from its size."""
         where = f"--dataset {self._spec.label}: an image of sample {number + 1:,}"
         try:
             with opened(stored) as image:
@@ -186,7 +186,7 @@ class _Reading:
         return self._tokens_of_size[size]
 
     def check(self) -> None:
-        """Raise ``InvalidRequestError`` where samples do not go with the model, or with their length."""
+        """Raise ``InvalidRequestError`` for samples that the model or the sequence length does not support."""
         spec, limit = self._spec, self._workload.seq_len
         whole = len(self.lengths)
         if self._without_image:
@@ -230,16 +230,16 @@ class _Reading:
 
 
 def _item(kind: Any) -> Any:
-    """Return the type of an image of a column of images or of lists of them."""
+    """Return the feature type of an image, in a column of images or of lists of images."""
     if isinstance(kind, list):
         return kind[0]
     return getattr(kind, "feature", kind)
 
 
 def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts, without the empty fields that a table adds to them.
+    """Return messages with contents as lists of parts, without the empty fields of a table.
 
-    Where no part is an image, those of the sample are put before the first message of a user, as TRL does.
+    Without an image part, the sample's images go before the user's first message, as in TRL.
     """
     parts = [
         [{"type": "text", "text": message["content"]}]

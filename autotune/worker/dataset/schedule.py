@@ -34,9 +34,9 @@ class Schedule:
 
 
 def spread_positions(count: int) -> Iterator[int]:
-    """Yield positions below ``count`` without end, of which the first few are spread evenly at any time.
+    """Yield positions below ``count`` endlessly, evenly spread at any time.
 
-    The middle comes first, then one below and one above in turn (van der Corput's sequence, mirrored).
+    The middle comes first, then alternately one below and one above (van der Corput's sequence, mirrored).
     """
     yield count // 2
     for number in itertools.count(1):
@@ -78,7 +78,7 @@ def make_schedule(
     samples: int, lengths: Any, targets: Any, spec: DataSpec, seq_len: int, shape: BatchShape, seed: int,
     image_tokens: Any = None,
 ) -> Schedule:  # fmt: skip
-    """Schedule the largest batches, then steps that are spread evenly over those of a shuffled or grouped epoch.
+    """Return a schedule of the largest batches, then of steps spread evenly over an epoch.
 
     ``lengths``, ``targets`` and ``image_tokens`` are arrays (samples,) of token counts, or ``None``; lengths include
     the tokens of images.
@@ -138,10 +138,10 @@ def make_schedule(
 
 
 def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape) -> list[int]:
-    """Return the samples of the warm-up: every micro-step has the longest ones, the last step a mixture.
+    """Return the samples of the warm-up: the longest in every micro-step, and a mixture in the last step.
 
-    The mixture has one longest sample among the shortest: as many padded tokens, but with an attention mask, which may
-    select another attention kernel.
+    The mixture has one longest sample among the shortest: equally many padded tokens, but with an attention mask, which
+    may select another attention kernel.
     """
     descending = np.argsort(-sizes, kind="stable")
     longest = descending

@@ -20,19 +20,19 @@ _NEXT_STEP = "give --tokenizer a folder that save_pretrained wrote, or a name on
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """Return a tokenizer that can pad; raises ``InvalidRequestError`` where there is none."""
+    """Return a tokenizer with a padding token. Raises ``InvalidRequestError`` where there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
     except Exception as error:
         is_elsewhere = isinstance(error, OSError) and name is not None and not os.path.isdir(name)
         why = "none is on this machine, and the hub gave none" if is_elsewhere else first_line(error)
         raise InvalidRequestError(f"there is no tokenizer in {name}: {why}", _NEXT_STEP) from error
-    _make_pad(tokenizer, name)
+    _ensure_padding_token(tokenizer, name)
     return tokenizer
 
 
 def load_processor(name: str | None) -> Any:
-    """Return a processor of images and text that can pad; raises ``InvalidRequestError`` where there is none."""
+    """Return a processor of images and text with a padding token. Raises ``InvalidRequestError`` without one."""
     try:
         processor = AutoProcessor.from_pretrained(name, local_files_only=not _is_at_hand(name))
     except ImportError as error:
@@ -48,14 +48,14 @@ def load_processor(name: str | None) -> Any:
         raise InvalidRequestError(
             f"there is no processor of images and text in {name}, but a {type(processor).__name__}", _NEXT_STEP
         )
-    _make_pad(processor.tokenizer, name)
+    _ensure_padding_token(processor.tokenizer, name)
     # As in trainings; what generates pads on the left.
     processor.tokenizer.padding_side = "right"
     return processor
 
 
-def _make_pad(tokenizer: Any, name: str | None) -> None:
-    """Let a tokenizer pad; raises ``InvalidRequestError`` where it cannot."""
+def _ensure_padding_token(tokenizer: Any, name: str | None) -> None:
+    """Make sure that a tokenizer has a padding token. Raises ``InvalidRequestError`` where it cannot have one."""
     if len(tokenizer) == 0:
         raise InvalidRequestError(f"the tokenizer in {name} has no tokens", _NEXT_STEP)
     if tokenizer.pad_token is not None:
@@ -70,7 +70,7 @@ def _make_pad(tokenizer: Any, name: str | None) -> None:
 
 
 def _is_at_hand(name: str | None) -> bool:
-    """Return whether a tokenizer's folder exists, or the hub answers.
+    """Return whether a tokenizer's folder exists or the hub answers.
 
     The hub is asked once and briefly, since ``from_pretrained`` retries for a minute.
     """

@@ -52,7 +52,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
 
     def allocate(self, number: int, size_bytes: int, stream: int = 0) -> None:
-        """Serve a request from the cache or a new segment; raises ``OutOfCapError`` where neither is possible."""
+        """Allocate from the cache or a new segment. Raises ``OutOfCapError`` where both are impossible."""
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES or BLOCK_BYTES
         small = size <= _SMALL
         free = self._free[stream, small]
@@ -67,21 +67,23 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
 
     def holds(self, number: int) -> bool:
-        """Return whether an allocation exists; one of 0 bytes never does."""
+        """Return whether an allocation is alive; one of 0 bytes never is."""
         return number in self._alive
 
     def release(self, number: int) -> None:
-        """Return an allocation to the cache, merged with free neighbours."""
+        """Free an allocation into the cache, and merge it with free neighbours."""
         block = self._alive.pop(number)
         self.allocated_bytes -= block.size
         block.free = True
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.free:
-                self._forget(neighbour)
+                free = self._free[neighbour.stream, neighbour.small]
+                free.pop(bisect.bisect_left(free, (neighbour.size, neighbour.address)))
                 block = self._merge(block, neighbour)
         bisect.insort(self._free[block.stream, block.small], (block.size, block.address, block))
 
     def _new_segment(self, size: int, small: bool, stream: int) -> _Block:
+        """Allocate a new segment, emptying the cache if the cap requires it."""
         if small:
             segment = _SMALL_SEGMENT
         else:
@@ -98,13 +100,14 @@ class CachingAllocator:
         return block
 
     def _empty_cache(self) -> None:
-        """Free every segment that is wholly unused."""
+        """Free every segment that is entirely unused."""
         for pool, free in self._free.items():
             kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
             self._free[pool] = kept
 
     def _split(self, block: _Block, size: int) -> None:
+        """Split the unused end off a block, if it is large enough."""
         remaining = block.size - size
         if remaining < BLOCK_BYTES if block.small else remaining <= _SMALL:
             return
@@ -113,10 +116,6 @@ class CachingAllocator:
             block.next.previous = rest
         block.next, block.size = rest, size
         bisect.insort(self._free[rest.stream, rest.small], (rest.size, rest.address, rest))
-
-    def _forget(self, block: _Block) -> None:
-        free = self._free[block.stream, block.small]
-        free.pop(bisect.bisect_left(free, (block.size, block.address)))
 
     @staticmethod
     def _merge(block: _Block, neighbour: _Block) -> _Block:
@@ -134,9 +133,9 @@ def replay(
     cap_bytes: int | None = None,
     stream_of: Callable[[int], int] | None = None,
 ) -> CachingAllocator:
-    """Serve allocations and releases in order; raises ``OutOfCapError`` when the cap is exceeded.
+    """Simulate allocations and releases in order. Raises ``OutOfCapError`` where the cap is exceeded.
 
-    ``stream_of`` tells the CUDA stream of an allocation; ``None`` stands for the default stream.
+    ``stream_of`` returns the CUDA stream of an allocation; ``None`` means the default stream.
     """
     allocator = CachingAllocator(cap_bytes)
     allocate, release, holds = allocator.allocate, allocator.release, allocator.holds

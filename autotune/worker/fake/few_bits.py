@@ -24,8 +24,7 @@ _PARTS_OF_PEFT = (".lora_", ".modules_to_save.")
 
 
 def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
-    """Replace the linear layers that bitsandbytes would quantize by fakes, on the ``meta`` device, also within
-    adapters."""
+    """Replace linear layers that bitsandbytes would quantize by fake ones on ``meta``, also within adapters."""
     base = model.get_base_model() if workload.peft else model  # type: ignore[operator]
     skipped = workload.bits_arguments().get("llm_int8_skip_modules")
     spared = HfQuantizer.get_modules_to_not_convert(base, skipped, base._keep_in_fp32_modules)
@@ -54,7 +53,7 @@ class _FewBits(torch.nn.Module):
         bias = layer.bias
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(self._dtype), requires_grad=False)
 
-    def _keep(self, weight: torch.Tensor) -> None:
+    def _set_weight(self, weight: torch.Tensor) -> None:
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
@@ -65,7 +64,7 @@ class _FourBits(_FewBits):
         super().__init__(layer, workload)
         weights = self.in_features * self.out_features
         scales = -(-weights // _BLOCK)
-        self._keep(torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta"))
+        self._set_weight(torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta"))
         self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
         self.register_buffer("scales_of_scales", torch.empty(-(-scales // _BLOCK_OF_SCALES), device="meta"))
 
@@ -93,7 +92,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _dequantized(size: tuple[int, int], scales: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole weight; its scales are there while it is made."""
+    """Return the dequantized weight, with its scales in memory meanwhile."""
     in_full = torch.zeros(scales)
     weight = torch.zeros(size, dtype=dtype)
     del in_full
@@ -105,7 +104,7 @@ class _EightBits(_FewBits):
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__(layer, workload)
-        self._keep(torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta"))
+        self._set_weight(torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta"))
         self.register_buffer("scales", torch.empty(self.out_features, device="meta"))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -156,7 +155,7 @@ class FewBitsOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state of every parameter with a gradient, and read and write what an update does."""
+        """Allocate the optimizer state of each parameter with a gradient, and touch the memory of an update."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue

@@ -91,7 +91,7 @@ class OperationTally:
         self._rows: dict[Any, Row | None] = {}
 
     def add(self, func: Any, args: Sequence[Any], out: Any, key: Any = None) -> None:
-        """Count one operation; those with the same ``key`` that is not ``None`` compute and move the same."""
+        """Count an operation. Operations with the same ``key`` (not ``None``) have the same cost."""
         if self.counts_as is None:
             return
         if self.counts_as == "update":
@@ -112,7 +112,7 @@ class OperationTally:
             self._counts[part, row] = self._counts.get((part, row), 0) + 1
 
     def _row(self, func: Any, args: Sequence[Any], out: Any) -> Row | None:
-        """Return what an operation computes and moves; ``None`` where the GPU runs nothing."""
+        """Return the cost of an operation; ``None`` where the GPU runs nothing."""
         name, kind = _name_and_kind(func)
         if kind == "nothing":
             return None
@@ -129,7 +129,7 @@ class OperationTally:
         return self._moving(kind, name, args, out)
 
     def operations(self, parameters: Sequence[torch.Tensor]) -> Operations:
-        """Return what was counted; ``parameters`` are the trained ones."""
+        """Return the counted operations; ``parameters`` are the trained ones."""
         return Operations(
             tuple(Operation(part, *row, count) for (part, row), count in self._counts.items()),
             dict(self._dispatched),
@@ -139,10 +139,10 @@ class OperationTally:
         )
 
     def _split(self, number: int) -> Size:
-        """Return a size for any batch: it grows with the batch exactly where it is a multiple of the traced batch."""
+        """Return a size as a function of the batch: proportional if divisible by the traced batch, else constant."""
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
-    def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
+    def _traffic_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
         sizes = []
         for tensor in tensors:
             # An expanded one is read from the cache repeatedly.
@@ -151,6 +151,7 @@ class OperationTally:
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
+        """Return the cost of a matrix product: kind, dtype, FLOPs, bytes, shape."""
         position = _MATRIX_PRODUCTS[name]
         first, second = args[position], args[position + 1]
         rows, inner = first.shape[-2:]
@@ -165,6 +166,7 @@ class OperationTally:
         return "matrix_product", _dtype_name(first), flops, size_bytes, shape
 
     def _attention(self, kind: str, name: str, args: Sequence[Any]) -> Row:
+        """Return the cost of an attention kernel."""
         backward = kind == "attention_backward"
         query, key, value = args[1:4] if backward else args[0:3]
         batch, heads, length, size = query.shape
@@ -178,28 +180,29 @@ class OperationTally:
         flash = "flash" in name or "cudnn" in name
         options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
         shape = *(self._split(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
-        return kind, _dtype_name(query), self._split(flops), self._bytes(read, 2 if backward else 1), shape
+        return kind, _dtype_name(query), self._split(flops), self._traffic_bytes(read, 2 if backward else 1), shape
 
     def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
+        """Return the cost of a convolution."""
         backward = name == "convolution_backward"
         source, weight = (args[1], args[2]) if backward else (args[0], args[1])
         result = args[0] if backward else out
         # The gradients of input and weight, where they are wanted.
         times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
         flops = self._split(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
-        return "convolution", _dtype_name(source), flops, self._bytes((source, weight, result), times), ()
+        return "convolution", _dtype_name(source), flops, self._traffic_bytes((source, weight, result), times), ()
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
-        """Count an optimizer's kernel for all tensors: it returns nothing, and writes all but gradients in place."""
-        lists = [list(_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
+        """Return the cost of a fused optimizer kernel, which writes all tensors but gradients in place."""
+        lists = [list(_flatten_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
         dtype = _dtype_name(read[0]) if read else "float32"
-        return "fused_update", dtype, (0, 0), self._bytes(read + written), ((0, len(lists[0]) if lists else 0),)
+        return "fused_update", dtype, (0, 0), self._traffic_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
     def _moving(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
-        """Count an operation that takes as long as its memory traffic."""
-        read, written = list(_tensors(args)), list(_tensors((out,)))
+        """Return the cost of an operation that is limited by memory traffic."""
+        read, written = list(_flatten_tensors(args)), list(_flatten_tensors((out,)))
         if kind == "fill":
             touched = written
         elif name == "copy_":
@@ -224,11 +227,11 @@ class OperationTally:
             kind = "dropout"
         elif kind == "elementwise" and _mixes_dtypes(read, written):
             kind = "elementwise_cast"
-        return kind, dtype, (0, 0), self._bytes(touched), shape
+        return kind, dtype, (0, 0), self._traffic_bytes(touched), shape
 
 
 def _name_and_kind(func: Any) -> tuple[str, str]:
-    """Return the name of an operation and its kind; of one of no known kind, with the library that defines it."""
+    """Return name and kind of an operation; for an unknown kind, the name with its library."""
     library, _, name = func._schema.name.partition("::")
     if func.is_view or library in _OF_NO_KERNEL:
         return name, "nothing"
@@ -262,14 +265,14 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-    """Return whether tensors of several floating dtypes meet, which CUDA's elementwise kernels convert as they go."""
+    """Return whether floating dtypes are mixed, which CUDA's elementwise kernels convert on the fly."""
     dtypes = {tensor.dtype for tensor in (*read, *written) if tensor.dim() and tensor.dtype.is_floating_point}
     return len(dtypes) > 1
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _flatten_tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from _flatten_tensors(value)

@@ -26,7 +26,7 @@ _NICENESS = 19
 
 
 def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
-    """Return a prediction for each batch asked for, and the largest that fits."""
+    """Return a prediction for each requested batch, and the largest batch that fits."""
     # On one core at the lowest priority, since trials are timed at the same time.
     torch.set_num_threads(1)
     os.nice(_NICENESS)
@@ -71,7 +71,7 @@ class Limits:
         self._spare_bytes = spare_bytes
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
-        """Return the peaks at a batch, whether it fits, and what the peak consists of."""
+        """Return the peaks at a batch, whether it fits, and the parts of the peak."""
         step = self._step.of(accumulation)
         events = step.at(batch, self._chip, accumulation=accumulation)
         peaks = self._peaks(events, step)
@@ -82,15 +82,15 @@ class Limits:
             peak_allocated_bytes=peaks.allocated_bytes,
             peak_reserved_bytes=peaks.reserved_bytes,
             runs_out=peaks.runs_out,
-            fits=self._fit(peaks),
+            fits=self._peaks_fit(peaks),
             anatomy=anatomy(events, step.label),
         )
 
-    def _fit(self, peaks: _Peaks) -> bool:
+    def _peaks_fit(self, peaks: _Peaks) -> bool:
         return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes + self._spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
-        """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""
+        """Return the peaks without a cap if below it, else with the cap, which frees cached segments."""
         free = replay(events, stream_of=step.stream_of)
         if free.peak_reserved_bytes <= self._bounds.cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
@@ -101,14 +101,14 @@ class Limits:
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
 
     def _fits(self, batch: int) -> bool:
-        """Return whether a step without accumulation fits."""
+        """Return whether a step without accumulation fits at this batch."""
         step = self._step.of(1)
         events = step.at(batch, self._chip, accumulation=1)
         # What exists at once, unrounded, is a lower bound of reserved memory.
-        return _peak(events)[0] <= self._bounds.line_bytes and self._fit(self._peaks(events, step))
+        return _peak(events)[0] <= self._bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
-        """Return the largest multiple that fits, found by bisection; 0 where none does."""
+        """Return the largest multiple that fits, found by bisection; 0 where no batch fits."""
         low, high = 0, multiple
         while high <= _LARGEST_BATCH and self._fits(high):
             low, high = high, high * 2
@@ -119,7 +119,7 @@ class Limits:
 
 
 def _peak(events: Events) -> tuple[int, int]:
-    """Return the most bytes that exist at once, and how many events it takes until they do."""
+    """Return the peak of allocated bytes, and the number of events until it."""
     alive = peak = peak_after = 0
     size_of: dict[int, int] = {}
     for index, (number, size) in enumerate(events, start=1):
@@ -134,7 +134,7 @@ def _peak(events: Events) -> tuple[int, int]:
 
 
 def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
-    """Return the bytes by label at the moment when most bytes exist."""
+    """Return the bytes of each kind of allocation at the peak."""
     parts: dict[str, int] = {}
     at_peak: dict[int, int] = {}
     for number, size in events[: _peak(events)[1]]:

@@ -24,7 +24,7 @@ from autotune.worker.trial.synthetic import synthetic_dataset
 
 
 def build_fake_model(workload: Workload) -> Any:
-    """Return the model of a workload in random weights, as in training; call it under a mode of fake tensors.
+    """Return a workload's model with random weights in training mode, within a mode of fake tensors.
 
     It is built on the ``meta`` device first: ``Module.to``, by which peft places its adapters, cannot move parameters
     that are fake tensors already.
@@ -35,15 +35,15 @@ def build_fake_model(workload: Workload) -> Any:
 
 
 def shard_model(model: Any, arm: Arm, mesh: Any) -> Any:
-    """Return the model as rank 0 has it after ``Trainer.train`` began: sharded, with FSDP's own checkpointing."""
+    """Return the model of rank 0 after the start of training: sharded, with FSDP's own checkpointing."""
     return shard(model, fsdp_settings(arm), ACCELERATE[arm.precision], mesh)
 
 
 def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -> str | None:
     """Return why accelerate cannot shard a model by these classes of layers; ``None`` where it can.
 
-    Models that share a weight between modules in an unusual way are an example. Joins a process group of ranks that do
-    not exist, so it belongs into a process that ends soon.
+    One example are models that share a weight between modules in an unusual way. This joins a process group with ranks
+    that do not exist, so call it in a process that ends soon.
     """
     arm = Arm(strategy="fsdp", ranks=ranks, transformer_layer_cls_to_wrap=",".join(layers))
     mesh = join_fake_ranks(ranks)
@@ -56,11 +56,11 @@ def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -
 
 
 def what_ddp_can_skip(workload: Workload) -> AfterStep:
-    """Return the parameters without a gradient after a step, and the buffers that it changes.
+    """Return the parameters without a gradient after a step, and the buffers that a step changes.
 
-    DDP waits for a gradient of every parameter, unless it looks in each step for those that have none; and it sends all
-    buffers from rank 0 to the others before each step. Changes how this process computes attention masks, so it belongs
-    into one that ends soon.
+    DDP waits for a gradient of every parameter, unless it searches unused ones in each step; and it broadcasts all
+    buffers from rank 0 before each step. This changes how the process computes attention masks, so call it in a process
+    that ends soon.
     """
     try:
         decide_masks_without_values(padded=workload.padding > 0)
@@ -95,7 +95,7 @@ _GATHERED_ELEMENTS = 500_000_000
 
 
 def compute_dtype(arm: Arm) -> torch.dtype:
-    """Return the dtype that DeepSpeed converts a model to."""
+    """Return the dtype to which DeepSpeed converts a model."""
     return getattr(torch, HALF.get(arm.precision, "float32"))  # type: ignore[no-any-return]
 
 
@@ -124,35 +124,35 @@ class ZeroRank:
         self.is_last = True
         """Whether the micro-step is the last of its step."""
 
-    def _hold(self, label: str, elements: int, stream: int = 0) -> int:
+    def _hold_part(self, label: str, elements: int, stream: int = 0) -> int:
         number = self._tracer.hold(label, elements * self._element_bytes)
         if stream:
             self._tracer.trace.streams[number] = stream
         return number
 
-    def _let_go(self, held: list[int]) -> None:
+    def _let_go_all(self, held: list[int]) -> None:
         for number in held:
             self._tracer.let_go(number)
         held.clear()
 
     def begin(self, kind: Any, options: dict[str, Any]) -> None:
-        """Split weights and optimizer state; ``kind`` and ``options`` make the optimizer.
+        """Record the partitioned weights and optimizer state; ``kind`` and ``options`` create the optimizer.
 
-        Weights are recorded as a whole: DeepSpeed copies them into one flat tensor.
+        Weights are recorded whole: DeepSpeed copies them into one flat tensor.
         """
-        self._hold("weights", self._kept_weights)
+        self._hold_part("weights", self._kept_weights)
         if self._stage == 3:
-            self._hold("gradients", self._part)
-            self._hold("communication", self._bucket_elements)
+            self._hold_part("gradients", self._part)
+            self._hold_part("communication", self._bucket_elements)
         if self._offloads:
-            self._hold("communication", self._largest)
+            self._hold_part("communication", self._largest)
             return
         partition = torch.empty(self._part, dtype=torch.float32)
         self._tracer.see(partition, "optimizer")
         self._optimizer = kind([torch.nn.Parameter(partition)], **options)
 
     def prepare_forward(self, model: Any) -> None:
-        """Gather the weights of ZeRO-3, which stay until the update."""
+        """Record the gathered weights of ZeRO-3, which stay until the update."""
         if self._stage < 3 or self._gathered:
             return
         left = _GATHERED_ELEMENTS
@@ -160,42 +160,44 @@ class ZeroRank:
             elements = min(left, parameter.numel())
             left -= elements
             if elements:
-                self._gathered.append(self._hold("weights", elements, _GATHERING))
+                self._gathered.append(self._hold_part("weights", elements, _GATHERING))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Do what DeepSpeed's hook does when a parameter has its gradient: copy it into a bucket and exchange that."""
+        """Record DeepSpeed's gradient hook: a parameter's gradient is copied into a bucket and exchanged."""
         if not self._buffers and self._stage < 3:
-            self._buffers = [self._hold("communication", self._bucket_elements) for _ in range(self._buffers_count)]
+            self._buffers = [
+                self._hold_part("communication", self._bucket_elements) for _ in range(self._buffers_count)
+            ]
         if not self._accumulates_whole:
             parameter.grad = None
 
     @property
     def _accumulates_whole(self) -> bool:
-        """Whether gradients of a micro-step stay whole until those of the last are exchanged."""
+        """Whether gradients stay whole until the last micro-step."""
         return self._stage == 1 and not self.is_last
 
     def end_backward(self) -> None:
-        """Add up this rank's part of the gradients, and free the buckets."""
+        """Record the accumulation of this rank's gradients, and free the buckets."""
         if self._accumulates_whole:
             return
         if self._stage < 3 and not self._offloads and not self._gradients:
             # Those of the first half of the model, which the backward pass reaches when most activations are freed.
-            self._gradients.append(self._hold("gradients", self._part, _REDUCING))
-        self._let_go(self._buffers)
+            self._gradients.append(self._hold_part("gradients", self._part, _REDUCING))
+        self._let_go_all(self._buffers)
         # What several ranks share is copied into a tensor of its own before it is exchanged.
-        self._let_go([self._hold("communication", min(self._bucket_elements, self._trained), _REDUCING)])
+        self._let_go_all([self._hold_part("communication", min(self._bucket_elements, self._trained), _REDUCING)])
 
     def update(self) -> None:
-        """Update the part of the weights that this rank keeps."""
-        self._let_go(self._gathered)
+        """Record the update of this rank's part of the weights."""
+        self._let_go_all(self._gathered)
         if self._optimizer is None:
             return
         (parameter,) = self._optimizer.param_groups[0]["params"]
-        flat = [self._hold("gradients", self._part)]
+        flat = [self._hold_part("gradients", self._part)]
         parameter.grad = torch.empty_like(parameter)
         self._tracer.see(parameter.grad, "gradients")
-        self._let_go(flat)
-        self._let_go(self._gradients)
+        self._let_go_all(flat)
+        self._let_go_all(self._gradients)
         self._tracer.phase = "optimizer"
         self._optimizer.step()
         parameter.grad = None

@@ -55,8 +55,8 @@ class ScalableStep:
     def __init__(self, trace: Trace, batch: int, alone: ScalableStep | None = None) -> None:
         """Take the trace of a step of two micro-steps at a batch; each size becomes affine in the batch.
 
-        ``alone`` is a step of one micro-step, where that is not the same without the second: under FSDP the only
-        micro-step reduces its gradients, and the first of two does not.
+        ``alone`` is a step of one micro-step, where that differs from the first of two: under FSDP only the last
+        micro-step reduces its gradients.
         """
         self._trace = trace
         self._alone = alone
@@ -66,11 +66,11 @@ class ScalableStep:
         loads = trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]]
         ended = {number for number, size in loads if size == DEATH}
         self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
-        self._events: dict[int, list[_Event]] = {}
+        self._with_origins: dict[int, list[_Event]] = {}
         """The events of two steps, by accumulation."""
 
     def of(self, accumulation: int) -> ScalableStep:
-        """Return the step that is traced for so many micro-steps, which its labels and streams belong to."""
+        """Return the traced step for this accumulation, to which labels and streams belong."""
         return self._alone if self._alone is not None and accumulation == 1 else self
 
     def at(self, batch: int, chip: Chip, *, accumulation: int) -> Events:
@@ -82,30 +82,30 @@ class ScalableStep:
         if (step := self.of(accumulation)) is not self:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
-        if accumulation not in self._events:
-            self._events[accumulation] = self._two_steps(accumulation)
-        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
+        if accumulation not in self._with_origins:
+            self._with_origins[accumulation] = self._two_steps(accumulation)
+        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._with_origins[accumulation]]
 
     def label(self, number: int) -> str:
-        """Return what kind of allocation this is, in either step."""
+        """Return the kind of an allocation in either step."""
         return self._trace.labels[number % self._shift]
 
     @property
     def stream_of(self) -> Callable[[int], int] | None:
-        """The CUDA stream in which an allocation of either step is made, 0 for the default one.
+        """The CUDA stream of an allocation in either step, 0 for the default stream.
 
-        ``None`` where all are in that.
+        ``None`` where all are in the default stream.
         """
         streams, shift = self._trace.streams, self._shift
         return (lambda number: streams.get(number % shift, 0)) if streams else None
 
     def micro_batch_bytes(self, batch: int, chip: Chip) -> int:
-        """Return the device memory of one micro-step's inputs, each tensor rounded as the allocator does."""
+        """Return the device memory of one micro-step's inputs, with each tensor rounded as in the allocator."""
         sizes = (self._sizes[number].at(batch, chip) for number in self._inputs)
         return sum(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES for size_bytes in sizes)
 
     def _two_steps(self, accumulation: int) -> list[_Event]:
-        """Return set-up, the step, and the step again, without allocations that the first one keeps (optimizer state).
+        """Return set-up, the step, and the step again without allocations that persist (optimizer state).
 
         The Trainer keeps the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
         """
@@ -115,10 +115,17 @@ class ScalableStep:
         repeated = born & ended
         again = self._later([event for event in step if event[0] in repeated], 1)
         deaths: list[_Event] = [(number, None) for number, _ in loads]
-        return [*_events(self._trace.events[: self._begins]), *loads, *step, *self._later(loads, 1), *deaths, *again]
+        return [
+            *_with_origins(self._trace.events[: self._begins]),
+            *loads,
+            *step,
+            *self._later(loads, 1),
+            *deaths,
+            *again,
+        ]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
-        """Return the inputs of all micro-steps, and the other events of a step, which end before the inputs do."""
+        """Return the inputs of all micro-steps, and the other events of a step, which end earlier than the inputs."""
         inputs: list[_Event] = [(number, number) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
         loads = [event for number in range(accumulation) for event in self._later(inputs, 2 * number)]
@@ -131,19 +138,20 @@ class ScalableStep:
             part = [event for event in part if event[0] not in absent]
         before = traced[self._begins : parts["first micro-step"]]
         given = {number for number, size in before if size != DEATH}
-        return loads, [event for event in _events(part) if event[0] not in given]
+        return loads, [event for event in _with_origins(part) if event[0] not in given]
 
     def _later(self, events: Iterable[_Event], times: int) -> list[_Event]:
-        """Return the same events for later copies of the allocations."""
+        """Return the events renumbered for a later copy of the step."""
         shift = times * self._shift
         return [(number + shift, origin) for number, origin in events]
 
 
-def _events(traced: Events) -> list[_Event]:
+def _with_origins(traced: Events) -> list[_Event]:
     return [(number, None if size == DEATH else number) for number, size in traced]
 
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
+    """Return a traced allocation's size as a function of the batch."""
     value, columns = trace.column_sums.get(number, (size, None))
     if value % batch:
         return Size(0, value, columns)
@@ -152,7 +160,7 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:
-    """Return the scratch memory of CUDA's reduction kernel when it sums ``rows`` rows into one.
+    """Return the scratch memory of CUDA's reduction kernel that sums ``rows`` rows.
 
     Bias gradients are such sums. Their scratch memory is as large as an activation: 32 MiB for 4096 rows of 1024
     columns on an H200. Follows setReduceConfig and ReduceConfig::global_memory_size in
@@ -182,7 +190,7 @@ def _last_power_of_two(number: int) -> int:
 
 
 def packed(trace: Trace, batch: int, operations: Operations) -> str:
-    """Return the trace of a step at a batch, and its operations, as text."""
+    """Return a step's trace and operations as compressed text."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,
@@ -198,7 +206,7 @@ def packed(trace: Trace, batch: int, operations: Operations) -> str:
 
 
 def unpacked(text: str) -> tuple[ScalableStep, Operations]:
-    """Return the step whose trace was packed, and its operations."""
+    """Return the step and its operations from the text of ``packed``."""
     document = json.loads(zlib.decompress(base64.b64decode(text)))
     kinds = document["kinds"]
     trace = Trace(

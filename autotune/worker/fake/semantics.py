@@ -62,26 +62,33 @@ _HALF = (torch.float16, torch.bfloat16)
 _HARDWARE = {"flash": True}
 
 
-def _packet(name: str) -> Any:
+def _aten_operation(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def _cast_to_float32(operation: Any) -> Callable[..., Any]:
+    """Return an autocast kernel that casts 16-bit arguments to float32."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_cpu_autocast():
-            return operation(*(_float32(a) for a in args), **{name: _float32(value) for name, value in kwargs.items()})
+            return operation(
+                *(_to_float32(a) for a in args),
+                **{name: _to_float32(value) for name, value in kwargs.items()},
+            )
 
     return kernel
 
 
-def _float32(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in _HALF:
         return value.to(torch.float32)
     return value
 
 
 def _set_dtype(operation: Any) -> Callable[..., Any]:
+    """Return an autocast kernel that computes with ``dtype=torch.float32`` for 16-bit inputs."""
+
     def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if args and (args[-1] is None or isinstance(args[-1], torch.dtype)):
             # Given by position, as cross_entropy_loss does. It is the dtype of the logits, which is kept.
@@ -96,22 +103,22 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install_cuda_autocast() -> torch.library.Library:
-    """Make CPU autocast use CUDA's float32 list, once and for the rest of this process.
+    """Make CPU autocast use CUDA's list of float32 operations, for the rest of this process.
 
     The library has to stay alive. torch 2.11 refuses a second one.
     """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_OPERATIONS:
-        library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+        library.impl(name, _cast_to_float32(_aten_operation(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_BY_ARGUMENT:
-        library.impl(name, _set_dtype(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+        library.impl(name, _set_dtype(_aten_operation(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _CPU_ONLY_FLOAT32_OPERATIONS:
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
     return library
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Apply CUDA's fused dropout, which saves a boolean mask of a byte an element."""
+    """Apply CUDA's fused dropout, whose boolean mask takes one byte per element."""
     if not training or p == 0.0:
         return input
     out: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
@@ -120,6 +127,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
                is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
+    """Compute attention by the memory-efficient kernel, with a bias padded as on CUDA."""
     bias = None
     if mask is not None:
         bias = mask
@@ -138,6 +146,7 @@ def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool,
            scale: float | None) -> torch.Tensor:  # fmt: skip
+    """Compute attention by the flash kernel, with head sizes padded as on CUDA."""
     size = query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     if size % 8:
@@ -150,8 +159,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
           is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
-    """Compute attention as _scaled_dot_product_attention_math of transformers/attention.cpp: 16-bit inputs in
-    float32."""
+    """Compute attention as _scaled_dot_product_attention_math of transformers/attention.cpp, in float32."""
     dtype = query.dtype
     if dtype in _HALF:
         query, key, value = (t.to(torch.float32) for t in (query, key, value))
@@ -206,11 +214,11 @@ def _attention(
 
 
 def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
-    """Make fake CPU tensors allocate as on a chip, in the rest of this process.
+    """Make fake CPU tensors allocate as on a chip, for the rest of this process.
 
-    Dropout and attention are replaced by what CUDA runs, however they are reached. Samples are never packed, and masks
-    are full unless samples are ``padded``. transformers finds out both from tensor values, which fake tensors do not
-    have; without this it would keep a mask that a real step drops.
+    Dropout and attention are replaced by CUDA's kernels. Samples are never packed, and masks are full unless samples
+    are ``padded``. transformers decides both by tensor values, which fake tensors lack; without this it would keep a
+    mask that a real step drops.
     """
     _install_cuda_autocast()
     _HARDWARE["flash"] = chip.has_flash_attention

@@ -35,7 +35,7 @@ class Shortcuts:
         self._is_silent: dict[int, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
-        """Return all that the result of an operation depends on; ``None`` where that is not known."""
+        """Return a key of everything that an operation's result depends on; ``None`` where that is unknown."""
         # By identity, as operations are never freed, and their own hash is computed in Python.
         number = id(func)
         has_key = self._has_key.get(number)
@@ -60,7 +60,7 @@ class Shortcuts:
         return key
 
     def result(self, key: Key | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """Return the result of an operation: that of an earlier call with the same key, or of the operation itself."""
+        """Return the result of an operation, copied from an earlier call with the same key if there is one."""
         if key is None:
             return None if self._changes_only(func, args) else func(*args, **(kwargs or {}))
         make = self._makers.get(key)
@@ -73,7 +73,7 @@ class Shortcuts:
         return out
 
     def _changes_only(self, func: Any, args: Sequence[Any]) -> bool:
-        """Return whether an operation does nothing but change the values of fake tensors, as optimizers' kernels do."""
+        """Return whether an operation only changes values of fake tensors in place, as optimizers' kernels do."""
         number = id(func)
         if number not in self._is_silent:
             named = func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
@@ -84,7 +84,7 @@ class Shortcuts:
 
 
 def _describe(values: Any, found: list[Any]) -> bool:
-    """Append to ``found`` all that a result depends on; return whether that is known of every value."""
+    """Append to ``found`` what a result depends on; return whether this is known for every value."""
     if len(values) > _MOST_VALUES:
         return False
     for value in values:
@@ -111,7 +111,7 @@ def _describe(values: Any, found: list[Any]) -> bool:
 
 
 def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return what makes results like ``out`` for arguments like these; ``None`` where that is not known."""
+    """Return a function that creates results like ``out`` from such arguments; ``None`` where unknown."""
     if isinstance(out, torch.Tensor):
         return _maker_of_part(args, out)
     if type(out) not in (list, tuple):
@@ -126,6 +126,7 @@ def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
 
 
 def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
+    """Return a function that creates a value like ``out``, one part of a result; ``None`` where unknown."""
     if not isinstance(out, torch.Tensor):
         # An absent gradient, or a length.
         return (lambda given: out) if out is None or type(out) is int else None
@@ -164,5 +165,5 @@ def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
 
 
 def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
-    """Return whether a value is a tensor in a storage."""
+    """Return whether a value is a tensor with this storage."""
     return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage._cdata

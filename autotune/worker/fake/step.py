@@ -45,13 +45,14 @@ class _KeptOnHost(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _enable_checkpointing(model: Any, arm: Arm) -> None:
+    """Turn on checkpointing as the arm sets it, with activations on the host if it offloads them."""
     if arm.offload_activations:
         transformers.modeling_utils.save_on_cpu = _KeptOnHost
     enable_checkpointing(model, **({"offload": True} if arm.offload_activations else {}))
 
 
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
-    """Return one batch on the device, with the shapes and dtypes of real ones."""
+    """Return one batch with the shapes and dtypes of real batches."""
     sample = synthetic_dataset(workload, model, 1, 0)[0]
     lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
     if lengths is not None and lengths.longest_target is not None:
@@ -60,7 +61,7 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
 
 
 def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the optimizer that ``TrainingArguments.optim`` names, and its default settings."""
+    """Return class and default settings of the optimizer that ``TrainingArguments.optim`` names."""
     return optimizer_class(TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused"), model)
 
 
@@ -74,8 +75,8 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def _noting_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
-    """Label gradients in the trace, and record when each appears."""
+def _labelling_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
+    """Label gradients in the trace, and record the creation of each."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(tracer.note_gradient) for parameter in trained]
     try:
@@ -89,10 +90,10 @@ def _noting_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_surprise_collection() -> Iterator[None]:
-    """Collect garbage only where the caller does, so that two traces free memory in the same order.
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable automatic garbage collection, so that two traces free memory in the same order.
 
-    Objects that exist already are not examined, which would take a tenth of the time of a trace.
+    Existing objects are not examined, which would take a tenth of the time of a trace.
     """
     was_enabled = gc.isenabled()
     gc.freeze()
@@ -107,7 +108,7 @@ def _no_surprise_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
-    """Have a fused loss make all logits as one piece, and note what it makes for it: pieces are as large as another."""
+    """Make a fused loss compute all logits at once, and mark its allocations, which have another size in pieces."""
     cut, add = loss.pieces_of, loss.add_piece
 
     def noted(sums: Any, start: int, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
@@ -128,10 +129,10 @@ def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
 def tracing(
     model: torch.nn.Module, chip: Chip, operations: OperationTally | None, *, padded: bool
 ) -> Iterator[StorageTracer]:
-    """Record the allocations of whatever is done within, with the model's parameters replaced by fake tensors."""
+    """Record allocations within the block, with the model's parameters replaced by fake tensors."""
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
-    with fake_tensor_mode(), _no_surprise_collection(), _noting_pieces(tracer), tracer:
+    with fake_tensor_mode(), _no_garbage_collection(), _noting_pieces(tracer), tracer:
 
         def weight(tensor: torch.Tensor) -> torch.Tensor:
             fake = fake_of(tensor)
@@ -150,21 +151,21 @@ class Training(Protocol):
     """Gradients are clipped to this norm; 0 leaves that out."""
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Make the training ready, now that the model's parameters are fake tensors; return the optimizer."""
+        """Prepare the training after the model's parameters became fake tensors; return the optimizer."""
 
     def batch(self, size: int) -> Any:
-        """Return one batch of so many samples on the device."""
+        """Return one batch of ``size`` samples on the device."""
 
     def loss(self, batch: Any) -> Any:
-        """Return the loss of a batch, of which only the loss itself lives on."""
+        """Return the loss of a batch; everything else of the forward pass may be freed."""
 
 
 def trace_training(
     training: Training, batch_size: int, chip: Chip, *, padded: bool, buckets_bytes: int = 0
 ) -> tuple[Trace, Operations]:
-    """Return the allocations of one optimizer step of two micro-steps, and what its operations compute and move.
+    """Trace one optimizer step of two micro-steps; return its allocations and operations.
 
-    ``buckets_bytes`` is what DDP's gradient buckets take, where several ranks train together.
+    ``buckets_bytes`` is the size of DDP's gradient buckets, where several ranks train together.
     """
     operations = OperationTally(batch_size)
     with tracing(training.model, chip, operations, padded=padded) as tracer:
@@ -174,7 +175,7 @@ def trace_training(
         for is_second, batch in _micro_steps(tracer, lambda: training.batch(batch_size)):
             if not is_second:
                 operations.counts_as = "micro_step"
-                with _noting_gradients(training.model, tracer):
+                with _labelling_gradients(training.model, tracer):
                     _micro_step(training.loss, batch)
                 operations.counts_as = None
             elif not tracer.repeat_micro_step("first micro-step"):
@@ -188,7 +189,7 @@ def trace_training(
 
 
 def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2) -> Iterator[tuple[bool, Any]]:
-    """Load the batches of one or two micro-steps, then enter each; yields whether it is the last, and its batch."""
+    """Load the batches of all micro-steps, then enter each; yield whether it is the last, and its batch."""
     batches = []
     for number, part in enumerate(("first inputs", "second inputs")):
         tracer.enter(part, "inputs")
@@ -201,7 +202,7 @@ def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2)
 
 
 def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, max_grad_norm: float) -> None:
-    """Clip the gradients, and step the optimizer."""
+    """Clip the gradients and step the optimizer."""
     tracer.enter("update", "workspaces")
     if max_grad_norm > 0:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -221,7 +222,7 @@ def _micro_step(loss_of: Callable[[Any], Any], batch: Any) -> None:
 
 
 def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
-    """Wrap a model's ``forward`` as the Trainer and accelerate do for a precision."""
+    """Wrap a model's ``forward`` in autocast of a precision, as Trainer and accelerate do."""
     if precision not in HALF:
         return forward
     autocast = torch.autocast("cpu", getattr(torch, HALF[precision]), cache_enabled=caches)
@@ -239,7 +240,7 @@ class _BuiltIn:
         self.model = model
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Turn checkpointing on, fuse the loss; make the optimizer."""
+        """Turn on checkpointing and the fused loss; return the optimizer."""
         if self._arm.fused_loss:
             loss.fuse_loss_of(self.model)
         if self._arm.sparse_prediction:
@@ -258,7 +259,7 @@ class _BuiltIn:
         return batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""
+        """Return the loss as ``Trainer.compute_loss`` does, whose other outputs are freed on return."""
         forward = with_autocast(self.model.forward, self._arm.precision, caches=not self._arm.uncached_casts)
         outputs = forward(**batch)
         return outputs["loss"]
@@ -278,7 +279,7 @@ class FakeTraining:
         install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
-        """Return the allocations of a step at any batch, derived from a trace at one batch."""
+        """Return the allocations of a step as a function of the batch, from a trace at one batch."""
         if not self._arm.is_sharded and self._arm.zero_stage is None:
             return ScalableStep(self.trace(TRACED_BATCH), TRACED_BATCH)
         trace = self._sharded_trace if self._arm.is_sharded else self._zero_trace
@@ -307,7 +308,7 @@ class FakeTraining:
         return trace
 
     def _sharded_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
-        """Return the allocations of a step of one or two micro-steps on a rank that keeps a part of the model."""
+        """Return the allocations of a step of one or two micro-steps on one rank of FSDP."""
         with tracing(model, self._chip, None, padded=self._workload.padding > 0) as tracer:
             tracer.follow_resizes()
             tracer.phase = "weights"
@@ -332,12 +333,12 @@ class FakeTraining:
             return tracer.so_far()
 
     def _zero_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
-        """Return the allocations of a step of one or two micro-steps on a rank under DeepSpeed."""
+        """Return the allocations of a step of one or two micro-steps on one rank of DeepSpeed."""
         tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
         tracer.has_padding = self._workload.padding > 0
         dtype = compute_dtype(self._arm)
         rank = ZeroRank(model, self._arm, tracer)
-        with fake_tensor_mode(), _no_surprise_collection():
+        with fake_tensor_mode(), _no_garbage_collection():
             materialise(model, lambda tensor: tracer.overlook(fake_of(tensor, dtype)))
             with tracer:
                 if self._arm.gradient_checkpointing:

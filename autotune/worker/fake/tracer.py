@@ -89,7 +89,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave ``__torch_dispatch__`` as it is: torch else wraps it for compilers, a fifth of the time of a trace."""
+        """Keep torch from wrapping ``__torch_dispatch__`` for compilers, which takes a fifth of the tracing time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +147,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def so_far(self) -> Trace:
-        """Return what was recorded so far, unaffected by later events."""
+        """Return a copy of the trace so far."""
         return dataclasses.replace(self.trace, events=list(self.trace.events))
 
     def enter(self, part: str, phase: str) -> None:
@@ -156,18 +156,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = phase
 
     def forget_freed(self) -> None:
-        """Leave out of the trace what was allocated and freed again so far."""
+        """Remove allocations that have been freed from the trace."""
         freed = {number for number, size in self.trace.events if size == DEATH}
         self.trace.events = [event for event in self.trace.events if event[0] not in freed]
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Record that a parameter got its gradient: in a repeated micro-step, the new gradient is freed here."""
+        """Record the creation of a parameter's gradient: in a repeated micro-step, the new gradient is freed here."""
         assert parameter.grad is not None
         number = self._known.get(parameter.grad.untyped_storage())  # type: ignore[no-untyped-call]
         self._gradients.setdefault(len(self.trace.events), []).append(number)
 
     def repeat_micro_step(self, part: str) -> bool:
-        """Record the events since a part began once more, as they are when gradients exist already.
+        """Record the events since a part began once more, as in a later micro-step with existing gradients.
 
         Gradients are then added to in place, and cuBLAS keeps its workspaces. Returns whether that is the only
         difference. Where anything else outlives the part, or ends in it without having begun in it, nothing is
@@ -199,12 +199,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
+        """Record the release of gradients at this position of a repeated micro-step."""
         for number in self._gradients.get(position, ()):
             if number in again:
                 self.let_go(again.pop(number))
 
     def hold(self, label: str, size_bytes: int) -> int:
-        """Record an allocation that no tensor owns; it stays until ``let_go`` is called with its number."""
+        """Record an allocation without a tensor; return its number for ``let_go``."""
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
@@ -217,20 +218,20 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._number
 
     def _stream(self) -> int:
-        """Return the number of the current stream, 0 for the default one.
+        """Return the number of the current stream, 0 for the default stream.
 
         Code for any device selects streams on a CPU as well, where they do nothing.
         """
         return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
     def let_go(self, number: int) -> None:
-        """Record the release of what ``hold`` recorded."""
+        """Record the release of an allocation by ``hold``."""
         self.trace.events.append((number, DEATH))
 
     def see(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Record the tensor's storage unless it is known; a ``label`` renames it in either case.
+        """Record the tensor's storage if it is new; a ``label`` renames it in any case.
 
-        Of a tensor that is split between ranks it is the storage of this rank's part.
+        For a sharded tensor this is the storage of the local part.
         """
         storage = local_part(tensor).untyped_storage()
         number: int | None = self._known.get(storage)  # type: ignore[no-untyped-call]
@@ -243,14 +244,14 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.labels[number] = label
 
     def overlook(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor whose storage is not recorded, since it stands for memory that is recorded otherwise."""
+        """Exclude a tensor's storage from the trace and return the tensor, since its memory is recorded otherwise."""
         self._known[tensor.untyped_storage()] = 0
         return tensor
 
     def follow_resizes(self) -> None:
-        """Record storages that are emptied and filled again in place, as FSDP does with gathered weights.
+        """Record storages that are resized in place, as FSDP does with gathered weights.
 
-        Replaces a function of torch in the rest of this process.
+        Replaces a function of torch for the rest of this process.
         """
         self.knows_streams = True
         # The default stream gets number 0.
@@ -258,6 +259,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_resize(self._resized)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Record a resize of a storage as a release and an allocation."""
         number = self._known.pop(storage, None)  # type: ignore[no-untyped-call]
         if number is not None and self._references.pop(number, None) is not None:
             self.let_go(number)
@@ -266,7 +268,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._know(storage, self.hold(label, size_bytes))
 
     def _know(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Know a storage by the number of its allocation, and record its end."""
+        """Register a storage with the number of its allocation, and record its release."""
 
         def died(_: Any) -> None:
             self.let_go(number)
@@ -278,7 +280,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep_workspaces(self, *, with_bias: bool) -> None:
         """Record cuBLAS's workspace at a thread's first matrix product, and cuBLASLt's at its first with a bias.
 
-        Both are kept. Autograd has a thread of its own, in which checkpoints are recomputed, too.
+        Both stay. Autograd has a thread of its own, which also recomputes checkpoints.
         """
         in_autograd = is_in_autograd()
         for size_bytes, is_needed in zip(self._workspace_bytes, (True, with_bias), strict=True):
@@ -287,12 +289,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.hold("workspaces", size_bytes)
 
     def _borrow(self, size_bytes: int) -> None:
-        """Record memory that an operation allocates once its results exist, and frees at its end."""
+        """Record a temporary allocation that exists only at the end of an operation."""
         self.let_go(self.hold("workspaces", size_bytes))
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Return whether autograd adds two gradients in place, which it does not for subclasses such as fake tensors.
+    """Return whether autograd adds two gradients in place, as it never does for fake tensors.
 
     torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in which checkpoints are
     recomputed), if nothing else holds the first one's storage, as the base of a view does.
@@ -306,12 +308,12 @@ def _accumulates_in_place(args: Any) -> bool:
 
 
 def fake_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a fake tensor on the CPU of the same shape, with floats in a ``dtype``; call it under a mode of those."""
+    """Return a fake CPU tensor of the same shape, with floats as ``dtype``, within a mode of fake tensors."""
     return torch.empty(tensor.shape, dtype=dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype)
 
 
 def materialise(model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor] = fake_of) -> None:
-    """Replace every ``meta`` parameter and buffer by a fake one on the CPU, which ``fake`` makes; ties stay."""
+    """Replace every ``meta`` parameter and buffer by a tensor of ``fake``; tied weights stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers):

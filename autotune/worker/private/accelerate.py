@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_float32_outputs(forward: Any) -> Any:
-    """Wrap a model's ``forward`` as accelerate does under mixed precision: its 16-bit outputs become float32."""
+    """Wrap a model's ``forward`` so that 16-bit outputs become float32, as accelerate does."""
     from accelerate.utils.operations import convert_outputs_to_fp32
 
     return convert_outputs_to_fp32(forward)
@@ -24,10 +24,10 @@ def why_no_fsdp2() -> str | None:
 
 
 def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any) -> Any:
-    """Shard a model on the CPU between the ranks of a mesh, by accelerate's own functions.
+    """Shard a model on the CPU between the ranks of a mesh, with accelerate's own functions.
 
-    ``settings`` are those of ``fsdp_config``. ``Accelerator`` itself shards on GPUs only, so a stand-in has what its
-    functions read.
+    ``settings`` are those of ``fsdp_config``. ``Accelerator`` itself shards on GPUs only, so a stand-in provides the
+    attributes that its functions read.
     """
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -58,7 +58,7 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
 
 
 def shard_for(accelerator: Any, model: Any) -> None:
-    """Shard a model in place, with checkpointing, as ``accelerator.prepare`` would; that then leaves it as it is."""
+    """Shard a model in place, with checkpointing, as ``accelerator.prepare`` would, which skips it afterwards."""
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
     plugin = accelerator.state.fsdp_plugin
@@ -70,7 +70,7 @@ def shard_for(accelerator: Any, model: Any) -> None:
 
 
 def compute_on_cpu() -> None:
-    """Make accelerate, and what asks it for the device, use the CPU in the rest of this process."""
+    """Make accelerate use the CPU for the rest of this process."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
 

@@ -6,12 +6,12 @@ from typing import Any
 
 
 def in_stored_order(dataset: Any) -> Any:
-    """Return the dataset without a table of indices, which slows down every access to its samples."""
+    """Return the dataset without its index table, which slows down every access to samples."""
     return dataset.flatten_indices() if dataset._indices is not None else dataset
 
 
 def dataset_of_table(table: Any) -> Any:
-    """Make a dataset of an Arrow table in memory."""
+    """Return a dataset over an Arrow table in memory."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 

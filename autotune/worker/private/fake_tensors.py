@@ -14,12 +14,12 @@ _CPU = torch.device("cpu")
 
 
 def without_dispatch() -> Any:
-    """Return a context in which no mode sees operations, and fake tensors are the ``meta`` tensors in them."""
+    """Return a context without dispatch modes, in which fake tensors are their ``meta`` tensors."""
     return torch._C._DisableTorchDispatch()
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a fake tensor has nothing but a shape, strides and a real dtype, and needs no gradient.
+    """Return whether a fake tensor is plain: with only shape, strides and a real dtype, and no gradient.
 
     Such a tensor has no known values, is not sparse, complex or quantized, and is no negated view.
     """
@@ -36,9 +36,9 @@ def is_plain_fake(tensor: torch.Tensor) -> bool:
 
 
 def copy_fake(meta: torch.Tensor, attributes: Mapping[str, Any]) -> Any:
-    """Return the fake tensor on the CPU for a ``meta`` tensor, with the attributes of another fake tensor.
+    """Return a fake CPU tensor for a ``meta`` tensor, with the attributes of another fake tensor.
 
-    Does what the class's own constructor does, without its checks.
+    Does the same as the class's own constructor, without its checks.
     """
     fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
     torch._C._set_throw_on_mutable_data_ptr(fake)

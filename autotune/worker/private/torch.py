@@ -13,7 +13,7 @@ from autotune.worker.wrapping import after, around, before
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Apply settings to CUDA's caching allocator, as ``PYTORCH_ALLOC_CONF`` does; must precede every allocation."""
+    """Apply settings to CUDA's caching allocator like ``PYTORCH_ALLOC_CONF``, before any allocation."""
     native: Any = torch._C
     native._accelerator_setAllocatorSettings(settings)
 
@@ -27,7 +27,7 @@ def cuda_answers(answers: Mapping[str, Any]) -> Iterator[None]:
     real = {name: getattr(torch.cuda, name) for name in answers}
     is_over = False
     for name, answer in answers.items():
-        setattr(torch.cuda, name, _answering(answer, real[name], lambda: is_over))
+        setattr(torch.cuda, name, _fixed_answer(answer, real[name], lambda: is_over))
     try:
         yield
     finally:
@@ -36,13 +36,13 @@ def cuda_answers(answers: Mapping[str, Any]) -> Iterator[None]:
             setattr(torch.cuda, name, function)
 
 
-def _answering(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a function that gives the answer until ``is_over``, and calls the original from then on."""
+def _fixed_answer(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool]) -> Callable[..., Any]:
+    """Return a function with a fixed answer until ``is_over``, and the original's behaviour afterwards."""
     return lambda *args, **kwargs: real(*args, **kwargs) if is_over() else answer
 
 
 def around_batches(act: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
-    """Have ``act`` give each batch of every ``DataLoader``; it gets what gives it, the iterator, and the dataset."""
+    """Wrap ``__next__`` of every ``DataLoader`` iterator: ``act`` gets the original, the iterator, and the dataset."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     around(_BaseDataLoaderIter, "__next__", lambda give, batches: act(give, batches, batches._dataset))
@@ -52,14 +52,14 @@ def around_batches(act: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None
 
 
 def fake_tensor_mode() -> Any:
-    """Return the mode in which tensors have shapes and no values; real tensors may be mixed in."""
+    """Return a mode of tensors with shapes but no values, which may be mixed with real tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
-    """Join a process group as its rank 0, and return its mesh: of groups, where fewer ranks are ``sharing`` a model.
+    """Join a process group as its rank 0, and return its device mesh; with ``sharing``, a mesh of groups.
 
     Its collectives exchange nothing, and the other ranks need not exist. Must come before tensors are fake, since a
     mesh reads values.
@@ -76,21 +76,21 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
     # FSDP takes the part for one dimension from the mesh of two where tensors are fake.
-    def without_modes(function: Callable[..., Any], *words: Any) -> Any:
+    def without_modes(function: Callable[..., Any], *args: Any) -> Any:
         with _disable_current_modes():
-            return function(*words)
+            return function(*args)
 
     around(DeviceMesh, "__getitem__", without_modes)
     return init_device_mesh("cpu", (ranks // sharing, sharing), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def start_sharding(model: Any) -> None:
-    """Do what FSDP2 does before the first forward pass, when it finds out whether the model can be sharded so."""
+    """Initialize FSDP2 as before the first forward pass, which checks whether the model can be sharded."""
     model._get_fsdp_state()._lazy_init()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank keeps of a tensor that is split between ranks; any other tensor itself."""
+    """Return this rank's part of a sharded tensor; any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -98,7 +98,7 @@ _resize = torch.UntypedStorage.resize_
 
 
 def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
-    """Call ``resized`` alone with every storage whose size is changed in place from now on, after the change."""
+    """Call ``resized`` with every storage that is resized in place from now on, in place of other such callbacks."""
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     after(torch.UntypedStorage, "resize_", lambda _, storage, *__: resized(storage))
 
@@ -109,7 +109,7 @@ def is_in_autograd() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks are at work on what is kept for a backward pass, as those of checkpointing are."""
+    """Return whether saved-tensor hooks are active, such as those of checkpointing."""
     native: Any = torch._C._autograd
     return bool(native._top_saved_tensors_default_hooks(False))
 
@@ -120,19 +120,19 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def without_cpu_autocast() -> Any:
-    """Return a context in which autocast on the CPU casts nothing."""
+    """Return a context without CPU autocast."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def replace_attention(attention: Callable[..., torch.Tensor]) -> None:
-    """Replace ``scaled_dot_product_attention`` in this process, however it is reached."""
+    """Replace ``scaled_dot_product_attention`` in this process, under all its names."""
     functional.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention
 
 
 def forget_optimizer_hooks() -> None:
-    """Forget every hook around the steps of all optimizers."""
+    """Remove every global hook around optimizer steps."""
     from torch.optim import optimizer
 
     optimizer._global_optimizer_pre_hooks.clear()
@@ -140,9 +140,9 @@ def forget_optimizer_hooks() -> None:
 
 
 def on_checkpoint(called: Callable[[], None]) -> None:
-    """Call ``called`` whenever ``torch.utils.checkpoint`` is about to run something that it recomputes later.
+    """Call ``called`` whenever ``torch.utils.checkpoint`` runs a function that it recomputes later.
 
-    Its function itself may have been imported by name already, so what that calls is wrapped.
+    The function itself may already be imported by name, so its inner calls are wrapped.
     """
     import torch.utils.checkpoint as module
 

@@ -12,13 +12,13 @@ _INTEGRATIONS = "transformers.integrations."
 
 
 def change_train_sampler(trainer: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have a ``Trainer`` draw its training samples by what ``change`` returns, given what makes its own sampler."""
+    """Make a ``Trainer`` use the sampler that ``change`` returns, given the function for its own sampler."""
     find = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *words, **options: change(lambda: find(*words, **options))
+    trainer._get_train_sampler = lambda *args, **kwargs: change(lambda: find(*args, **kwargs))
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:
-    """Return the order of samples that the Trainer uses with ``train_sampling_strategy=group_by_length``."""
+    """Return the order of samples under ``train_sampling_strategy=group_by_length``."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
@@ -26,63 +26,63 @@ def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -
 
 
 def is_reporting(callback_class: type) -> bool:
-    """Return whether a callback class is one of transformers' integrations, which report to other services."""
+    """Return whether a callback class is an integration of transformers, which reports to another service."""
     return any(kind.__module__.startswith(_INTEGRATIONS) for kind in callback_class.__mro__)
 
 
 def mean_train_loss(trainer: Any) -> float | None:
-    """Return the mean loss of the steps since training began; ``None`` where the Trainer does not keep the sum."""
+    """Return the mean loss of the training's steps; ``None`` where the Trainer does not keep the sum."""
     total = getattr(trainer, "_tr_loss", None)
     return None if total is None else float(total) / max(1, trainer.state.global_step)
 
 
 def class_for_config(auto_class: Any, config: Any) -> Any:
-    """Return the class that an ``AutoModelFor…`` builds from a config; raises ``KeyError`` where there is none."""
+    """Return the class that an ``AutoModelFor…`` uses for a config. Raises ``KeyError`` where there is none."""
     return auto_class._model_mapping[type(config)]
 
 
 def attention_implementations(model_class: type) -> list[str]:
-    """List the attention implementations that a model class supports."""
+    """Return the attention implementations that a model class supports."""
     flags = {"sdpa": "sdpa", "flash_attention_2": "flash_attn", "flex_attention": "flex_attn"}
     return ["eager", *(name for name, flag in flags.items() if getattr(model_class, f"_supports_{flag}", False))]
 
 
 def attention_of(config: Any) -> str:
-    """Return the attention implementation of a built model's config; ``eager`` where it names none."""
+    """Return the attention implementation of a model's config; ``eager`` where it names none."""
     attention = getattr(config, "_attn_implementation", None)
     return attention if isinstance(attention, str) else "eager"
 
 
 def modules_not_to_split(model: Any) -> list[str]:
-    """List the classes of modules that a model says must stay on one device; none where it does not say."""
+    """Return the module classes that a model declares as not to be split; empty without a declaration."""
     return sorted(getattr(model, "_no_split_modules", None) or [])
 
 
 def optimizer_names() -> list[str]:
-    """List the values of ``TrainingArguments.optim``."""
+    """Return the possible values of ``TrainingArguments.optim``."""
     from transformers.training_args import OptimizerNames
 
     return sorted(name.value for name in OptimizerNames)
 
 
 def optimizer_class(arguments: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the optimizer class and its settings that the Trainer makes for these arguments."""
+    """Return optimizer class and settings that the Trainer uses for these arguments."""
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     return kind, options
 
 
 def compute_on_cpu(arguments: Any) -> None:
-    """Make ``TrainingArguments`` name the CPU as their device."""
+    """Make ``TrainingArguments`` use the CPU."""
     vars(arguments)["_setup_devices"] = torch.device("cpu")
 
 
 def take_batch_of_arguments(trainer: Any) -> None:
-    """Have a ``Trainer`` train with the batch that its arguments have now; it keeps the one that they had."""
+    """Make a ``Trainer`` use the current batch size of its arguments, of which it keeps a copy."""
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
 def prepares_inputs_itself(trainer: Any) -> bool:
-    """Return whether a subclass of ``Trainer`` makes the inputs of a step from a batch in a way of its own."""
+    """Return whether a subclass of ``Trainer`` prepares the inputs of a step itself."""
     return type(trainer)._prepare_inputs is not Trainer._prepare_inputs
 
 
@@ -92,9 +92,9 @@ _questions: dict[str, Callable[..., bool]] = {}
 
 
 def decide_masks_without_values(*, padded: bool) -> None:
-    """Make transformers decide about attention masks without reading tensor values, in the rest of this process.
+    """Make transformers decide about attention masks without tensor values, for the rest of this process.
 
-    Samples are never packed. Unless they are ``padded`` a mask masks nothing, and a real step drops it.
+    Samples are never packed. Unless they are ``padded``, a mask masks nothing, and a real step drops it.
     """
     from transformers import masking_utils
 
@@ -106,7 +106,7 @@ def decide_masks_without_values(*, padded: bool) -> None:
 
 
 def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """Return the same decision for a mask that masks nothing."""
+    """Return the same decision function for a mask that masks nothing."""
 
     def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
         return ignore(None, *rest, **named)
@@ -115,7 +115,7 @@ def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def checkpointing_layers(model: torch.nn.Module) -> int | None:
-    """Return how many layers of a model can each recompute their activations; ``None`` where none can."""
+    """Return the number of layers that support gradient checkpointing; ``None`` without any."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) or None

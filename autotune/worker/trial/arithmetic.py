@@ -26,7 +26,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Padding included; ``None`` where the model takes no ``input_ids``."""
 
     def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
-        """Compute what was called for, and count it."""
+        """Run and count an operation."""
         named = named or {}
         result = function(*given, **named)
         if (flops := _flops_of(function, given, named, result)) is not None:
@@ -35,20 +35,21 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def count_first(self, trainer: Any) -> None:
-        """Count the first micro-step of a ``Trainer``, which is of warm-up."""
+        """Count the first micro-step of a ``Trainer``, during warm-up."""
         compute_loss: Callable[..., Any] = trainer.compute_loss
 
-        def counted(model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             trainer.compute_loss = compute_loss
             tokens = inputs.get("input_ids")
             self.tokens = None if tokens is None else tokens.numel()
             with self:
-                return compute_loss(model, inputs, *words, **options)
+                return compute_loss(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = counted
 
 
 def _flops_of(function: Any, given: Any, named: Any, result: Any) -> int | None:
+    """Return the FLOPs of an operation; ``None`` for an operation that does not count."""
     packet = function.overloadpacket
     if packet._qualified_op_name in ("aten::_grouped_mm", "aten::_scaled_grouped_mm"):
         # Each row of the first is multiplied by one matrix of the second.
@@ -64,7 +65,7 @@ def _flops_of(function: Any, given: Any, named: Any, result: Any) -> int | None:
 
 
 def _with_all_heads(given: Any, axis: int) -> Any:
-    """Return the inputs of an attention with as many keys and values as queries; torch 2.11 refuses to count fewer."""
+    """Return attention inputs with keys and values expanded to all heads, as torch 2.11's formulas require."""
     query, *others = given[:3]
     whole = []
     for each in others:
@@ -75,7 +76,7 @@ def _with_all_heads(given: Any, axis: int) -> Any:
 
 
 def _gradients(function: Any, given: Any) -> int:
-    """Return of how many of the two inputs of a product a gradient is computed."""
+    """Return the number of inputs of a product that get a gradient."""
     matrices = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1]
     if "attention" in function.__name__:
         # Of queries by keys, and of the result by values.

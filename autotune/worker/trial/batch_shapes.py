@@ -36,7 +36,7 @@ class BatchShapes:
         """Shapes of this step that are new; a part of one where it takes several micro-batches."""
 
     def take(self, batch: Any) -> None:
-        """Record a batch that is about to be trained with."""
+        """Record a batch before the step trains on it."""
         shapes = {place: tuple(array.shape) for place, array in arrays_by_place(batch)}
         key = tuple(shapes.items())
         if self._seen[key] < self._settles:
@@ -46,16 +46,16 @@ class BatchShapes:
         self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
 
     def take_capture(self) -> None:
-        """Record that the step under way captures a CUDA graph, also of a shape that came before."""
+        """Count a CUDA graph capture in this step as a new shape, even of a known shape."""
         self.new = max(self.new, 1 / max(1, self._settles))
 
     @property
     def count(self) -> int:
-        """Number of shapes that were seen."""
+        """Number of different shapes so far."""
         return len(self._seen)
 
     def end_step(self) -> tuple[float, float]:
-        """Begin another step; return the new shapes of this one, and the tokens of its mean micro-batch (0: unknown).
+        """Begin another step; return this step's new shapes, and the mean tokens of its micro-batches (0: unknown).
 
         Padding counts.
         """
@@ -88,9 +88,9 @@ class RunEstimate(NamedTuple):
 
 
 def without_new(steps: Sequence[Timed]) -> list[Timed]:
-    """Return the steps whose shapes had all occurred before.
+    """Return the steps without new shapes.
 
-    Of more than a group of steps there have to be two such; where there are fewer, all steps are returned.
+    Among more steps than a group there must be two of them; otherwise all steps are returned.
     """
     known = [step for step in steps if not step.new_shapes]
     return known if len(known) >= (1 if len(steps) <= GROUP else 2) else list(steps)
@@ -99,10 +99,10 @@ def without_new(steps: Sequence[Timed]) -> list[Timed]:
 def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     """Estimate the mean step of a run from timed steps; the half-width is infinite with fewer than two steps.
 
-    Steps differ since their batches do, which is known. A regression on tokens removes that part from the residuals,
-    and corrects the mean where the timed steps are larger or smaller than the run's mean step. What steps with new
-    shapes take beyond it is the time of those. The largest of these times comes once in a run: code is compiled anew
-    when a second length comes.
+    Steps differ because their batches do, which is known. A regression on tokens removes this part from the residuals,
+    and corrects the mean where the timed steps are larger or smaller than the run's mean step. The extra time of steps
+    with new shapes is the cost of a shape. The largest of these times counts once in a run: code is compiled anew when
+    a second length comes.
     """
     known = without_new(steps)
     line = _Line(known, run)
@@ -157,5 +157,5 @@ class _Line:
         self.mean = StepEstimate(mean, quantile(count - unknowns) * self.error)
 
     def without_data_at(self, tokens: float) -> float:
-        """Return the seconds of a step of so many tokens, without waiting for data."""
+        """Return the seconds of a step with so many tokens, without waiting for data."""
         return self._without_data + self._slope * (tokens - self._tokens)

@@ -59,7 +59,7 @@ def model_class(workload: Workload) -> Any:
 
 
 def check_liger_knows(model_type: str) -> None:
-    """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log that and go on."""
+    """Raise ``ValueError`` where Liger has no kernels for a model. The Trainer would only log it."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -68,10 +68,10 @@ def check_liger_knows(model_type: str) -> None:
 
 
 def check_attends_to_all(model: Any) -> None:
-    """Raise ``SettingUnavailableError`` for a model in which a token does not attend to all before it in every layer.
+    """Raise ``SettingUnavailableError`` for a model without full causal attention in every layer.
 
-    Ranks that share samples compute that alone: accelerate drops the mask of each layer, and a layer that passes a
-    state on would begin anew in each rank. accelerate 1.15 refuses windows, and earlier ones train without them.
+    Context parallelism computes only this: accelerate drops the mask of each layer, and a layer with a recurrent state
+    would begin anew in each rank. accelerate 1.15 refuses windows, and earlier versions train without them.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -90,11 +90,11 @@ def check_attends_to_all(model: Any) -> None:
 
 
 def check_shared_by(trainer: Any, sizes: dict[str, int]) -> None:
-    """Raise ``SettingUnavailableError`` where ranks do not share as asked, or attention would see padding.
+    """Raise ``SettingUnavailableError`` where accelerate ignores the requested sizes, or attention would see padding.
 
-    accelerate before 1.10 has FSDP2, and passes over the variables that ask for these ``sizes``: each rank would train
-    on samples of its own, or have a part of the model that is divided between all. Where ranks share samples no layer
-    has a mask, which hides what is padded on the left.
+    accelerate before 1.10 has FSDP2, but ignores the variables for these ``sizes``: each rank would train on samples of
+    its own, or have a part of the model that is divided between all. Under context parallelism no layer has a mask,
+    which would hide padding on the left.
     """
     if "cp_size" in sizes and getattr(trainer.processing_class, "padding_side", None) == "left":
         raise SettingUnavailableError(
@@ -113,7 +113,7 @@ def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
     """Return the workload with weights in the dtype to which DeepSpeed converts a model.
 
     A ``Trainer`` leaves the model on the CPU until DeepSpeed has converted it, so that its float32 weights never have
-    to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and seconds less.
+    to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and saves seconds.
     """
     return dataclasses.replace(workload, dtype=HALF.get(precision, "float32"))
 
@@ -121,7 +121,7 @@ def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
     """Build the model in training mode on ``device``, with weights in the workload's dtype.
 
-    Weights are made on the device, or read from their files to it one after the other: the host never holds them all.
+    Weights are created on the device, or read from files one by one: the host never holds all of them.
     """
     dtype = getattr(torch, workload.dtype)
     is_on_meta = device.type == "meta"
@@ -164,9 +164,9 @@ def quantization_config(workload: Workload) -> Any:
 
 
 def with_lora(model: Any, workload: Workload) -> Any:
-    """Return a model with LoRA adapters on its frozen weights.
+    """Return a model with frozen weights and LoRA adapters.
 
-    Raises ``InvalidRequestError`` for a rank that exceeds a layer, and for a target that no layer is called.
+    Raises ``InvalidRequestError`` for a rank that exceeds a layer, and for a target that matches no layer.
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -206,10 +206,10 @@ def with_lora(model: Any, workload: Workload) -> Any:
 
 
 def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> Any:
-    """Return a model from the ``meta`` device with random weights on a device, those of its linear layers in few bits.
+    """Return a ``meta`` model with random weights on a device, those of its linear layers quantized.
 
-    As ``from_pretrained`` makes it of saved weights: it chooses the layers, and quantizes each weight as it comes. So
-    building takes the memory of the model and of one more weight.
+    This follows ``from_pretrained`` with saved weights: it chooses the layers, and quantizes each weight as it comes.
+    So building takes the memory of the model and of one more weight.
     """
     quantizer = AutoHfQuantizer.from_config(quantization_config(workload), pre_quantized=False)
     quantizer.preprocess_model(model, dtype=getattr(torch, workload.dtype), device_map={"": device})
@@ -229,7 +229,7 @@ def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> 
 def _random_weight(
     model: Any, name: str, tensor: Any, quantizer: Any, workload: Workload, device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor for a parameter or buffer on ``meta``; one that is not in few bits has no values yet."""
+    """Return a tensor for a ``meta`` parameter or buffer; without values unless it is quantized."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if not quantizer.param_needs_quantization(model, f"{path}.weight"):
@@ -238,16 +238,16 @@ def _random_weight(
     dtype = getattr(torch, workload.dtype)
     if own != "weight":
         bias = torch.zeros(tensor.shape, dtype=dtype, device=device)
-        return _finished(torch.nn.Parameter(bias, requires_grad=False))
+        return _mark_initialized(torch.nn.Parameter(bias, requires_grad=False))
     drawn = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(std=_DEVIATION)
     # Saved weights of such layers lie the other way round, and are turned while they are quantized.
     drawn = drawn.T if issubclass(module.source_cls, Conv1D) else drawn
     quantized = quantizer.get_quantize_ops().convert({name: drawn}, model=model, full_layer_name=name)
-    return _finished(quantized[name])
+    return _mark_initialized(quantized[name])
 
 
-def _finished(value: torch.Tensor) -> torch.Tensor:
-    """Keep transformers from drawing values for a tensor."""
+def _mark_initialized(value: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor as initialized, so that transformers keeps its values."""
     value._is_hf_initialized = True  # type: ignore[attr-defined]
     return value
 
@@ -266,8 +266,7 @@ def built_or_on_meta(
 ) -> tuple[Any, bool]:
     """Return the model of a training, and whether it is on ``meta``, to be sharded before it has weights.
 
-    Compiled models are wrapped before they are sharded, which is the Trainer's to do, and bitsandbytes' weights are
-    quantized whole.
+    Compiled models are wrapped before sharding, by the Trainer, and bitsandbytes quantizes whole weights.
     """
     if shards and not compiles and workload.quantize is None:
         return on_meta(workload, attn_implementation), True
@@ -275,10 +274,9 @@ def built_or_on_meta(
 
 
 def shard_from_meta(trainer: Any, workload: Workload) -> None:
-    """Shard the model of a ``Trainer`` that has not begun to train, and give it its weights: random, or from files.
+    """Shard the ``meta`` model of a ``Trainer`` before training, and give it weights: random, or from files.
 
-    The model is on ``meta``. Of weights from files, the first rank holds all in the host's memory and sends one after
-    the other to the others.
+    The first rank holds all weights from files in the host's memory, and broadcasts them one by one.
     """
     device = trainer.accelerator.device
     shard_for(trainer.accelerator, trainer.model)
@@ -288,37 +286,37 @@ def shard_from_meta(trainer: Any, workload: Workload) -> None:
 
 
 def on_meta(workload: Workload, attn_implementation: str) -> Any:
-    """Return the model without values, also where its weights are in files."""
+    """Return the model without values, even where its weights are in files."""
     return build_model(dataclasses.replace(workload, weights=None), attn_implementation, torch.device("meta"))
 
 
 @torch.no_grad()
 def fill(model: Any, device: torch.device) -> None:
-    """Give a model on ``meta``, sharded or whole, random weights on a device; the same ones for the same seed.
+    """Give a ``meta`` model, sharded or whole, random weights on a device; equal weights for equal seeds.
 
-    Every rank draws all of them in the same order, each as its own module is drawn: T5 and Whisper draw a few of them
-    anew for a module around theirs, which is not done here. No training begins from these weights.
+    Every rank draws all weights in the same order, each by its own module. T5 and Whisper draw a few weights again for
+    an outer module, which is not done here. No training begins from these weights.
     """
     model.to_empty(device=device)
     # peft's models hand it on to the model inside.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     with init.guard_torch_init_functions():
-        for module, owner in _with_owners(model, None):
+        for module, owner in _modules_with_owners(model, None):
             if owner is not None:
                 _fill_module(module, owner)
 
 
-def _with_owners(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield modules, children first, each with the model of transformers around it, which knows how to draw it."""
+def _modules_with_owners(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield modules, children first, with the transformers model around them, which can initialize them."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
-        yield from _with_owners(child, owner)
+        yield from _modules_with_owners(child, owner)
     yield module, owner
 
 
 def _fill_module(module: Any, owner: Any) -> None:
-    """Draw a module's own weights in full, and keep this rank's part."""
+    """Initialize a module's own weights in full, and keep this rank's part."""
     parts: dict[str, DTensor] = {}
     for own in (module._parameters, module._buffers):
         for name, tensor in own.items():
@@ -332,7 +330,7 @@ def _fill_module(module: Any, owner: Any) -> None:
                 tensor.fill_(_UNDRAWN)
     owner._init_weights(module)
     for name, part in parts.items():
-        _keep_part(part, module._parameters[name])
+        _copy_local_part(part, module._parameters[name])
         module._parameters[name] = part
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
@@ -340,7 +338,7 @@ def _fill_module(module: Any, owner: Any) -> None:
             tensor._is_hf_initialized = True
 
 
-def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
+def _copy_local_part(part: DTensor, whole: torch.Tensor) -> None:
     # Without communication: every rank has the whole.
     mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
     part.to_local().copy_(mine.to_local())
@@ -348,6 +346,7 @@ def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _take_from_files(model: Any, workload: Workload, device: torch.device) -> None:
+    """Copy weights from files to a sharded model, broadcast by the first rank."""
     is_first = dist.get_rank() == 0
     saved = build_model(workload, "eager", torch.device("cpu")).state_dict() if is_first else {}
     for name, tensor in model.state_dict().items():
@@ -356,6 +355,6 @@ def _take_from_files(model: Any, workload: Workload, device: torch.device) -> No
             whole.copy_(saved.pop(name))
         dist.broadcast(whole, src=0)
         if isinstance(tensor, DTensor):
-            _keep_part(tensor, whole)
+            _copy_local_part(tensor, whole)
         else:
             tensor.copy_(whole)

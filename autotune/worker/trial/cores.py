@@ -28,9 +28,9 @@ _MOST_COMPILE_THREADS = 32
 def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     """Pin every thread of this process, present and future, to one core; return its number.
 
-    ``core`` is used if this process may use it, else one is chosen for the device. Processes started from now on, such
-    as data loader workers and inductor's compilers, may use all cores again. Returns ``None`` where the system cannot
-    pin. Call it before CUDA is opened and before torch computes anything.
+    ``core`` is used if this process may use it, else a core is chosen for the device. Processes started from now on,
+    such as data loader workers and inductor's compilers, may use all cores again. Returns ``None`` where the system
+    cannot pin. Call it before CUDA is opened and before torch computes anything.
     """
     usable = usable_core_numbers()
     chosen = core if core in usable else core_for(device_uuid, usable)
@@ -65,7 +65,7 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
 
 
 def _allow(cores: Collection[int]) -> None:
-    """Let this thread use these cores, as far as the system still has them."""
+    """Allow this thread to use these cores, if the system has them."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
 
@@ -88,23 +88,23 @@ class CoreWait:
         self._throttled_before: str | None = None
 
     def read(self) -> None:
-        """Read the statistics before a measured step."""
+        """Read the scheduler's statistics before a measured step."""
         if self._others_before is None:
             self._others_before, self._throttled_before = _seconds_of_others(), _throttled()
         self._before = _waited(), perf_counter()
 
     def add(self) -> None:
-        """Add the waits of a measured step."""
+        """Add the waits during a measured step."""
         if self._before is not None:
             waited, began = self._before
             self._waited += _waited() - waited
             self._seconds += perf_counter() - began
 
     def share(self) -> float | None:
-        """Return the share of the measured time in which the thread that waited longest had no core.
+        """Return the share of the measured time in which the longest waiting thread had no core.
 
-        No more than what processes outside of this one's group can have taken. ``None`` where the kernel does not
-        tell, and where a limit of the container's stopped this process.
+        It is at most the share of processes outside of this one's group. ``None`` where the kernel does not provide it,
+        and where a CPU limit of the container stopped this process.
         """
         after = _seconds_of_others()
         if after is None or self._others_before is None or not self._seconds or _throttled() != self._throttled_before:
@@ -126,7 +126,7 @@ def _waited() -> Counter[str]:
 
 
 def _seconds_of_others() -> float | None:
-    """Return the CPU seconds of all processes but those of this one's group; ``None`` where they are not known."""
+    """Return the CPU seconds of all processes outside of this one's group; ``None`` where unknown."""
     try:
         busy = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except (OSError, ValueError):
@@ -145,7 +145,7 @@ def _seconds_of_others() -> float | None:
 
 
 def _throttled() -> str | None:
-    """Return how often a CPU limit of this container has stopped it."""
+    """Return the count of stops by this container's CPU limit."""
     try:
         lines = Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines()
     except OSError:

@@ -34,18 +34,18 @@ class Profiler:
         self._profile.start()
 
     def stop(self) -> tuple[float | None, dict[str, float]]:
-        """Wait for the device and stop; return its busy seconds, and those of each kind of work, if they are known."""
+        """Wait for the device and stop; return its busy seconds, in all and by kind of work, if known."""
         profile, self._profile = self._profile, None
         profile.stop()
         return busy_seconds(device_intervals(profile)), seconds_by_kind(profile)
 
 
 def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
-    """Return start and end, in nanoseconds, of everything the GPU executed during ``profile``; ``None`` if not known.
+    """Return start and end, in nanoseconds, of all GPU work during ``profile``; ``None`` if unknown.
 
     The raw events are read, since ``profile.events()`` builds a tree of Python objects, which takes many times as long.
-    They have no public name; those used here are the same from torch 2.6 to 2.13. ``record_function`` spans only name a
-    part of the program and are no work of the GPU's.
+    They have no public name; the names used here are the same from torch 2.6 to 2.13. ``record_function`` spans only
+    name a part of the program and are no work of the GPU.
     """
     try:
         return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _on_gpu(profile)]
@@ -54,9 +54,9 @@ def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
 
 
 def seconds_by_kind(profile: Any) -> dict[str, float]:
-    """Return the seconds of everything the GPU executed during ``profile`` by kind of work; empty if not known.
+    """Return the seconds of GPU work during ``profile`` by kind; empty if unknown.
 
-    Kernels that run at the same time count each for itself.
+    Kernels that run at the same time are counted separately.
     """
     seconds_by_kind: dict[str, float] = {}
     try:
@@ -76,7 +76,7 @@ def _on_gpu(profile: Any) -> list[Any]:
 
 
 def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
-    """Return the seconds covered by at least one interval of nanoseconds; ``None`` where there is none."""
+    """Return the seconds covered by at least one interval of nanoseconds; ``None`` without intervals."""
     total, reached = 0, None
     for start, end in sorted(intervals or ()):
         begin = start if reached is None else max(start, reached)
@@ -103,13 +103,13 @@ class BusyStep:
         self._kinds: list[dict[str, float]] = []
 
     def step_begins(self) -> None:
-        """Note that the step's batches are there."""
+        """Start profiling after the step's batches have arrived."""
         self._parts, self._kinds_of_parts = [], []
         if self._takes_all:
             self._start()
 
     def micro_step_ends(self, number: int) -> None:
-        """Note that ``number`` micro-steps are over and another follows."""
+        """Start or stop profiling between micro-steps, after ``number`` of them."""
         if self._takes_all:
             return
         if number == 2:
@@ -118,7 +118,7 @@ class BusyStep:
             self._start()
 
     def step_ends(self, step_seconds: float, cost: float) -> None:
-        """Record the step. ``cost`` is the size of its batches over the mean that ``step_seconds`` stands for."""
+        """Record the step. ``cost`` is the size of its batches over the mean size behind ``step_seconds``."""
         self.stop()
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
             return
@@ -134,7 +134,7 @@ class BusyStep:
 
     @property
     def share(self) -> float | None:
-        """Mean share of the profiled steps, above 0 and at most 1; ``None`` where the profiler gave no answer."""
+        """Mean busy share of the profiled steps, above 0 and at most 1; ``None`` where the profiler failed."""
         if self.is_broken or not self._shares:
             return None
         # The kernels of a profiled step may be slightly slower than those of the timed steps.
@@ -142,7 +142,7 @@ class BusyStep:
 
     @property
     def seconds_by_kind(self) -> tuple[tuple[str, float], ...] | None:
-        """Mean seconds of each kind of work in the profiled steps, the longest first; ``None`` where not known."""
+        """Mean seconds of each kind of work in the profiled steps, the longest first; ``None`` if unknown."""
         if self.is_broken or not any(self._kinds):
             return None
         names = dict.fromkeys(name for kinds in self._kinds for name in kinds)
@@ -153,11 +153,12 @@ class BusyStep:
         self._guarded(self._profiler.start, starts=True)
 
     def stop(self) -> None:
-        """Record no more of this step."""
+        """Stop profiling this step."""
         if self._is_recording:
             self._guarded(self._profiler.stop, starts=False)
 
     def _guarded(self, act: Any, *, starts: bool) -> None:
+        """Call the profiler, and give up on it after an error."""
         if self.is_broken:
             return
         # Work that was issued before belongs to the part before.
@@ -176,7 +177,7 @@ class BusyStep:
 
 
 def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:
-    """Return what profiles a step on this device; ``None`` on a CPU, which has no separate device to record."""
+    """Return the profiler of steps for this device; ``None`` on a CPU."""
     if meter.device.type != "cuda":
         return None
     return BusyStep(Profiler(), meter, micro_steps_run, micro_steps)

@@ -13,10 +13,10 @@ class Listener:
     """Receives the events of a training as they happen; each method does nothing unless it is overridden."""
 
     def call_begins(self, *, trains: bool) -> None:
-        """Handle a call of an outermost module with parameters; one that ``trains`` computes gradients."""
+        """Handle a call of an outermost module with parameters; ``trains`` if it computes gradients."""
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Handle the end of such a call, given the shapes of its inputs and outputs."""
+        """Handle the end of such a call, with the shapes of inputs and outputs."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Handle the start of a backward pass from these tensors."""
@@ -35,7 +35,7 @@ class StepListener:
     """Receives the events of a training's steps; each method does nothing unless it is overridden."""
 
     def begin(self) -> None:
-        """Prepare for the first batch, which is about to be given."""
+        """Prepare for the first batch."""
 
     def step_begins(self) -> None:
         """Handle the arrival of a step's first batch."""
@@ -44,13 +44,13 @@ class StepListener:
         """Handle the end of a micro-step that is not the last of its step."""
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
-        """Handle the end of a whole step; ``marks`` were made before and after its optimizer's step.
+        """Handle the end of a whole step; ``marks`` are from before and after its optimizer step.
 
-        ``wait_seconds`` is how long batches after the first were waited for; ``None`` where all came before it.
+        ``wait_seconds`` is the time spent waiting for batches after the first; ``None`` where all came before it.
         """
 
     def step_is_dropped(self) -> None:
-        """Handle the end of a step that cannot be counted."""
+        """Handle the end of a step that does not count."""
 
     def mark(self) -> Any:
         """Mark this point on the device's timeline."""

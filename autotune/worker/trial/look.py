@@ -46,7 +46,7 @@ _MOST_WARMUPS = 3
 
 @functools.cache
 def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random signs (rows, projections) and normal numbers (columns, projections), the same in every process."""
+    """Return random signs (rows, projections) and normal numbers (columns, projections), equal in every process."""
     generator = torch.Generator().manual_seed(rows * 8191 + columns)
     signs = torch.randint(0, 2, (rows, PROJECTIONS), generator=generator).float() * 2 - 1
     return signs.to(device), torch.randn((columns, PROJECTIONS), generator=generator).to(device)
@@ -54,7 +54,7 @@ def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Te
 
 @torch.no_grad()
 def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
-    """Return the norm and the random projections of a gradient, which a gradient scaler multiplied by ``scale``."""
+    """Return norm and random projections of a gradient, divided by the gradient scaler's ``scale``."""
     tensor = tensor.detach()
     flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / scale
     columns = min(_COLUMNS, max(1, flat.numel()))
@@ -65,21 +65,21 @@ def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
     return Gradient(float(flat.norm()), tuple(sketch.double().tolist()))
 
 
-def calm(model: Any) -> None:
-    """Turn every dropout of a model off: of its modules, and in its config, which some read in each forward pass."""
+def turn_off_dropout(model: Any) -> None:
+    """Turn off every dropout of a model: in modules, and in configs, which some models read in each forward pass."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                 setattr(module, name, 0.0)
-        _calm_config(getattr(module, "config", None))
+        _turn_off_config_dropout(getattr(module, "config", None))
 
 
-def _calm_config(config: Any, depth: int = 0) -> None:
+def _turn_off_config_dropout(config: Any, depth: int = 0) -> None:
     for name, value in list(getattr(config, "__dict__", {}).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
         elif name.endswith("config") and depth < 2:
-            _calm_config(value, depth + 1)
+            _turn_off_config_dropout(value, depth + 1)
 
 
 def step_of(
@@ -92,8 +92,8 @@ def step_of(
     roundoff: float = UNIT_ROUNDOFF["fp32"],
     batch: float | None = None,
 ) -> FirstStep:
-    """Return what a step is given to do, from the gradients that parameters have before it."""
-    named = [(_plain(name), each) for name, each in parameters]
+    """Return the record of a first step, from the gradients of parameters before the update."""
+    named = [(_plain_name(name), each) for name, each in parameters]
     trained = {name: each for name, each in named if each.requires_grad}
     dtypes = {each.dtype for _, each in named}
     # Quantized weights are multiplied in 16 bits.
@@ -128,7 +128,7 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         self.has_same_samples = True
 
     def take(self, _: Any, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-step."""
+        """Record the loss of a micro-step."""
         self._losses.append(loss)
         self._micro_steps += 1
 
@@ -138,7 +138,7 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         self._replayed_before = self._graphs.replays if self._graphs is not None else 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the gradients; those of graphs once they are replayed."""
+        """Record the gradients and end the training; with CUDA graphs, once these are replayed."""
         steps = len(self._losses)
         waits = self._graphs is not None and self._micro_steps < _MOST_WARMUPS * (EAGER_MICRO_STEPS + steps)
         if waits and self._graphs.replays - self._replayed_before < steps:
@@ -158,12 +158,12 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have nothing logged, evaluated or saved."""
+        """Prevent logging, evaluation and saving."""
         control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's name without what compiled and wrapped modules add."""
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of compiled and wrapped modules."""
     return re.sub(r"(^|\.)(_orig_mod|module)\.", r"\1", name)
 
 
@@ -177,14 +177,14 @@ def prepare_look(
     noise: int = 0,
     most_bytes: int | None = None,
 ) -> None:
-    """Have a ``Trainer`` that has not begun to train end its first step of so many samples in ``finish``.
+    """Make a ``Trainer`` call ``finish`` in its first step, in place of the update, on ``samples`` samples.
 
-    ``settings`` are arguments of ``autotune.training.apply``, which ``None`` leaves out. Weights of 16 bits
-    become float32 where these and their gradients take no more than ``most_bytes``.
+    ``settings`` are arguments of ``autotune.training.apply``; with ``None`` it is not called. Weights of 16 bits become
+    float32 where these and their gradients take no more than ``most_bytes``.
     """
     model, args = trainer.model, trainer.args
     model = trainer.accelerator.unwrap_model(model)
-    calm(model)
+    turn_off_dropout(model)
     weights = list(model.parameters())
     is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
     # Quantized weights are no floating-point numbers.
@@ -212,9 +212,9 @@ def prepare_look(
 
 
 def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = None, **others: Any) -> FirstStep:
-    """Train a ``Trainer`` up to its first optimizer step of so many samples, see ``prepare_look``; return that step.
+    """Train a ``Trainer`` up to its first optimizer step on ``samples`` samples; return the record of that step.
 
-    Raises ``ValueError`` where it ends before.
+    See ``prepare_look``. Raises ``ValueError`` where the training ends before.
     """
     steps: list[FirstStep] = []
 
@@ -231,10 +231,10 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
 
 
 def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
-    """Give a ``Trainer`` micro-batches that are cut from the first batch of ``samples`` of its own loader.
+    """Give a ``Trainer`` micro-batches cut from the first batch of ``samples`` of its own loader.
 
-    So every split sees the same samples, masked at the same places and padded alike. Returns ``False`` where the batch
-    cannot be cut, since its tensors do not have one row a sample: then the Trainer's own micro-batches stay.
+    So every split in micro-batches has the same samples, masks and padding. Returns ``False`` where the batch cannot be
+    cut, since its tensors do not have one row a sample: then the Trainer's own micro-batches stay.
     """
     args, own = trainer.args, trainer.get_train_dataloader
     size = args.per_device_train_batch_size
@@ -261,7 +261,7 @@ _FEWER = 4
 
 
 def _with_layers(workload: Workload, layers: int | None) -> Workload:
-    """Return the workload with the first so many layers of its model; ``None`` are all."""
+    """Return the workload with only the first layers of its model; ``None`` means all."""
     if layers is None:
         return workload
     config = build_config(workload)
@@ -273,13 +273,13 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
 
 
 def _fewer_layers(workload: Workload) -> int | None:
-    """Return with how many layers to look at a model that does not fit; ``None`` where it cannot have fewer."""
+    """Return a smaller number of layers for a model that does not fit; ``None`` where it cannot have fewer."""
     layers = getattr(build_config(workload), "num_hidden_layers", None)
     return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
 
 
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
-    """Look at the first step of each setting of a model by name, which is built anew for each."""
+    """Return the first step with each setting, for a model by name, built anew for each."""
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
     workload = _with_layers(workload, work.layers)
@@ -320,7 +320,7 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
 
 
 def in_full_float32() -> None:
-    """Have float32 mean float32 in the rest of this process: by default convolutions on a GPU round to TF32."""
+    """Turn off TF32 for the rest of this process: by default convolutions on a GPU use it."""
     # Since torch 2.9; afterwards the settings of before cannot be read.
     if hasattr(torch.backends, "fp32_precision"):
         torch.backends.fp32_precision = "ieee"

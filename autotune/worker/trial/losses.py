@@ -11,8 +11,7 @@ _FIRST_SCALE = 2.0**16
 
 
 def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
-    """Call ``take`` with the batch and the loss of every micro-step; the loss is a tensor on the device, not yet waited
-    for.
+    """Call ``take`` with batch and loss of every micro-step; the loss is a device tensor, without waiting.
 
     Works with any subclass of ``Trainer``, since it wraps the instance's own ``training_step``.
     """
@@ -38,12 +37,12 @@ class LossWatch:
         on_each_micro_step(trainer, lambda _, loss: setattr(self, "_latest", loss))
 
     def problem(self) -> str | None:
-        """Say what is wrong with the last loss; ``None`` where it is finite or no step was run."""
+        """Return the problem of the last loss in words; ``None`` where it is finite or there is none."""
         return problem_of_loss(None if self._latest is None else float(self._latest))
 
 
 def problem_of_loss(last: float | None) -> str | None:
-    """Say what is wrong with the last loss of a training; ``None`` where it is finite or there is none."""
+    """Return the problem of a training's last loss in words; ``None`` where it is finite or there is none."""
     return None if last is None or math.isfinite(last) else f"the loss of the last step is {last}"
 
 
@@ -54,7 +53,7 @@ class ScalerWatch:
     """
 
     def __init__(self, optimizer: Any = None) -> None:
-        """Take the optimizer that accelerate wrapped; DeepSpeed's scales the loss itself, without a scaler."""
+        """Take the optimizer that accelerate wrapped. DeepSpeed's optimizer scales the loss without a scaler."""
         self._deepspeeds = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
         scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -63,7 +62,7 @@ class ScalerWatch:
         """Updates skipped so far."""
 
     def step_was_skipped(self) -> bool:
-        """Return whether the update of the step that just ended was skipped; to be called once a step."""
+        """Return whether the step that just ended skipped its update. Call this once a step."""
         is_skipped = self._deepspeeds is not None and bool(self._deepspeeds.step_was_skipped)
         if self._scaler is not None:
             before, self._scale = self._scale, self._scaler.get_scale()
@@ -73,7 +72,7 @@ class ScalerWatch:
 
 
 def skipped_steps(scaler: Any, steps: int) -> int | None:
-    """Return how many of a training's steps a gradient scaler has skipped, by its scale; 0 without a scaler.
+    """Return how many steps a gradient scaler has skipped, from its scale; 0 without a scaler.
 
     ``None`` where the scale may have grown, as it does after ``growth_interval`` (2,000) good steps in a row. The fused
     optimizers skip updates on the device, where accelerate does not count them. Waits for the device.

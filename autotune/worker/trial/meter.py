@@ -36,7 +36,7 @@ class Meter:
         raise NotImplementedError
 
     def lift_limit(self) -> None:
-        """Let the process have memory again where the limit counts all that it has: to say how it failed takes some."""
+        """Lift the limit on the process's memory, since reporting a failure needs some."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
@@ -46,11 +46,11 @@ class Meter:
         return perf_counter()
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; both must be from before the last ``synchronize``."""
+        """Return the seconds between two marks from before the last ``synchronize``."""
         return float(end - start)
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to what is allocated now, where that can be done."""
+        """Reset the peaks to the current allocation, where possible."""
         raise NotImplementedError
 
     def peaks(self) -> PeakBytes:
@@ -58,19 +58,19 @@ class Meter:
         raise NotImplementedError
 
     def allocated_bytes(self) -> int | None:
-        """Return the bytes that are held now: on a CPU, resident."""
+        """Return the allocated bytes; on a CPU, the resident memory."""
         return None
 
     def allocation_retries(self) -> int | None:
-        """Return how often the allocator had to free its cache and retry."""
+        """Return how often the allocator freed its cache to retry an allocation."""
         return None
 
     def device_used_bytes(self) -> int | None:
-        """Return the memory in use on the device, by all processes."""
+        """Return the used memory of the device, by all processes."""
         return None
 
     def context_bytes(self) -> int | None:
-        """Return this process's device memory beyond what its allocator reserved."""
+        """Return this process's device memory beyond its allocator's reserved bytes."""
         return None
 
     def energy_joules(self) -> float | None:
@@ -130,7 +130,7 @@ class CudaMeter(Meter):
 
 
 def _status_bytes(field: str) -> int:
-    """Return a ``kB`` field of /proc/self/status in bytes; 0 where there is no such file."""
+    """Return a ``kB`` field of /proc/self/status in bytes; 0 without such a file."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
@@ -141,7 +141,7 @@ def _status_bytes(field: str) -> int:
 
 
 def most_host_bytes() -> int | None:
-    """Return the most memory that this process has held resident so far; ``None`` where the kernel does not tell."""
+    """Return the peak resident memory of this process; ``None`` where the kernel does not provide it."""
     return _status_bytes("VmHWM") or None
 
 
@@ -161,6 +161,7 @@ class CpuMeter(Meter):
         self._note_start()
 
     def _note_start(self) -> None:
+        """Record the current memory as the reference for peaks."""
         self._start_bytes = _status_bytes("VmHWM")
         self._start_file_bytes = _status_bytes("RssFile")
         self._peak_bytes = 0
@@ -196,7 +197,7 @@ class CpuMeter(Meter):
 def failure_of(
     error: BaseException, meter: Meter | None, during: str, cap_bytes: int | None, *, on_cpu: bool
 ) -> OutOfMemory | Failed:
-    """Return the outcome of a training that ended with an exception, and print it: errors tell users to look there.
+    """Return the outcome of a training that ended with an exception, and print the exception to the log.
 
     Without a ``meter`` it ended before its device was opened.
     """
@@ -216,9 +217,9 @@ _LOOKED_AT, _FEWEST, _LEAST_GROWTH = 24, 4, 2**16
 
 
 def growth_of(held: Sequence[int | None]) -> int | None:
-    """Return by how many bytes the memory that is held after each step grows a step, as when graphs are kept.
+    """Return the growth of memory per step in bytes, such as from graphs that are kept; ``None`` without growth.
 
-    ``None`` where it does not grow as much in the second half of the last steps as in the first, within a factor of 2.
+    Growth means about as much in the second half of the last steps as in the first, within a factor of 2.
     """
     # In the first step the optimizer gets its state.
     last = [each for each in held[1:] if each is not None][-_LOOKED_AT:]
@@ -230,7 +231,7 @@ def growth_of(held: Sequence[int | None]) -> int | None:
 
 
 def open_meter(device_kind: str, uuid: str, index: int = 0, ranks: int = 1) -> Meter:
-    """Return the meter of the device at ``index`` among those that this process sees: the one of its rank."""
+    """Return the meter of the visible device at ``index``, which belongs to this rank."""
     return CudaMeter(uuid, index, is_alone=ranks == 1) if device_kind == "cuda" else CpuMeter()
 
 
@@ -245,11 +246,10 @@ _VOCABULARY = 1024
 
 
 def context_bytes(uuid: str, *, convolves: bool) -> int:
-    """Measure how much device memory this process takes when it trains, less what its allocator reserves.
+    """Measure this process's device memory beyond its allocator's, in training.
 
-    The process trains, since CUDA loads kernels and libraries allocate memory when they are first used: a
-    context without that is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no
-    figure.
+    The process trains, since CUDA loads kernels and libraries allocate memory on first use: a context without that is
+    130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no value.
     """
     before = nvml.device_used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -267,11 +267,11 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
 def context_beside(
     uuid: str, used_before_bytes: int | None, reserved_bytes: int, *, is_alone: bool = True
 ) -> int | None:
-    """Return the memory that this process uses on a GPU beside what its allocator reserved; ``None`` if not known.
+    """Return this process's memory on a GPU beside its allocator's reserved bytes; ``None`` if unknown.
 
     NVML does not report memory by process everywhere (containers hide process ids). Where it does not, the growth of
-    all memory in use since a reading before CUDA started counts, with what a desktop or a neighbour took meanwhile. So
-    it counts up to the largest context only, unless this is one of several ranks: their libraries take more.
+    all used memory since a reading before CUDA started counts, including a desktop's or a neighbour's. So it counts
+    only up to the largest context, unless this is one of several ranks: their libraries take more.
     """
     own_bytes = nvml.current_session().own_bytes(uuid)
     # In a container, the number of another process of the host may be this one's.
@@ -285,7 +285,7 @@ def context_beside(
 
 
 def use_kernels(device: torch.device, *, convolves: bool) -> None:
-    """Train a small transformer layer for one step in 16 bits, whose kernels take more memory than those of float32.
+    """Train a small transformer layer for one step in 16 bits, to load its kernels, the largest of all precisions.
 
     On an H200 a trial held 767 MiB in bf16 and 751 MiB in tf32. Each further precision would take another second here.
     """

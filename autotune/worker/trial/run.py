@@ -63,7 +63,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def enter(self, name: str) -> None:
-        """End the current phase and begin another."""
+        """End the current phase and begin another, reported to the parent."""
         self.end()
         self.current = name
         self._send(Progress(phase=name))
@@ -77,7 +77,7 @@ class Phases:
 
 
 def known_fields() -> set[str]:
-    """Return the names of the fields of the installed ``TrainingArguments``."""
+    """Return the field names of the installed ``TrainingArguments``."""
     return {f.name for f in dataclasses.fields(TrainingArguments)}
 
 
@@ -91,7 +91,7 @@ def trainer_arguments(
     repeats: int = 0,
     **others: Any,
 ) -> Any:
-    """Return the candidate's arguments without reporting and saving, and with enough steps to measure."""
+    """Return a candidate's ``TrainingArguments`` without reporting and saving, with enough steps to measure."""
     arguments = training_arguments(candidate, known_fields(), device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
     return TrainingArguments(
@@ -146,7 +146,7 @@ class Trial:
         self._host_bytes: int | None = None
 
     def run(self) -> Outcome:
-        """Train and measure, and return the outcome; an error of the training becomes a failure."""
+        """Train, measure and return the outcome; errors of the training become a failure."""
         try:
             outcome = self._train(self._scratch.output_dir)
         except Exception as error:
@@ -155,6 +155,7 @@ class Trial:
         return dataclasses.replace(outcome, phase_seconds=self._phases.seconds)
 
     def _open_device(self) -> None:
+        """Open the device, limit its memory, and install the checks."""
         self._phases.enter("device")
         if self._candidate.arm.cpu_affinity:
             # Before anything else, since threads inherit the pinning from the thread that starts them.
@@ -172,7 +173,7 @@ class Trial:
         self._checks.watch.install()
 
     def _make_checks(self) -> StepChecks:
-        """Return what judges whether the steps train."""
+        """Return the checks that judge whether steps really train."""
 
         def refuse(found: NotTrainedError) -> NoReturn:
             raise found
@@ -185,6 +186,7 @@ class Trial:
         )
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+        """Build model and ``Trainer``, and train until enough is measured."""
         self._open_device()
         arm = self._candidate.arm
         os.environ.update(launch_variables(arm))
@@ -264,12 +266,12 @@ class Trial:
         return self._completed_by(trainer, measured, loss)
 
     def _prepare(self, trainer: Any) -> None:
-        """Do what else is to be done with a ``Trainer`` that is about to train."""
+        """Prepare a ``Trainer`` further before it trains; for subclasses."""
 
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
     ) -> StepTimer:
-        """Return what times the steps, of which there are at most ``of``; ``others`` are told to it as well."""
+        """Return the timer of steps, of at most ``of`` steps; ``others`` are its further arguments."""
         run = micro_steps_to_run(self._candidate, self._effort)
         accumulation = self._candidate.gradient_accumulation_steps
         return StepTimer(
@@ -286,7 +288,7 @@ class Trial:
         )
 
     def _completed_by(self, trainer: Any, measured: Measurement, train_loss: float | None) -> Completed:
-        """Return what a ``Trainer`` completed, with what of it an export needs."""
+        """Return the outcome of a ``Trainer``'s training, with facts that an export needs."""
         divides, stock = getattr(trainer, "divides_by_accumulation", False), stock_settings(trainer)
         told = dataclasses.replace(measured, divides_loss=divides, stock_settings=tuple(stock.items()))
         return self._completed(told, train_loss)
@@ -305,7 +307,7 @@ class Trial:
         )
 
     def _sample_flops(self) -> tuple[float, float] | None:
-        """Return the arithmetic of a sample of mean length without padding: forward pass, and with the backward."""
+        """Return the FLOPs of an average sample without padding, of the forward pass and of both passes."""
         counted, workload = self._arithmetic, self._workload
         if not counted.flops:
             return None
@@ -317,11 +319,11 @@ class Trial:
         return counted.forward_flops / samples, counted.flops / samples
 
     def _watch_graphs(self, steps: GraphedSteps) -> None:
-        """Have the CUDA graphs of a training tell of their micro-steps."""
+        """Report replays and captures of CUDA graphs to the checks and the shapes."""
         steps.on_replay, steps.on_capture = self._checks.watch.take_replay, self._shapes.take_capture
 
     def _hold_inputs(self, trainer: Any, on_batch: Callable[[Any], None]) -> None:
-        """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""
+        """Keep the inputs of skipped micro-steps on the device, as a whole step would."""
         run = trainer.args.gradient_accumulation_steps
         left_out = max(0, self._candidate.gradient_accumulation_steps - run)
         self._inputs = LeftOutInputs(trainer, left_out, on_batch)
@@ -329,8 +331,8 @@ class Trial:
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one.
 
-        With batches of different lengths there is one more warm-up step. Batches that are prefetched during the slow
-        first steps say nothing about how fast data is loaded, so the steps that use them up count as warm-up, too.
+        Batches of different lengths need one more warm-up step. Batches prefetched during the slow first steps say
+        nothing about the speed of loading, so the steps that use them count as warm-up, too.
         """
         dataset = None
         if self._data_folder is not None:

@@ -48,7 +48,7 @@ class StepChecks:
         self._has_judged = self._ran_out = self._is_timed = False
 
     def begin_timed(self) -> None:
-        """Judge the updates of the steps so far; those that follow are timed."""
+        """Judge the updates so far, and begin the timed steps."""
         if self._is_timed:
             return
         self._is_timed = True
@@ -60,7 +60,7 @@ class StepChecks:
             self.watch.remove()
 
     def end_close_look(self) -> None:
-        """Judge the precision, and look at no gradients any more."""
+        """Judge the precision, and stop looking at gradients."""
         self.watch.begin_timed()
         if self.precision is None:
             return
@@ -83,7 +83,7 @@ class StepChecks:
         self.refuse(NotTrainedError(message + place, hint, is_out_of_memory=is_out_of_memory))
 
     def step_ends(self, micro_steps: int) -> StepCounts:
-        """Judge a whole step of so many micro-steps, and return what was seen of it."""
+        """Judge a whole step, and return its counts."""
         if self.watch.is_removed:
             return StepCounts()
         seen = self.step_is_dropped()
@@ -107,19 +107,19 @@ class StepChecks:
         return seen
 
     def step_is_dropped(self) -> StepCounts:
-        """Return what was seen of a step that need not count."""
+        """Return the counts of a step that is not judged."""
         seen = self.watch.take()
         self._ran_out = self._ran_out or seen.memory_errors > 0
         return seen
 
     def has_run_out(self) -> bool:
-        """Return whether a call or a backward pass ended with an error of memory so far, whoever caught it."""
+        """Return whether any call or backward pass so far ran out of memory, even if the error was caught."""
         self.step_is_dropped()
         return self._ran_out
 
 
 def fills(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
-    """Return whether all samples of a step may have gone into a model; ``True`` where no tensors are seen to go in."""
+    """Return whether all samples of a step may have gone into a model; ``True`` where no input tensors are seen."""
     rows: dict[int, int] = {}
     for call in calls:
         rows[call.module_id] = rows.get(call.module_id, 0) + call.rows
@@ -149,11 +149,11 @@ class FirstStepWatch(Listener):
         self.checks.watch.install()
 
     def backward_begins(self, tensors: Any) -> None:
-        """Count the pass."""
+        """Count a backward pass."""
         self._passes += 1
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Judge the step, and watch no longer."""
+        """Judge the step, and stop watching."""
         if not self._passes:
             return
         wanted, name, arm = self._accumulation, self._training.source.name, self._training.candidate.arm

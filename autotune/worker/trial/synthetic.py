@@ -21,7 +21,7 @@ Sample = dict[str, torch.Tensor]
 
 
 def stack_texts(samples: list[Sample]) -> Sample:
-    """Return a batch of samples whose patches come as one list, and the sizes of their images as another."""
+    """Return a batch of samples in which image patches and image sizes are concatenated."""
     joined = {name: torch.cat if name in _OF_PATCHES else torch.stack for name in samples[0]}
     return {name: join([sample[name] for sample in samples]) for name, join in joined.items()}
 
@@ -43,7 +43,7 @@ class SyntheticDataset(Dataset[Sample]):
 
 
 def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Generator) -> list[int]:
-    """Draw the numbers of real tokens of ``count`` samples, so that ``padding`` is the mean fraction of padding.
+    """Draw the numbers of real tokens of ``count`` samples, whose mean fraction of padding is ``padding``.
 
     The numbers are spread evenly over the widest range with that mean, one in each ``count``-th of it. The mean of a
     few dozen independent draws would be off by several per cent.
@@ -75,7 +75,7 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
 
 
 def _with_images(workload: Workload, config: Any, sample: Sample, generator: torch.Generator) -> Sample:
-    """Return a sample of text with images at its beginning, of which nothing is predicted."""
+    """Return a sample of text with images at its beginning, without labels for them."""
     assert workload.image_side is not None
     side, count = workload.image_side, tokens_of_image(workload.config, workload.image_side)
     tokens, labels = sample["input_ids"], sample["labels"]
@@ -137,6 +137,6 @@ def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) ->
 
 
 def synthetic_ingredients(workload: Workload, model: Any, length: int, seed: int) -> dict[str, Any]:
-    """Return so many samples for ``model``, with what makes batches of them, as ``Trainer`` arguments."""
+    """Return a synthetic dataset and its collator as ``Trainer`` arguments."""
     dataset = synthetic_dataset(workload, model, length, seed)
     return {"train_dataset": dataset, "data_collator": dataset.collator}

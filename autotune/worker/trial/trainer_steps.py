@@ -28,27 +28,27 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]
         self.timer.begin(kwargs.get("optimizer"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell that all batches of a step are there."""
+        """Report that all batches of a step have arrived."""
         self._marks = []
         self.timer.step_begins()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell of the end of a micro-step that is not the last."""
+        """Report the end of a micro-step that is not the last."""
         self.timer.micro_step_ends()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the end of the last micro-step with gradient clipping, or of the optimizer's update."""
+        """Record a mark at the end of the backward pass, with gradient clipping, and at the end of the update."""
         self._marks.append(self.timer.mark())
 
     on_optimizer_step = on_pre_optimizer_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell of the end of a step."""
+        """Report the end of a step, and stop the training when enough is measured."""
         self.timer.step_ends((self._marks[0], self._marks[-1]))
         control.should_training_stop |= self.timer.is_finished
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell that the data has ended."""
+        """Report the end of the data."""
         self.timer.end()
 
 
@@ -62,7 +62,7 @@ class LeftOutInputs:
     """Copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
 
     def __init__(self, trainer: Any, left_out: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
-        """Copy the inputs at the start of each of the trainer's steps; ``on_batch`` is told of each of them."""
+        """Copy the inputs at the start of each of the trainer's steps. ``on_batch`` is called with every batch."""
         self.micro_batch_bytes: int | None = None
         """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
         self._left_out = left_out
@@ -74,6 +74,7 @@ class LeftOutInputs:
         trainer.get_batch_samples = self._get_batch_samples
 
     def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the batches of a step, and copy the inputs."""
         fetched = self._fetch(*args, **kwargs)
         if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
             self._hold(fetched[0])
@@ -82,14 +83,16 @@ class LeftOutInputs:
         return fetched
 
     def _hold(self, micro_batches: list[Any]) -> None:
-        """Copy the largest of these inputs, where they are larger than the copies held, and in the first steps always.
+        """Copy the largest of these inputs if they are larger than the current copies; in the first steps always.
 
-        Later steps are timed. The copies stay, so that nothing is allocated in those.
+        Later steps are timed. The copies stay, so that nothing is allocated in timed steps.
         """
-        largest = max((list(self._on_device(inputs)) for inputs in micro_batches), key=_bytes_of, default=None)
+        largest = max(
+            (list(self._device_tensors(inputs)) for inputs in micro_batches), key=_rounded_bytes, default=None
+        )
         if largest is None:
             return
-        size_bytes = _bytes_of(largest)
+        size_bytes = _rounded_bytes(largest)
         is_larger = self.micro_batch_bytes is None or size_bytes > self.micro_batch_bytes
         if not is_larger and self._exchanges >= _EXCHANGES:
             return
@@ -99,10 +102,10 @@ class LeftOutInputs:
         if is_larger or size_bytes == self.micro_batch_bytes:
             self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
 
-    def _on_device(self, inputs: Any) -> Iterator[torch.Tensor]:
+    def _device_tensors(self, inputs: Any) -> Iterator[torch.Tensor]:
         tensors = (array for array in arrays_in(inputs) if isinstance(array, torch.Tensor))
         return (tensor for tensor in tensors if tensor.device.type == self._device_type)
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> int:
+def _rounded_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)

@@ -56,7 +56,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Most samples that may have gone in: the largest first dimension."""
+        """Largest possible number of samples in the call: the largest first dimension."""
         return max((shape[0] for shape in self.shapes if shape), default=0)
 
 
@@ -117,19 +117,19 @@ class TrainingWatch:
         self._stepped_within: Any = None
         """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
-        self._forget()
+        self._reset_counts()
 
-    def _forget(self) -> None:
+    def _reset_counts(self) -> None:
         self._calls: list[Call] = []
         self._backward_passes = self._memory_errors = self._calls_without_gradients = 0
         self._found_inf.clear()
 
     def install(self, *, calls: bool = True) -> None:
-        """Watch from now on: calls of modules and what is in them, if asked for; backward passes and updates."""
+        """Watch backward passes and updates from now on, and with ``calls`` also module calls and saved tensors."""
         # It would fire for a compiled module and what is in it; it is off there.
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         if calls:
-            self._turn_on()
+            self._enable_hook()
             self._wrap_compile()
         self._wrap_backward()
         self._wrap_autocast()
@@ -140,15 +140,15 @@ class TrainingWatch:
         self._undo += [before.remove, after.remove]
 
     def remove(self) -> None:
-        """See nothing any more."""
+        """Stop watching, and restore the replaced functions."""
         self.is_removed = True
-        self._turn_off()
+        self._disable_hook()
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def watch_checkpoints(self) -> None:
-        """Take down from now on whether ``torch.utils.checkpoint`` is at work where gradients are computed."""
+        """Record from now on whether ``torch.utils.checkpoint`` is used where gradients are computed."""
 
         def take() -> None:
             self.checkpoints = self.checkpoints or torch.is_grad_enabled()
@@ -156,34 +156,35 @@ class TrainingWatch:
         on_checkpoint(take)
 
     def watch_updates_by_hand(self) -> None:
-        """Take ``model.zero_grad()`` after backward passes for the end of an update, until an optimizer steps.
+        """Treat ``model.zero_grad()`` after backward passes as the end of an update, until an optimizer steps.
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
         by_hand: list[Any] = []
 
-        def watched(zero_grad: Callable[..., Any], model: Any, *words: Any, **options: Any) -> Any:
+        def watched(zero_grad: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._has_optimizer and self._has_passed:
                 by_hand[:] = by_hand or [SimpleNamespace(param_groups=[{"params": list(model.parameters())}])]
                 if self.listener is not None:
                     self.listener.optimizer_begins(by_hand[0])
                 self._end_update(by_hand[0])
-            return zero_grad(model, *words, **options)
+            return zero_grad(model, *args, **kwargs)
 
         self._replace(torch.nn.Module, "zero_grad", watched)
 
     def _replace(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
+        """Replace a function by ``act``, and remember to restore it."""
         self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         around(owner, name, act)
 
     def begin(self) -> None:
-        """Forget what was seen before the training."""
+        """Forget the calls before the training."""
         self.take()
         self.model = self.place = None
         self.called_in.clear()
 
     def take(self) -> StepCounts:
-        """Return what was seen since the last time; waits for the device where there are masks or a gradient scaler."""
+        """Return the counts since the last call; waits for the device for masks or a gradient scaler."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
         reals = [call.real for call in self._calls if call.real is not None]
         tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
@@ -195,32 +196,33 @@ class TrainingWatch:
             sum(tokens) if tokens else None,
             self._calls_without_gradients,
         )
-        self._forget()
-        self._turn_on()
+        self._reset_counts()
+        self._enable_hook()
         return seen
 
     def begin_timed(self) -> None:
-        """Look at no gradients any more, and at nothing within backward passes."""
+        """Stop looking at gradients and inside backward passes."""
         self._is_close = False
 
     # Calls of modules
 
-    def _turn_on(self) -> None:
+    def _enable_hook(self) -> None:
         if self._hook is None and not self.is_removed:
             self._hook = modules.register_module_forward_pre_hook(self._before_call)
 
-    def _turn_off(self) -> None:
+    def _disable_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def _before_call(self, called: Any, _: Any) -> None:
+        """Prepare to record a call of an outermost module."""
         # The sizes of tensors that are traced are tensors, and nothing is trained there.
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         if self._weights_of(called) is None and not hasattr(called, "_orig_mod"):
             return
-        self._turn_off()
+        self._disable_hook()
         if self.model is None:
             # What torch.compile made of it has no class and config of its own.
             self.model = getattr(called, "_orig_mod", called)
@@ -240,18 +242,18 @@ class TrainingWatch:
         if self.listener is not None and not is_in_autograd():
             self.listener.call_begins(trains=torch.is_grad_enabled())
 
-    def look_within_anew(self) -> None:
-        """Look at what the next calls keep, in place of what others kept before."""
+    def restart_dtype_record(self) -> None:
+        """Record again which tensors the next calls save, replacing the earlier record."""
         self._looked_within = 0
         self.inner_dtypes.clear()
 
     def _look_within(self, called: torch.nn.Module) -> None:
-        """Take down the dtypes of what is kept for the backward pass of this call."""
+        """Record the dtypes of tensors that this call saves for the backward pass."""
         own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and _storage(tensor) not in own:
-                self.inner_dtypes.add(_name(tensor.dtype))
+                self.inner_dtypes.add(_dtype_name(tensor.dtype))
             # An output that is kept by what it was computed with would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -260,28 +262,31 @@ class TrainingWatch:
         self._keeping.__enter__()
 
     def _after_call(self, called: Any, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        """Record the end of a call of an outermost module."""
         self._after_hook.remove()
         if self._keeping is not None:
             self._keeping.__exit__()
             self._keeping = None
-        self._turn_on()
+        self._enable_hook()
         self._tell_of_call(called, given, named, result)
         # Where the call failed there is no result, and this is called from where its error is handled.
         if result is None and (error := sys.exc_info()[1]) is not None:
-            self._note(error)
+            self._note_error(error)
         else:
             self._take_call(called, given, named, result)
 
     def _weights_of(self, called: Any) -> str | None:
+        """Return the dtype of a module's first parameter; ``None`` for a module without parameters."""
         if called not in self._weights:
             first = next(called.parameters(), None)
             # One without parameters may make some in its first call.
             if first is None:
                 return None
-            self._weights[called] = _name(first.dtype)
+            self._weights[called] = _dtype_name(first.dtype)
         return self._weights[called]
 
     def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+        """Report a call and the shapes of its inputs and outputs to the listener."""
         if self.listener is not None and not is_in_autograd():
             passed = (*given, named)
             shapes = {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(passed)}
@@ -292,6 +297,7 @@ class TrainingWatch:
             self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
 
     def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+        """Record a call that computes gradients, once a gradient comes back to it."""
         if not torch.is_grad_enabled():
             self._calls_without_gradients += not is_in_autograd()
             return
@@ -313,32 +319,32 @@ class TrainingWatch:
         for each in outputs:
             each.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _note(self, error: BaseException) -> None:
+    def _note_error(self, error: BaseException) -> None:
         self._memory_errors += is_out_of_memory(error, 0.0)
 
     # Backward passes, compiled functions, autocast
 
     def _wrap_backward(self) -> None:
-        """Wrap torch's backward pass, so that each one is counted and its failure is noted."""
+        """Wrap torch's backward pass, to count it and its out-of-memory errors."""
 
-        def watched(backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        def watched(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_in_autograd():
                 # Checkpointing of the older kind runs passes of its own within one.
-                return backward(*words, **options)
+                return backward(*args, **kwargs)
             if self.listener is not None:
-                self.listener.backward_begins(words[0] if words else options.get("tensors"))
+                self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             was_on = self._hook is not None
             if not self._is_close:
                 # What is recomputed there needs no hooks.
-                self._turn_off()
+                self._disable_hook()
             try:
-                result = backward(*words, **options)
+                result = backward(*args, **kwargs)
             except Exception as error:
-                self._note(error)
+                self._note_error(error)
                 raise
             finally:
                 if was_on:
-                    self._turn_on()
+                    self._enable_hook()
             self._backward_passes += 1
             self._has_passed = True
             stepped, self._stepped_within = self._stepped_within, None
@@ -352,7 +358,7 @@ class TrainingWatch:
         self._replace(torch.autograd, "backward", watched)
 
     def _wrap_compile(self) -> None:
-        """Have no hooks of modules within compiled functions; a call of a compiled method is one of its module."""
+        """Wrap ``torch.compile``, so that compiled functions have no module hooks but compiled methods are recorded."""
 
         def watched(compile_: Callable[..., Any], model: Any = None, **options: Any) -> Any:
             self.compiles = True
@@ -365,11 +371,13 @@ class TrainingWatch:
         self._replace(torch, "compile", watched)
 
     def _around(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+        """Return a compiled function that is recorded like a module call."""
+
         @functools.wraps(made)
         def call(*given: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling() or self._hook is None:
                 return made(*given, **named)
-            self._turn_off()
+            self._disable_hook()
             if isinstance(owner, torch.nn.Module):
                 self.model = owner if self.model is None else self.model
                 if self.listener is not None:
@@ -377,10 +385,10 @@ class TrainingWatch:
             try:
                 result = made(*given, **named)
             except Exception as error:
-                self._note(error)
+                self._note_error(error)
                 raise
             finally:
-                self._turn_on()
+                self._enable_hook()
             if isinstance(owner, torch.nn.Module):
                 self._tell_of_call(owner, given, named, result)
                 self._take_call(owner, given, named, result)
@@ -389,6 +397,8 @@ class TrainingWatch:
         return call
 
     def _wrap_autocast(self) -> None:
+        """Record every autocast that is entered while gradients are enabled."""
+
         def entered(enter: Callable[..., Any], context: Any) -> Any:
             cast = _cast(context.device, context.fast_dtype) if context._enabled else None
             if cast is not None and torch.is_grad_enabled():
@@ -398,7 +408,7 @@ class TrainingWatch:
         self._replace(torch.autocast, "__enter__", entered)
 
     def take_replay(self) -> None:
-        """Count the latest call, with its backward pass, once more: a captured graph runs both without Python."""
+        """Count the latest call and its backward pass once more, for a replayed CUDA graph."""
         if self.is_removed:
             return
         assert self._latest is not None, "a graph is captured after steps that were seen"
@@ -413,6 +423,7 @@ class TrainingWatch:
             self.listener.optimizer_begins(optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
+        """Record the end of an optimizer step, and which parameters have gradients."""
         self._has_passed = False
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             # A fused optimizer leaves its update out by itself.
@@ -430,21 +441,21 @@ class TrainingWatch:
 
     @property
     def untrained(self) -> list[str]:
-        """Names of the model's parameters that require a gradient and had none in any of those updates."""
+        """Names of the model's parameters that require a gradient but had none in any recorded update."""
         named = self.model.named_parameters() if self.model is not None and self.trained is not None else ()
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Return an autocast as it is taken down; ``None`` for one to float32, which changes nothing.
+    """Return the record of an autocast; ``None`` for one to float32, which changes nothing.
 
-    Scripts enter one to be told float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
+    Scripts enter one when set to float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
     """
-    return (device, _name(dtype)) if dtype is not torch.float32 else None
+    return (device, _dtype_name(dtype)) if dtype is not torch.float32 else None
 
 
 @functools.cache
@@ -457,9 +468,9 @@ def _names_of_inputs(kind: type) -> tuple[str, ...]:
 
 
 def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor | int | None:
-    """Return what ``Call.real`` is of a model that is called with ``input_ids``, as transformers' models are.
+    """Return the real tokens of a model call with ``input_ids``: its mask, or their number.
 
-    The mask is not added up here, which would take the time of a step and, on a GPU, have it waited for.
+    The mask is not summed here, which would take the time of a step and, on a GPU, make the host wait.
     """
     passed: Mapping[str, Any] = named
     if given and isinstance(given[0], Mapping):
@@ -479,7 +490,7 @@ def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) ->
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return what tensors on the same memory have in common; 0 for those that have none."""
+    """Return the address of a tensor's storage; 0 without one."""
     try:
         return local_part(tensor).untyped_storage().data_ptr()
     except (RuntimeError, ValueError):
@@ -488,7 +499,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors in a value, each list's length before those in it."""
+    """Return the shapes of tensors in a nested value, with each list's length before its tensors."""
     shapes: list[tuple[int, ...]] = []
 
     def add(part: Any, left: int) -> None:

@@ -38,9 +38,10 @@ class Changes:
     def of(
         cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, **others: Any
     ) -> Changes:
-        """Return a candidate's settings, as far as the script ``takes`` them; it runs so many micro-steps of a step.
+        """Return those settings of a candidate that the script ``takes``, for a number of micro-steps in a step.
 
-        What an option decides is told by that as well, since the script may make more of it, such as a schedule.
+        Settings with an option of the script are set by this as well, since the script may use the option elsewhere,
+        such as for a schedule.
         """
         values = {"batch": candidate.per_device_train_batch_size, "accumulation": accumulation}
         flags = source.interface.flags
@@ -54,14 +55,14 @@ class Changes:
         )
 
     def over(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments with those that are ``wanted`` in place of what the script gave for them."""
+        """Return the script's arguments with ``wanted`` ones replaced, and report each replacement."""
         for name, value in wanted.items():
             if (said := given.get(name)) not in (None, value):
                 self.say(f"the script says {name}={said!r}; {value!r} is set")
         return {**given, **wanted}
 
     def apply_to(self, model: Any) -> None:
-        """Have a model recompute activations, and float32 matrices be multiplied, as is wanted."""
+        """Set checkpointing of a model and the precision of float32 matrix products."""
         if self.precision in ("fp32", "tf32"):
             sys.modules["torch"].set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if self.checkpointing:
@@ -82,7 +83,7 @@ class Observer:
         self.output_dir, self.on_cpu = output_dir, on_cpu
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Give the batches of a loader, which ``give`` makes."""
+        """Yield the batches of a loader, which ``give`` creates."""
         raise NotImplementedError
 
     def begins(self, overlay: Overlay, loader: Any) -> None:
@@ -97,7 +98,7 @@ class Measured(Observer):
         self.steps, self._loader_key = steps, loader_key
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Give the batches of a loader, those of the training one as micro-steps."""
+        """Yield the batches of a loader; batches of the training loader as micro-steps."""
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
@@ -130,31 +131,31 @@ class Overlay:
         """Those that the framework has prepared."""
 
     def install(self) -> None:
-        """Wrap the classes of the framework wherever they are imported from."""
+        """Wrap the framework's classes wherever they are imported from."""
         raise NotImplementedError
 
     def precision(self, name: str) -> Precision | None:
-        """Return what a script of this name has the framework compute in; ``None`` where no trial can tell it another.
+        """Return the precision of the framework; ``None`` where trials cannot change it.
 
         Raises ``UserCodeError`` for a precision that no trial has.
         """
         raise NotImplementedError
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return who told the framework to accumulate, and how many micro-steps; ``None`` where the steps show it."""
+        """Return which side sets accumulation, and its value; ``None`` where only the steps show it."""
         return None
 
     def interface(self) -> dict[str, Any]:
-        """Return what else is known of how the script takes its settings."""
+        """Return further fields of the script's ``CodeInterface``."""
         return {}
 
     def _take_model(self, _: Any, model: Any, *__: Any, **___: Any) -> None:
-        """Note a model that the framework prepares, and change it."""
+        """Record a model that the framework prepares, and apply the settings to it."""
         self.models.append(model)
         self._changes.apply_to(model)
 
     def _give_batches(self, kinds: Iterable[Any]) -> None:
-        """Have the observer give the batches of every loader of some classes."""
+        """Pass iteration over every loader of some classes to the observer."""
         if (observer := self._observer) is None:
             return
         for kind in kinds:
@@ -162,6 +163,6 @@ class Overlay:
 
 
 def silence(kind: Any, *names: str, returned: Any = None) -> None:
-    """Have methods of a class do nothing in this process."""
+    """Make methods of a class do nothing in this process."""
     for name in names:
         setattr(kind, name, lambda *_, **__: returned)

@@ -38,13 +38,13 @@ class UserCodeError(Exception):
 
 
 def enter(source: TrainingSource) -> None:
-    """Set this process's environment, working folder and paths as the user's code expects them; runs none of it."""
+    """Set environment, working folder and paths as the user's code expects them, without running it."""
     begin_run()
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
     # A mode that a script gives to wandb.init would count for more than the variable.
     unheard = {"mode": "disabled"}
     on_import(
-        "wandb", lambda wandb: around(wandb, "init", lambda run, *words, **said: run(*words, **{**said, **unheard}))
+        "wandb", lambda wandb: around(wandb, "init", lambda run, *args, **said: run(*args, **{**said, **unheard}))
     )
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.
@@ -54,7 +54,7 @@ def enter(source: TrainingSource) -> None:
 
 
 def run_script(source: TrainingSource, output_dir: str) -> None:
-    """Run a script to its end as ``__main__``, its output folder exchanged for ``output_dir``."""
+    """Run a script to its end as ``__main__``, with its output folder replaced by ``output_dir``."""
     words = list(source.argv)
     for place, word in enumerate(words):
         option, equals, own = word.partition("=")
@@ -69,7 +69,7 @@ def run_script(source: TrainingSource, output_dir: str) -> None:
 
 
 def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
-    """Run a script to its end with some options."""
+    """Run a script to its end with these options."""
     sys.argv = [source.file, *argv]
     if source.module:
         runpy.run_module(source.module, run_name="__main__", alter_sys=True)
@@ -78,7 +78,7 @@ def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
 
 
 def load_function(source: TrainingSource) -> Callable[[Any], Any]:
-    """Import the user's file, and return its function that builds the ``Trainer`` or that trains.
+    """Import the user's file, and return its function.
 
     Raises ``UserCodeError`` where the file has no such function.
     """
@@ -109,7 +109,7 @@ _ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can
 
 
 def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
-    """Return what to say of code that ends its process, with its own last words."""
+    """Return the error for code that ended its process, with the last words of its log."""
     said = error.code if isinstance(error.code, str) else _last_words(log_start)
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     what = f"left with exit code {code}" if code else "ended without training"
@@ -117,7 +117,7 @@ def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserC
 
 
 def log_size() -> int:
-    """Return how many bytes are in the log that this process writes to."""
+    """Return the size of this process's log in bytes."""
     flush_output()
     try:
         return os.fstat(2).st_size
@@ -126,7 +126,7 @@ def log_size() -> int:
 
 
 def _last_words(start: int) -> str:
-    """Return the last line of an error that this process wrote into its log from ``start`` on, or its last line."""
+    """Return the last error line, or else the last line, of this process's log from ``start`` on."""
     log_size()
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
@@ -139,7 +139,7 @@ def _last_words(start: int) -> str:
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
-    """Return what an error of the user's code means, where that is known; else the error."""
+    """Return a clearer error for a known error of the user's code, else the error itself."""
     if (refused := refused_write(error)) is not None:
         path, why = refused
         place = users_line(reversed(list(traceback.walk_tb(error.__traceback__))))
@@ -160,7 +160,7 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
 
 
 def trim(error: BaseException, source: TrainingSource) -> None:
-    """Let the error's traceback begin in the user's file, where it passes through that."""
+    """Cut the error's traceback to begin in the user's file, if that is in it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
         trace = trace.tb_next

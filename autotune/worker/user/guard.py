@@ -51,7 +51,7 @@ class Guard:
         self._process = os.getpid()
 
     def install(self, stop_file: str) -> None:
-        """Watch this process, and those that it starts, from now on."""
+        """Watch this process, and the processes that it starts, from now on."""
         os.environ[STOP_VARIABLE] = f"{self._process}:{stop_file}"
         paths = [str(_STARTED_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -72,10 +72,11 @@ class Guard:
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
-        """Let the code train from now on: it is measured."""
+        """Allow training from now on, since it is measured."""
         self._is_lifted = True
 
     def _end(self, message: str, hint: str) -> None:
+        """Stop the job, from this process or a forked one."""
         if os.getpid() == self._process:
             self._stop(message, hint)
         else:
@@ -83,11 +84,12 @@ class Guard:
             _end_job(message, hint)
 
     def _on_step(self) -> None:
+        """Stop at a training step that nothing measures."""
         if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Look at a process before it starts; called by Python for everything that it audits."""
+        """Check a process before it starts, as an audit hook of Python."""
         if event not in _STARTS or self._is_lifted:
             return
         words, environment = _STARTS[event](arguments)
@@ -102,24 +104,24 @@ class Guard:
             self._end(
                 f"{self._source.name} {verb} another process, in which nothing can be measured: "
                 f"{shlex.join(words)[:200]}",
-                _instead(words),
+                _advice_for(words),
             )
 
 
 def guard_started_python() -> None:
-    """Stop a training in this process, one that the user's code started, and with it the job."""
+    """Stop the job when this process, started by the user's code, begins to train."""
     name = os.environ.get(WITHIN_VARIABLE, "the script")
     command = shlex.join(sys.orig_argv)[:200]
 
     def on_step() -> None:
         if not _prepares_weights():
-            _end_job(f"{name} trains in another process that it starts: {command}", _instead(sys.orig_argv))
+            _end_job(f"{name} trains in another process that it starts: {command}", _advice_for(sys.orig_argv))
 
     on_import("torch.optim", lambda _: before_steps(sys.modules["torch"], on_step))
 
 
 def _end_job(message: str, hint: str) -> NoReturn:
-    """Leave word of why, then end the job's process and this one; the server tells it in the job's place."""
+    """Write the reason for the server to a file, then end the job's process and this one."""
     process, _, path = os.environ[STOP_VARIABLE].partition(":")
     written = f"{path}.{os.getpid()}"
     Path(written).write_text(json.dumps({"message": message, "hint": hint}))
@@ -129,14 +131,14 @@ def _end_job(message: str, hint: str) -> NoReturn:
 
 
 def before_steps(torch: Any, begins: Callable[[], None]) -> None:
-    """Call ``begins`` before each backward pass and each step of an optimizer."""
+    """Call ``begins`` before each backward pass and each optimizer step."""
     before(torch.autograd, "backward", lambda *_, **__: begins())
     # torch.optim deletes the name of this module of its own.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
 
 
 def describe_training(source: TrainingSource) -> tuple[str, str]:
-    """Return what trains at this moment, as the call stack shows, and what to do instead."""
+    """Return which library trains now, from the call stack, and advice."""
     from transformers import Trainer
 
     lines = list(lines_above())
@@ -159,7 +161,7 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
 
 
 def _prepares_weights() -> bool:
-    """Return whether a library that chooses first weights by backward passes is at work."""
+    """Return whether a library that initializes weights by backward passes is running."""
     return any(module_of(frame).startswith(_PREPARES_WEIGHTS) for frame, _ in lines_above())
 
 
@@ -167,21 +169,23 @@ def _prepares_weights() -> bool:
 _Started = tuple[list[str], Mapping[Any, Any] | None]
 
 
-def _of_popen(arguments: tuple[Any, ...]) -> _Started:
+def _command_of_popen(arguments: tuple[Any, ...]) -> _Started:
+    """Return command and environment of a ``subprocess.Popen`` audit event."""
     executable, words, _, environment = arguments
-    command = [_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
+    command = [_as_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
     if executable is not None and command:
-        command[0] = _text(executable)
-    return _of_shell(command), environment
+        command[0] = _as_text(executable)
+    return _command_in_shell(command), environment
 
 
-def _of_exec(arguments: tuple[Any, ...]) -> _Started:
+def _command_of_exec(arguments: tuple[Any, ...]) -> _Started:
+    """Return command and environment of an ``os.exec`` audit event."""
     path, words, environment = arguments[-3:]
-    return [_text(path), *(_text(word) for word in list(words)[1:])], environment
+    return [_as_text(path), *(_as_text(word) for word in list(words)[1:])], environment
 
 
-def _of_shell(words: list[str]) -> list[str]:
-    """Return the words of the command that a shell is given; other words as they are."""
+def _command_in_shell(words: list[str]) -> list[str]:
+    """Return the command that a shell is to run; other commands unchanged."""
     if len(words) > 2 and Path(words[0]).name in ("sh", "bash") and words[1] == "-c":
         try:
             return shlex.split(words[2])
@@ -191,35 +195,35 @@ def _of_shell(words: list[str]) -> list[str]:
 
 
 _STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
-    "subprocess.Popen": _of_popen,
-    "os.exec": _of_exec,
-    "os.posix_spawn": _of_exec,
-    "os.spawn": _of_exec,
-    "os.system": lambda arguments: (_of_shell(["sh", "-c", _text(arguments[0])]), None),
+    "subprocess.Popen": _command_of_popen,
+    "os.exec": _command_of_exec,
+    "os.posix_spawn": _command_of_exec,
+    "os.spawn": _command_of_exec,
+    "os.system": lambda arguments: (_command_in_shell(["sh", "-c", _as_text(arguments[0])]), None),
 }
 
 
-def _text(word: Any) -> str:
+def _as_text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
 
 
 def _is_python(words: Sequence[str]) -> bool:
-    """Return whether a command runs a script or a module in another Python."""
+    """Return whether a command runs a Python script or module."""
     if not words or not Path(words[0]).name.startswith(("python", "pypy")):
         return False
     return any(word == "-m" or word.endswith(".py") for word in words[1:])
 
 
 def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
-    """Return whether a process would start without what stops a training in it."""
+    """Return whether a process would start without the guard against training."""
     if environment is None:
         return False
-    given = {_text(name): _text(value) for name, value in environment.items()}
+    given = {_as_text(name): _as_text(value) for name, value in environment.items()}
     return STOP_VARIABLE not in given or str(_STARTED_PYTHON) not in given.get("PYTHONPATH", "")
 
 
-def _instead(words: Sequence[str]) -> str:
-    """Return what to give in place of the script that starts these words."""
+def _advice_for(words: Sequence[str]) -> str:
+    """Return advice on which command to give instead of the script that starts these words."""
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 

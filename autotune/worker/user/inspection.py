@@ -54,7 +54,7 @@ class Code:
 
 
 def facts_of(model: Any, loader: Any) -> ModelFacts:
-    """Return what a search needs to know of a model and its training data; either may be ``None``."""
+    """Return the facts that a search needs about a model and its training data; either may be ``None``."""
     parameters = list(model.parameters()) if model is not None else []
     config: Any = getattr(model, "config", None)
     document = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
@@ -76,18 +76,18 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
 
 
 def _with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface with what is seen of a loader, and the lengths of its samples."""
+    """Return an interface completed by a loader and the lengths of its samples."""
     return dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader))
 
 
 def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
-    """Raise ``UserCodeError`` where optimizers stepped, and none had anything to do."""
+    """Raise ``UserCodeError`` where optimizers stepped but no parameter had a gradient."""
     if watch.trained is not None and not watch.has_gradients:
         raise UserCodeError(NO_GRADIENTS.format(source.name), NO_GRADIENTS_HINT)
 
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
-    """Return what kept the user's code from being inspected; the log gets the traceback of an error of theirs."""
+    """Return the reason why the user's code could not be inspected; print the traceback of its own errors."""
     # For want of the variables by which torchrun tells a process its rank.
     modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks_for_rank = isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
@@ -105,7 +105,7 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
 
 
 def weight_dtype(model: Any) -> DTypeName:
-    """Return the dtype of most of the weights, among those that weights are trained in."""
+    """Return the dtype of most weights, of those that autotune knows."""
     counts = dict.fromkeys(DTYPES, 0)
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -142,7 +142,7 @@ class LoopInspection(Observer, Listener):
         self._watch.listener = self
 
     def install(self) -> None:
-        """Watch from now on what the script makes."""
+        """Watch the script's loaders, frameworks and training steps from now on."""
         LoaderOverlay().install()
         for kind in OVERLAYS.values():
             kind(Changes(), self).install()
@@ -153,7 +153,7 @@ class LoopInspection(Observer, Listener):
         return self._given is not None
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Give the batches of a loader."""
+        """Yield the batches of a loader, recording it."""
         for batch in give():
             self._given = overlay, loader
             if self._code.work.arms is not None:
@@ -162,16 +162,16 @@ class LoopInspection(Observer, Listener):
             yield batch
 
     def begins(self, overlay: Overlay, loader: Any) -> None:
-        """End the inspection: all is known."""
+        """End the inspection when a framework's loop begins, since everything is known."""
         self._finish_with(overlay, loader)
 
     def backward_begins(self, tensors: Any) -> None:
-        """Take down which loader is trained with, and count the pass."""
+        """Record which loader is used for training, and count the pass."""
         self._trained = self._trained or self._given
         self._passes += self.is_at_work()
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """End the inspection once it is known how the script accumulates."""
+        """End the inspection once the script's accumulation is known."""
         if self._trained is None:
             return
         self._steps += 1
@@ -181,7 +181,7 @@ class LoopInspection(Observer, Listener):
         self._passes = 0
 
     def _finish_with(self, overlay: Overlay, loader: Any) -> NoReturn:
-        """End the process with the facts of what is trained, the script's own settings, and which can be replaced.
+        """End the process with the facts of the training, its own settings, and which can be replaced.
 
         Raises ``UserCodeError`` where the loader does not decide the batch.
         """
@@ -234,7 +234,7 @@ class LoopInspection(Observer, Listener):
 
 
 def inspect_loop(code: Code, finish: Finish) -> NoReturn:
-    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
+    """Run the user's loop function until its first step, and report its model, data and the settings it read."""
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []

@@ -42,14 +42,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Return the version of Landlock in this kernel; 0 where there is none, or it is switched off."""
+    """Return the version of Landlock in this kernel; 0 where it is missing or disabled."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64", "ppc64le", "riscv64", "s390x"):
         return 0
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
 def restrict(folders: Sequence[str]) -> None:
-    """Let this thread and all that it starts write to these folders alone; raises ``OSError`` where that fails."""
+    """Limit this thread and its children to write to these folders. Raises ``OSError`` where that fails."""
     rights = _RIGHTS_BY_VERSION.get(version(), _RIGHTS)
     request = struct.pack("=Q", rights)
     ruleset = _libc.syscall(_CREATE_RULESET, request, len(request), 0)
@@ -69,6 +69,7 @@ def restrict(folders: Sequence[str]) -> None:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
+    """Allow rights beneath a path, if it exists."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -82,7 +83,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def refuse_attributes(folders: Sequence[str]) -> None:
-    """Refuse to Python, in this process and its forks, to change modes, times, owners and attributes elsewhere."""
+    """Refuse changes of modes, times, owners and attributes outside these folders, in Python and its forks."""
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _REFUSED or (event == "os.truncate" and isinstance(arguments[0], int)):
@@ -96,7 +97,7 @@ def refuse_attributes(folders: Sequence[str]) -> None:
 
 
 def _paths(given: Any, folder: int) -> list[str]:
-    """Return a file that is given by its name, perhaps within an open folder, or as an open file; with a link's end."""
+    """Return the paths of an argument: a name, perhaps in an open folder, or an open file; a link's target too."""
     try:
         if isinstance(given, int):
             return [os.readlink(f"/proc/self/fd/{given}")]

@@ -50,7 +50,7 @@ class LoaderOverlay:
         others: Mapping[str, int] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``others``: the batches of other loaders by their keys; ``say`` is told of each once it is made."""
+        """Change the loader created at ``key``; ``others`` are batch sizes of loaders by key, reported to ``say``."""
         self._key = key
         self._batch = batch
         """``None`` leaves the script's own; so do no ``workers``."""
@@ -73,12 +73,12 @@ class LoaderOverlay:
         """Wrap ``DataLoader`` for the rest of this process."""
         signature = inspect.signature(DataLoader.__init__)
 
-        def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
+        def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
             place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
             if key == self._key:
-                given = signature.bind(loader, *words, **options)
+                given = signature.bind(loader, *args, **kwargs)
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
                 if self._batch is not None:
                     _set_batch(given.arguments, self._batch)
@@ -87,12 +87,12 @@ class LoaderOverlay:
                 make(*given.args, **given.kwargs)
                 self._on_made(loader)
             elif (batch := self._others.get(key)) is not None:
-                given = signature.bind(loader, *words, **options)
+                given = signature.bind(loader, *args, **kwargs)
                 _set_batch(given.arguments, batch)
                 make(*given.args, **given.kwargs)
                 self._say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
             else:
-                make(loader, *words, **options)
+                make(loader, *args, **kwargs)
             setattr(loader, _KEY, key)
 
         around(DataLoader, "__init__", made)
@@ -100,7 +100,7 @@ class LoaderOverlay:
             around(DataLoader, "__len__", self._lengthened)
 
     def _lengthened(self, length: Callable[..., int], loader: Any) -> int:
-        """Return as many batches of the training loader as a trial may take, and as many more than whole steps."""
+        """Return the length of the training loader, extended to the batches of a trial in whole steps."""
         own = length(loader)
         if key_of(loader) != self._key or not 0 < own < self._least_batches:
             return own
@@ -109,7 +109,7 @@ class LoaderOverlay:
 
 
 def _set_batch(arguments: dict[str, Any], batch: int) -> None:
-    """Change the arguments of a ``DataLoader`` so that its batches have so many samples."""
+    """Set the batch size in the arguments of a ``DataLoader``."""
     sampler = arguments.get("batch_sampler")
     if sampler is None:
         arguments["batch_size"] = batch
@@ -122,10 +122,10 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
 
 
 def cap_prefetching() -> None:
-    """Have no ``DataLoader`` of this process prepare more than ``MOST_PREFETCHED`` batches ahead with a worker."""
+    """Limit prefetching of every ``DataLoader`` worker in this process to ``MOST_PREFETCHED`` batches."""
 
-    def made(make: Callable[..., None], loader: Any, *words: Any, **options: Any) -> None:
-        make(loader, *words, **options)
+    def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        make(loader, *args, **kwargs)
         if (loader.prefetch_factor or 0) > MOST_PREFETCHED:
             loader.prefetch_factor = MOST_PREFETCHED
 
@@ -133,21 +133,21 @@ def cap_prefetching() -> None:
 
 
 def key_of(loader: Any) -> str | None:
-    """Return where a loader was made: ``train.py:12#0``; ``None`` for what is no ``DataLoader``."""
+    """Return the line where a loader was created: ``train.py:12#0``; ``None`` for other objects."""
     return getattr(loader, _KEY, None)
 
 
 def keep_key(made: Any, of: Any) -> None:
-    """Have a loader that a library made of another be known as that one."""
+    """Copy the key of a loader to a loader that a library made from it."""
     key = key_of(of)
     if key is not None:
         setattr(made, _KEY, key)
 
 
 def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface with what is seen of a loader: where it is made, how it loads, whether that can be tuned.
+    """Return an interface completed by a loader: where it is created, how it loads, whether it can be tuned.
 
-    Each worker might load all of data that has no length.
+    For data without a length each worker might load all of it, so that it cannot be tuned.
     """
     key = key_of(loader)
     return dataclasses.replace(
@@ -161,14 +161,14 @@ def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
 
 
 def batch_of(loader: Any) -> int | None:
-    """Return the samples of a loader's batches; ``None`` where that is not known, or its data makes them."""
+    """Return a loader's batch size; ``None`` where it is unknown or the dataset makes the batches."""
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def is_made_by_data(loader: Any) -> bool:
-    """Return whether the dataset makes the batches: its items are batches, and the loader's batch size changes nothing.
+    """Return whether the dataset itself yields batches, so that the loader's batch size has no effect.
 
     The collator of such a loader returns the same shapes for one item and for two.
     """
@@ -184,7 +184,7 @@ def is_made_by_data(loader: Any) -> bool:
 
 
 def line_of_maker() -> str:
-    """Return the file and line that calls the caller of this, past the libraries that do it for the user's code."""
+    """Return file and line of the code that called the caller, skipping known libraries."""
     frame = sys._getframe(2)
     while frame.f_back is not None and module_of(frame).startswith(_LIBRARIES):
         frame = frame.f_back

@@ -44,8 +44,8 @@ class LoopRehearsal(OwnTrial):
     parts: LoopParts | None = None
     """What gives the batches; ``None`` before the code is run."""
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> None:
@@ -60,7 +60,7 @@ class LoopRehearsal(OwnTrial):
         super()._end_after(error)
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
-        """Return what lets the loop run as it does by itself."""
+        """Return steps that do not interfere with the loop."""
         self._checks.watch.remove()
         self.parts = LoopParts(
             accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._answer
@@ -75,7 +75,7 @@ class LoopRehearsal(OwnTrial):
         return _NoSteps(self._source.name, accumulation, StepListener())
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Have the training loader say how many batches the rehearsal's epoch has: some loops count to the last."""
+        """Limit the length that the training loader reports to the rehearsal's epoch, for loops that rely on it."""
         super()._overlay_loader(batch, accumulation=accumulation)
 
         def said(length: Callable[..., int], loader: Any) -> int:
@@ -89,7 +89,7 @@ class _NoSteps(LoopSteps):
     """Divides a loop into nothing."""
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Give the batches of a loader once."""
+        """Yield the batches of a loader once."""
         yield from loader
 
     def micro_step_ends(self) -> None:
@@ -99,8 +99,8 @@ class _NoSteps(LoopSteps):
 class LoopParts(Parts, Listener):
     """Gives the batches of a loop's loaders, and measures what is done with them."""
 
-    def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *args: Any) -> None:
+        super().__init__(*args)
         # It takes as many batches as it was told, not as many as come.
         self._is_counted = framework == "lightning"
         self._is_ahead = framework == "accelerate"
@@ -146,7 +146,7 @@ class LoopParts(Parts, Listener):
         self._total: int | None = None
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End the rehearsal after an error, and report the part in which the error arose."""
+        """End the rehearsal after an error, and report the part in which it arose."""
         if self._evaluated is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
@@ -158,7 +158,7 @@ class LoopParts(Parts, Listener):
         self.finish(problem=why)
 
     def end(self) -> NoReturn:
-        """End with what was found."""
+        """End the rehearsal with its results."""
         if self._parts_given:
             self.finish(evaluation=self._evaluation())
         self._note_last_step()
@@ -168,12 +168,12 @@ class LoopParts(Parts, Listener):
     # What the loop does
 
     def backward_begins(self, tensors: Any) -> None:
-        """Keep the loss."""
+        """Record the loss."""
         first = tensors[0] if isinstance(tensors, list | tuple) else tensors
         self._losses[-1].append(first.detach().abs().mean())
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Learn what is trained with."""
+        """Record the training's data and batch at its first update."""
         if self._losses[-1]:
             self._losses.append([])
         if not self._data and self._latest is not None:
@@ -187,7 +187,7 @@ class LoopParts(Parts, Listener):
             self._met, self._met_before = [], self._met
 
     def give(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Give a batch of some data."""
+        """Return the next batch of a loader, for training or validation."""
         if not self._data:
             if self._latest is None:
                 self._begin()
@@ -206,6 +206,7 @@ class LoopParts(Parts, Listener):
         return self._evaluation_batch(give, batches, data)
 
     def _training_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        """Return the next training batch; later the longest one, and then end the epoch."""
         if self._is_epoch_over:
             # Another epoch, with nothing in between.
             self.end()
@@ -219,7 +220,7 @@ class LoopParts(Parts, Listener):
         return give(batches) if self._make_longest is None else self._make_longest()
 
     def length_of_epoch(self, batches: int) -> int:
-        """Return how many batches come of an epoch of so many that ends with a step which is not whole."""
+        """Return the length of the rehearsal's epoch, which ends with an incomplete step if the real epoch does."""
         candidate = self._work.candidate
         # A gradient scaler leaves steps out, and changes what losses are multiplied by.
         if self._accumulation == 1 or batches <= self.epoch_batches or candidate.arm.precision == "fp16":
@@ -228,7 +229,7 @@ class LoopParts(Parts, Listener):
         return self.epoch_batches if of_rank % candidate.gradient_accumulation_steps else batches
 
     def _note_last_step(self) -> None:
-        """Take down how the last step of the epoch was trained, which is not whole."""
+        """Record how the incomplete last step of the epoch was trained."""
         if self._own_batches is None or self._given < self._last_batch or len(self._losses) < 3:
             return
         whole, last, since = self._losses
@@ -245,6 +246,7 @@ class LoopParts(Parts, Listener):
             self._found = replace(self._found, last_step=LastStep(batches, accumulation, is_made=not since))
 
     def _end_epoch(self) -> None:
+        """Record the peak of the longest batch at the end of the epoch."""
         self._is_epoch_over = True
         self._meter.synchronize()
         peak = self._meter.peaks().reserved
@@ -255,7 +257,7 @@ class LoopParts(Parts, Listener):
         self._reset()
 
     def _find_longest(self, batches: Any, data: Any) -> None:
-        """Have the longest samples in the batches that follow, where they are longer than others."""
+        """Use the longest samples in the following batches, if some samples are longer than others."""
         self._meter.synchronize()
         self._found = replace(self._found, peak_bytes=self._meter.peaks().reserved)
         try:
@@ -271,6 +273,7 @@ class LoopParts(Parts, Listener):
     # Its validation
 
     def _evaluation_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        """Return the next validation batch, and measure the batches before it."""
         if self._evaluated is None:
             self._note_last_step()
             self._evaluated = data
@@ -304,7 +307,7 @@ class LoopParts(Parts, Listener):
         return batch if smaller is None else smaller
 
     def _note(self, used: int) -> None:
-        """Take down what the first batches have needed, of which so many were used by now."""
+        """Record the memory of the first validation batches, of which ``used`` were run."""
         if used <= 0:
             return
         self._meter.synchronize()
@@ -325,6 +328,7 @@ class LoopParts(Parts, Listener):
         return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
 
     def _evaluation(self) -> Evaluation:
+        """Return the memory of the whole validation, extrapolated from its first batches."""
         self._note(len(self._parts_given))
         large, total = self._large, self._total or LARGE_PART
         left = max(0, total - large.batches)

@@ -32,17 +32,17 @@ class StepMarks(Listener):
         """The last one that a backward pass began from."""
 
     def backward_begins(self, tensors: Any) -> None:
-        """Keep the loss."""
+        """Record the loss."""
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.loss = first.detach() if hasattr(first, "detach") else None
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Mark the end of the backward pass; of several optimizers the first counts."""
+        """Mark the end of the backward pass, before the first of several optimizers."""
         if self._marks is None:
             self.mark_both()
 
     def mark_both(self) -> None:
-        """Mark the end of a backward pass: of one before the optimizer's step, or of one within it."""
+        """Mark the end of a backward pass and of an update at the same point."""
         mark = self._listener.mark()
         self._marks = mark, mark
 
@@ -61,7 +61,7 @@ class LoopSteps(StepMarks):
         on_loader: Callable[[Any], None] = lambda _: None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """``on_begin`` is called before the first batch is asked for, ``on_loader`` with what gives it, before that."""
+        """Divide a loop into steps; call ``on_loader`` with its loader, then ``on_begin`` before the first batch."""
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
         self.takes = on_batch
@@ -85,12 +85,12 @@ class LoopSteps(StepMarks):
     # What the watch tells
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record the pass and its loss."""
+        """Count the pass and record its loss."""
         self._backward_passes += 1
         super().backward_begins(tensors)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Mark the end of the update; of several optimizers the last counts."""
+        """Mark the end of the update, by the last of several optimizers."""
         if self._marks is not None:
             self._marks = self._marks[0], self._listener.mark()
             self._has_stepped = True
@@ -98,7 +98,7 @@ class LoopSteps(StepMarks):
     # What the loop tells
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches of a loader without end, so that what comes after it is not reached."""
+        """Yield the batches of a loader endlessly, so that the code after the loop is never reached."""
         self._on_loader(loader)
         with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
             while (yield from self._once(loader)):
@@ -106,7 +106,7 @@ class LoopSteps(StepMarks):
 
     @contextlib.contextmanager
     def _opened(self, within: str, hint: str) -> Iterator[None]:
-        """Begin, unless something has begun that this would be ``within``."""
+        """Mark the use of steps. Raises ``UserCodeError`` for a nested use."""
         if self._is_open:
             raise UserCodeError(f"{self._name} {within}", hint)
         self._is_open = True
@@ -117,7 +117,7 @@ class LoopSteps(StepMarks):
             self._is_open = False
 
     def _once(self, loader: Iterable[Any]) -> Generator[Any, None, bool]:
-        """Give the batches of a loader once; whether there were any."""
+        """Yield the batches of a loader once; return whether there were any."""
         batches = iter(loader)
         given = 0
         while True:
@@ -136,21 +136,21 @@ class LoopSteps(StepMarks):
 
     @contextlib.contextmanager
     def micro_step(self) -> Iterator[None]:
-        """Mark what is done within as a micro-step."""
+        """Treat the block as a micro-step."""
         with self._opened("uses autotune.step within autotune.steps or itself", "use one of them, once for each batch"):
             self.micro_step_begins(0.0, None)
             yield
             self.micro_step_ends()
 
     def begin(self) -> None:
-        """Say that the first batch is about to be given, unless that was said."""
+        """Report the start of the training, once."""
         if not self._has_begun:
             self._has_begun = True
             self._on_begin()
             self._listener.begin()
 
     def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
-        """Say that a batch is there, after so long a wait, and how many samples it has."""
+        """Report that a batch arrived, with its waiting time and number of samples."""
         if self._micro_steps == 0:
             self._listener.step_begins()
         else:
@@ -160,7 +160,7 @@ class LoopSteps(StepMarks):
             self._usual_samples = max(self._usual_samples, samples)
 
     def micro_step_ends(self) -> None:
-        """Say that what is done with a batch is done."""
+        """Report the end of a micro-step."""
         self._micro_steps += 1
         if self._backward_passes == 0:
             self._micro_steps_without_backward += 1
@@ -178,7 +178,7 @@ class LoopSteps(StepMarks):
             self._listener.micro_step_ends()
 
     def _end_step(self) -> None:
-        """End a step: tell the listener of a whole one, and drop one that is cut short, skipped or came too early."""
+        """End a step: report a whole one, and drop one that is incomplete, skipped or too early."""
         is_early = self._accumulation is not None and self._micro_steps != self._accumulation
         was_skipped = self._marks is None and (self._has_stepped or self._may_skip)
         if is_early or was_skipped or self.is_incomplete:
@@ -192,6 +192,7 @@ class LoopSteps(StepMarks):
         self._listener.step_ends(marks, wait_seconds)
 
     def _drop(self, *, is_early: bool) -> None:
+        """Drop a step. Raises ``UserCodeError`` after too many dropped steps."""
         self._dropped += 1
         self._early += is_early
         micro_steps = self._micro_steps
@@ -206,7 +207,7 @@ class LoopSteps(StepMarks):
             raise UserCodeError(f"{self._name} made no whole step of its optimizer in {self._dropped} steps")
 
     def data_is_over(self) -> None:
-        """Drop the step that the end of the data cut short; an early step just before it is no sign of anything."""
+        """Drop the step that the end of the data cut short. Early steps before it are forgiven."""
         self._early = 0
         if self._micro_steps:
             self._drop(is_early=False)
@@ -216,6 +217,6 @@ class LoopSteps(StepMarks):
 
 
 def batch_samples(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch; ``None`` where it has none."""
+    """Return the first dimension of the first tensor in a batch; ``None`` without one."""
     shape = next((array.shape for array in arrays_in(batch) if len(array.shape)), None)
     return None if shape is None else int(shape[0])

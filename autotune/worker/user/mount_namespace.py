@@ -42,7 +42,7 @@ _MOST_ENTRIES = 500
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def _raise_on_error(result: int, what: str) -> None:
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -51,25 +51,25 @@ def _check(result: int, what: str) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     data = None if options is None else os.fsencode(options)
-    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
+    _raise_on_error(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
 
 
 def is_within(path: str, folder: str) -> bool:
-    """Return whether a path is a folder, or lies in it."""
+    """Return whether a path is a folder or inside it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def open_namespace() -> bool:
-    """Give this process a mount name space, and a user name space where it needs one; return whether it did.
+    """Move this process to a new mount namespace, with a user namespace if needed; return whether it was needed.
 
     The process must have a single thread. Raises ``OSError`` where the kernel allows neither.
     """
     user, group = os.geteuid(), os.getegid()
     try:
-        _check(_libc.unshare(_NEW_MOUNTS), "unshare")
+        _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
         is_user_space = False
     except PermissionError:
-        _check(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
+        _raise_on_error(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
         is_user_space = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
@@ -80,12 +80,12 @@ def open_namespace() -> bool:
 
 
 def copy_namespace() -> None:
-    """Give this process mounts of its own, those of its parent to begin with."""
-    _check(_libc.unshare(_NEW_MOUNTS), "unshare")
+    """Move this process to a copy of its parent's mount namespace."""
+    _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
 
 
 def join_namespace(pid: int) -> bool:
-    """Enter the name spaces of another process, which has covered the file systems; return whether users have one."""
+    """Join the namespaces of another process, which has covered the file systems; return whether users have one."""
     is_user_space = False
     for name, kind in (("user", _NEW_USERS), ("mnt", _NEW_MOUNTS)):
         theirs = f"/proc/{pid}/ns/{name}"
@@ -93,7 +93,7 @@ def join_namespace(pid: int) -> bool:
             continue
         fd = os.open(theirs, os.O_RDONLY)
         try:
-            _check(_libc.setns(fd, kind), f"setns {name}")
+            _raise_on_error(_libc.setns(fd, kind), f"setns {name}")
         finally:
             os.close(fd)
         is_user_space |= name == "user"
@@ -101,13 +101,13 @@ def join_namespace(pid: int) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up what a user name space gives its first process: the user's code must not see itself as root."""
+    """Drop the capabilities of a user namespace's first process: the user's code must not see itself as root."""
 
     class Header(ctypes.Structure):
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
     header, none = Header(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+    _raise_on_error(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Mounted:
 
 
 def _mounts() -> list[_Mounted]:
-    """List the mounts that are not hidden by others, from the root down."""
+    """Return the visible mounts, from the root down."""
     mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
@@ -143,7 +143,7 @@ def _mounts() -> list[_Mounted]:
     return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
 
 
-def _by_fd(fd: int) -> str:
+def _fd_path(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
@@ -171,7 +171,7 @@ class Cover:
     _new_root: str = ""
 
     def lay(self, memory_bytes: int) -> None:
-        """Cover all file systems, or make them read-only; raises ``OSError`` where that cannot be done.
+        """Cover all file systems by overlays, or make them read-only. Raises ``OSError`` where that fails.
 
         Layers in memory may take ``memory_bytes``.
         """
@@ -183,7 +183,7 @@ class Cover:
         passed = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in self.outside if os.path.isdir(path)]
         sockets = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in _sockets()]
         try:
-            self._find_room(memory_bytes)
+            self._choose_layer_storage(memory_bytes)
             tree = os.path.join(self.run, "root")
             os.mkdir(tree)
             # In a user name space, folders of others must lie on the way to a layer, not in it.
@@ -197,13 +197,13 @@ class Cover:
                     if entry.is_dir(follow_symlinks=False):
                         self._overlay(entry.path, self._new_root + entry.path)
             for path, fd in passed:
-                _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
+                _mount(_fd_path(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
             # Sockets of other processes are reached through the layers, which would show others of the same name.
             for path, fd in sockets:
                 if self.covers(path):
                     with contextlib.suppress(OSError):
-                        _mount(_by_fd(fd), self._new_root + path, None, _BIND)
+                        _mount(_fd_path(fd), self._new_root + path, None, _BIND)
                         _set_read_only(self._new_root + path)
             if not self._new_root:
                 for mount in self._mounts:
@@ -221,11 +221,11 @@ class Cover:
         os.chdir(cwd)
 
     def covers(self, path: str) -> bool:
-        """Return whether what is written to a path goes to a layer."""
+        """Return whether writes to a path go to an overlay."""
         return any(is_within(path, folder) for folder in self._covered)
 
-    def _find_room(self, memory_bytes: int) -> None:
-        """Lay an overlay over an empty folder, and keep the layers in memory where the disk is not fit for them."""
+    def _choose_layer_storage(self, memory_bytes: int) -> None:
+        """Test an overlay over an empty folder; keep the layers in memory where the disk does not support them."""
         for in_memory in (False, True):
             if in_memory:
                 os.close(self._run_fd)
@@ -235,15 +235,15 @@ class Cover:
             empty = os.path.join(self.run, "empty")
             os.mkdir(empty)
             if self._overlay(empty, empty):
-                _check(_libc.umount2(os.fsencode(empty), 0), "umount")
+                _raise_on_error(_libc.umount2(os.fsencode(empty), 0), "umount")
                 self._covered.clear()
                 self.in_memory = in_memory
                 return
 
     def _overlay(self, path: str, target: str, fd: int | None = None) -> bool:
-        """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
+        """Mount an overlay over a folder, optionally given as a file descriptor; return whether it worked."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        layer = f"{_by_fd(self._run_fd)}/{name}"
+        layer = f"{_fd_path(self._run_fd)}/{name}"
         # An overlay may use attributes of its own in the first user name space alone.
         own = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
         with contextlib.ExitStack() as stack:
@@ -251,13 +251,13 @@ class Cover:
             def opened(folder: str) -> str:
                 fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
                 stack.callback(os.close, fd)
-                return _by_fd(fd)
+                return _fd_path(fd)
 
             try:
-                lower = opened(path) if fd is None else _by_fd(fd)
+                lower = opened(path) if fd is None else _fd_path(fd)
                 os.makedirs(os.path.join(layer, "upper"), exist_ok=True)
                 os.makedirs(os.path.join(layer, "work"), exist_ok=True)
-                _dress(os.path.join(layer, "upper"), lower)
+                _copy_attributes(os.path.join(layer, "upper"), lower)
                 if self.below and os.path.isdir(kept := os.path.join(self.below, name)):
                     for part in ("kept", "empty"):
                         os.makedirs(os.path.join(layer, part))
@@ -276,7 +276,7 @@ class Cover:
         return True
 
     def _cover_mount(self, mount: _Mounted) -> None:
-        """Bring a mount to the place that it has in the new tree, or cover it where it is."""
+        """Move a mount to the new tree, or cover it in place."""
         if mount.path == "/":
             if not self._new_root:
                 self._cover_entries("/")
@@ -287,20 +287,20 @@ class Cover:
         if not stays and mount.is_folder and not has_points and self._overlay(mount.path, target, mount.fd):
             return
         if self._new_root or self.covers(mount.path):
-            _mount(_by_fd(mount.fd), target, None, _BIND)
+            _mount(_fd_path(mount.fd), target, None, _BIND)
             if not stays:
                 _set_read_only(target)
         elif not stays and mount.is_folder:
             self._cover_entries(mount.path)
 
     def _stays(self, mount: _Mounted) -> bool:
-        """Return whether a mount is left as it is: one of the kernel's, one that is read-only or not to be covered."""
+        """Return whether a mount stays as it is: a kernel's, read-only or excluded one."""
         folders = (*_KERNEL_FOLDERS, *self.outside)
         is_spared = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in folders)
         return is_spared or mount.is_read_only
 
     def _cover_entries(self, folder: str) -> None:
-        """Cover the folders in a folder that cannot be covered as a whole."""
+        """Cover the subfolders of a folder that cannot be covered as a whole."""
         try:
             with os.scandir(folder) as entries:
                 names = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -317,9 +317,9 @@ class Cover:
 
 
 def _last_of_others(path: str) -> str:
-    """Return the innermost folder on the way to a folder that is not this user's, or the first of all.
+    """Return the innermost folder of another user on the way to a folder, or the first folder of all.
 
-    A file of another owner or group cannot be copied to a layer in a user name space, nor can a folder on its way.
+    A file of another owner or group cannot be copied to a layer in a user namespace, nor can a folder on its way.
     """
     parents = [path, *(str(parent) for parent in Path(path).parents)][:-1]
     for parent in parents:
@@ -329,8 +329,8 @@ def _last_of_others(path: str) -> str:
     return parents[-1]
 
 
-def _dress(upper: str, lower: str) -> None:
-    """Give a layer's root the mode, owner and times of the folder below it, whose it shows."""
+def _copy_attributes(upper: str, lower: str) -> None:
+    """Give the root of a layer the mode, owner and times of the folder below it."""
     status = os.stat(lower)
     mode = stat.S_IMODE(status.st_mode)
     if os.geteuid() == 0:
@@ -350,7 +350,7 @@ def _set_read_only(path: str) -> None:
 
 
 def _sockets() -> Iterator[str]:
-    """List the sockets with a name in the file system that processes listen to."""
+    """Yield the named sockets in the file system on which processes listen."""
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             path = line.rstrip("\n").split(maxsplit=7)[-1]

@@ -20,7 +20,7 @@ from autotune.core.candidate import Document
 from autotune.core.look import FirstStep, LookAnswer, LookWork
 from autotune.space.levers import applied_settings
 from autotune.worker.arrays import arrays_in
-from autotune.worker.trial.look import calm, in_full_float32, prepare_look, step_of
+from autotune.worker.trial.look import in_full_float32, prepare_look, step_of, turn_off_dropout
 from autotune.worker.trial.step_checks import StepChecks
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.own_trial import OwnTrial
@@ -46,13 +46,13 @@ _IN_FLOAT32: Document = {
 class TrainerLook(TrainerTrial):
     """A trial that ends with what its first step is given to do, and measures nothing."""
 
-    def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._look, self._answer = look, answer
 
     @property
     def _wanted(self) -> Document:
-        """The fields to set."""
+        """The fields of ``TrainingArguments`` to set."""
         if not self._is_unmodified:
             return super()._wanted
         candidate = self._candidate
@@ -70,7 +70,7 @@ class TrainerLook(TrainerTrial):
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible; exactly one was expected")
 
     def _prepare(self, trainer: Any) -> None:
-        """Have the training end with its first step."""
+        """Make the training end with its first step."""
         in_full_float32()
 
         def finish(step: FirstStep) -> NoReturn:
@@ -93,8 +93,8 @@ class TrainerLook(TrainerTrial):
 class LoopLook(OwnTrial):
     """A trial that ends at its first update."""
 
-    def __init__(self, look: LookWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._answer = answer
         # What is computed is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -105,6 +105,7 @@ class LoopLook(OwnTrial):
         return super()._make_checks()
 
     def _take(self, step: FirstStep) -> NoReturn:
+        """Report the first step, or the problem that its backward passes do not match."""
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
@@ -133,10 +134,11 @@ class _FirstStep:
         register_optimizer_step_pre_hook(self._update)
 
     def _begin_call(self, called: torch.nn.Module, _: Any) -> None:
+        """Turn off dropout in a model at its first call."""
         if self._depth == 0 and id(called) not in self._models and next(called.parameters(), None) is not None:
             # Kept, so that no other gets its id.
             self._models[id(called)] = called
-            calm(called)
+            turn_off_dropout(called)
         self._depth += 1
 
     def _end_call(self, called: Any, given: Any, named: Any, _: Any) -> None:
@@ -146,14 +148,16 @@ class _FirstStep:
             arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))
             self._batch += sum(float(array.detach().double().sum()) for array in arrays)
 
-    def _pass_back(self, backward: Callable[..., Any], *words: Any, **options: Any) -> Any:
-        tensors = words[0] if words else options.get("tensors")
+    def _pass_back(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Add up the losses of backward passes."""
+        tensors = args[0] if args else kwargs.get("tensors")
         each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)
         self._passes += 1
-        return backward(*words, **options)
+        return backward(*args, **kwargs)
 
     def _update(self, *_: Any) -> None:
+        """Report the first step before its update."""
         named = itertools.chain.from_iterable(
             ((f"{at}.{name}", each) for name, each in model.named_parameters())
             for at, model in enumerate(self._models.values())

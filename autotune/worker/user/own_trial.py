@@ -77,7 +77,7 @@ class OwnTrial(Trial):
         self._steps: StepMarks | None = None
 
     def run_code(self, output_dir: str) -> None:
-        """Run the user's code with the candidate's settings, to where it ends the process."""
+        """Run the user's code with the candidate's settings, until the trial ends the process."""
         if self._source.kind == "loop":
             self._run_function()
         elif self._is_told_by_words:
@@ -86,7 +86,7 @@ class OwnTrial(Trial):
             self._run_on_framework(output_dir)
 
     def run_and_end(self) -> NoReturn:
-        """Run the user's code; never returns, and never raises."""
+        """Run the user's code and end the process with the outcome."""
         # Their code may compile.
         try:
             self._open_device()
@@ -104,7 +104,7 @@ class OwnTrial(Trial):
             self._end_after(error)
 
     def _end_after(self, error: BaseException) -> NoReturn:
-        """End the process after an error, which counts for nothing once enough was measured."""
+        """End the process after an error, which is ignored if enough was measured."""
         if self._timer is not None and self._timer.pending is not None:
             # Only the profiled step failed, after all that is needed was measured.
             self._end(self._completed(self._timer.pending, None))
@@ -114,17 +114,17 @@ class OwnTrial(Trial):
             self._end(self._judged_measurement(self._timer.measurement()))
         if isinstance(self._steps, LoopSteps) and self._steps.is_incomplete:
             # It would end the training, too, in its first epoch.
-            outcome = self._judged(error)
+            outcome = self._outcome_of_error(error)
             if isinstance(outcome, Failed) and outcome.reason == "error":
                 told = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
                 self._end(dataclasses.replace(outcome, message=f"{outcome.message} ({told})"))
         if self._is_open:
             self._meter.lift_limit()
-        self._end(self._judged(error))
+        self._end(self._outcome_of_error(error))
 
-    def _make_timer(self, *words: Any, **options: Any) -> StepTimer:
-        """Return what times the steps, without what is spent in ``torch.save``."""
-        timer = super()._make_timer(*words, **options)
+    def _make_timer(self, *args: Any, **kwargs: Any) -> StepTimer:
+        """Return the timer of steps, which excludes the time of ``torch.save``."""
+        timer = super()._make_timer(*args, **kwargs)
 
         def saved(save: Callable[..., Any], *given: Any, **named: Any) -> Any:
             with timer.saving():
@@ -134,7 +134,7 @@ class OwnTrial(Trial):
         return timer
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
-        """Have as many more steps of warm-up as the loading processes, the user's own too, have ready."""
+        """Add warm-up steps for the batches that loader workers have prefetched."""
         ahead = None if prefetch is None else min(prefetch, MOST_PREFETCHED)
         arm = dataclasses.replace(self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=ahead)
         ready = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
@@ -153,10 +153,11 @@ class OwnTrial(Trial):
         )
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
-        """End the trial of code that trains in a way that is not measured."""
-        self._end(self._judged(UserCodeError(message, hint)))
+        """End the trial of code that trains in an unmeasured way."""
+        self._end(self._outcome_of_error(UserCodeError(message, hint)))
 
-    def _judged(self, error: BaseException) -> OutOfMemory | Failed:
+    def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
+        """Return the outcome of an error in the user's code."""
         trim(error, self._source)
         error = foreseen(error, self._source)
         if isinstance(error, UserCodeError | SystemExit) and self._checks.has_run_out():
@@ -177,13 +178,14 @@ class OwnTrial(Trial):
         return outcome
 
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
+        """End the process with an outcome."""
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
     # Training loops
 
     def _run_function(self) -> None:
-        """Call the function with the candidate's settings."""
+        """Call the user's function with the candidate's settings."""
         run = micro_steps_to_run(self._candidate, self._effort)
         reads_accumulation = "accumulation" in self._source.interface.searched
         arguments = loop_arguments(self._candidate)
@@ -197,7 +199,7 @@ class OwnTrial(Trial):
         load_function(self._source)(LoopConfig(**arguments))
 
     def _check_batch(self, loader: Any) -> None:
-        """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
+        """Raise ``UserCodeError`` where the loader's batch ignores the config's, unlike in the inspection."""
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
         seen, found = interface.loader_batch, batch_of(loader)
         if seen is None or found is None or "batch" not in interface.searched:
@@ -211,7 +213,7 @@ class OwnTrial(Trial):
             )
 
     def _run_on_framework(self, output_dir: str) -> None:
-        """Run the script with the candidate's settings put over those of its framework."""
+        """Run the script with the candidate's settings applied to its framework."""
         source, candidate = self._source, self._candidate
         takes = () if self._is_unmodified else source.interface.searched
         run = accumulation = candidate.gradient_accumulation_steps
@@ -229,7 +231,7 @@ class OwnTrial(Trial):
         run_script(source, output_dir)
 
     def _run_with_placeholders(self, output_dir: str) -> None:
-        """Run the script with the candidate's values in place, or with its own."""
+        """Run the script with placeholders filled by the candidate's values, or with its own defaults."""
         source, interface = self._source, self._source.interface
         template = source.template
         self._run_all_micro_steps()
@@ -259,7 +261,7 @@ class OwnTrial(Trial):
             raise UserCodeError(steps.told_otherwise)
 
     def _check_numerics(self) -> None:
-        """End the trial where the script was seen to compute in another way than it was told."""
+        """End the trial where the script computes in another precision than requested."""
         if self._is_unmodified:
             return
         searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
@@ -273,12 +275,12 @@ class OwnTrial(Trial):
     # Their steps
 
     def _run_all_micro_steps(self) -> None:
-        """Measure steps that are whole: none of their micro-steps is left out."""
+        """Run every micro-step of a step, since a loop cannot skip any."""
         accumulation = self._candidate.gradient_accumulation_steps
         self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Give the training loader the candidate's loading processes, and a batch."""
+        """Give the training loader the candidate's workers and batch size."""
         arm, key = self._candidate.arm, self._source.interface.loader_key
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers
         LoaderOverlay(
@@ -292,7 +294,7 @@ class OwnTrial(Trial):
         ).install()
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
-        """Return what divides the loop into steps, and measures them."""
+        """Return the object that divides the loop into steps and times them."""
         arm, interface = self._candidate.arm, self._source.interface
         self._warm_up_loading(
             arm.dataloader_num_workers or interface.loader_workers,
@@ -318,7 +320,7 @@ class OwnTrial(Trial):
         return made
 
     def _begins(self) -> None:
-        """Let the code train, and measure it from now on."""
+        """Allow the code to train, and measure it from now on."""
         self._guard.lift()
         takes, precision = self._source.interface.searched, self._candidate.arm.precision
         is_set = not self._is_unmodified and not self._is_told_by_words and "precision" in takes
@@ -332,6 +334,7 @@ class OwnTrial(Trial):
         self._end(self._judged_measurement(measured))
 
     def _judged_measurement(self, measured: Measurement) -> Completed | Failed:
+        """Return the outcome of a measurement; a failure where the loss is not finite."""
         last = self._steps.loss if self._steps is not None else None
         loss = None if last is None else float(last.float().mean())
         if (problem := problem_of_loss(loss)) is not None:
@@ -342,7 +345,7 @@ class OwnTrial(Trial):
 def planned_run(
     lengths: SampleLengths | None, candidate: Candidate, steps: int | None, epochs: float | None
 ) -> PlannedRun:
-    """Return a run of so many optimizer steps, with what its batches are where the lengths of the samples are known."""
+    """Return the planned run of optimizer steps, with its batch shapes where sample lengths are known."""
     if lengths is None or not lengths.counts:
         return PlannedRun(steps, epochs)
     arm, ranks = candidate.arm, candidate.arm.data_parallel
@@ -364,10 +367,10 @@ def planned_run(
 
 
 def note_cache_files(list_file: str) -> None:
-    """Have the cache files of ``datasets`` that this process makes written down, to be removed with the trial.
+    """Write the names of new cache files of ``datasets`` to a list, for removal after the trial.
 
-    Preprocessing with a function that depends on a script's arguments makes others for each candidate, which are never
-    read again.
+    Preprocessing with a function that depends on a script's arguments makes other files for each candidate, which are
+    never read again.
     """
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:

@@ -63,7 +63,7 @@ Run = Callable[[Callable[[ScriptRun], NoReturn]], NoReturn]
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:
-    """Run the script with two sets of values and with its own defaults, and say what it trains and what it obeys."""
+    """Run the script with two sets of values and with its defaults, and report its model and the values it obeys."""
     environment = inspect_environment()
     try:
         model = _ScriptInspector(code).model()
@@ -81,9 +81,9 @@ class _ScriptInspector:
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
 
     def model(self) -> ModelFacts:
-        """Return the facts of the model, and what of a candidate the script takes.
+        """Return the facts of the model, and which settings of a candidate the script applies.
 
-        Raises ``UserCodeError`` where it does not do what its placeholders say.
+        Raises ``UserCodeError`` where it does not obey its placeholders.
         """
         try:
             return self._model(_BATCHES)
@@ -91,7 +91,7 @@ class _ScriptInspector:
             if "batch" not in self._template.names:
                 raise
             # It may take multiples alone.
-            first, _ = self._two(_LARGER_BATCHES, None)
+            first, _ = self._two_value_sets(_LARGER_BATCHES, None)
             try:
                 _trained(self._filled_run(first))
             except UserCodeError:
@@ -99,10 +99,11 @@ class _ScriptInspector:
             return self._model(_LARGER_BATCHES)
 
     def _model(self, batches: tuple[int, int]) -> ModelFacts:
+        """Run the script with all sets of values, compare the runs, and return the facts."""
         # Without {batch}, the two are filled with the batch that it has by itself.
         has_batch = "batch" in self._template.names
-        own = None if has_batch else self._own(_LEAST_PATIENCE_SECONDS)
-        first, second = self._two(batches, own)
+        own = None if has_batch else self._run_with_defaults(_LEAST_PATIENCE_SECONDS)
+        first, second = self._two_value_sets(batches, own)
         if self._template.asks_sample_tokens:
             self._sample_tokens = self._tokens_of_sample(first)
         began = time.monotonic()
@@ -112,11 +113,11 @@ class _ScriptInspector:
         # Before its own defaults are waited for, which may be large.
         site = self._check((first, one), (second, two))
         if has_batch:
-            own = self._own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
+            own = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
         return self._facts(own, site, (first, one), (second, two))
 
-    def _two(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
-        """Return two sets of values that differ in everything, with the same samples of a step."""
+    def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
+        """Return two sets of values that differ in every value, with the same samples in a step."""
         precisions = self._template.precisions or ("fp32", "bf16")
         if own is not None and "batch" not in self._template.names:
             rows = _likely_batch(own)
@@ -130,19 +131,19 @@ class _ScriptInspector:
         )
 
     def _tokens_of_sample(self, values: Values) -> int:
-        """Find out how many tokens a sample has, of which a total is to be given."""
+        """Return the number of tokens in a sample, for a placeholder with the effective batch in tokens."""
         seen = _trained(self._filled_run(values, to_first_call=True))
         for _, shapes in seen.calls:
             for place, shape in shapes.items():
                 if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
                     return shape[1]
         raise UserCodeError(
-            f"{self._source.name}: its model was given {_describe(seen)}, and it is not known what a sample of that is",
+            f"{self._source.name}: its model was given {_shape(seen)}, and it is not known what a sample of that is",
             "say it in the placeholder: {effective_tokens:1024}",
         )
 
-    def _own(self, patience_seconds: float) -> ScriptRun | None:
-        """Return what its own defaults showed; ``None`` where it does not train with them, or not soon."""
+    def _run_with_defaults(self, patience_seconds: float) -> ScriptRun | None:
+        """Return the run with the script's own defaults; ``None`` where it does not train with them soon."""
         words = self._template.own_words()
         if words is None:
             return None
@@ -151,7 +152,7 @@ class _ScriptInspector:
         return seen if seen is not None and seen.problem is None else None
 
     def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run:
-        """Return a run of the script with some values."""
+        """Return a function that runs the script with these values."""
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
@@ -168,9 +169,9 @@ class _ScriptInspector:
         *,
         to_first_call: bool = False,
     ) -> NoReturn:
-        """Run the script in this process up to its second step, or only to the first call of a model.
+        """Run the script in this process until its second step, or only until the first call of a model.
 
-        ``said`` are its words as the user may read them.
+        ``said`` are the script's words for messages.
         """
         # What is looked at is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -211,7 +212,7 @@ class _ScriptInspector:
             fail(error)
 
     def _check(self, first: ToldRun, second: ToldRun) -> Site | None:
-        """Return where the samples go in, if that is known; raises ``UserCodeError`` where it did not obey."""
+        """Return where samples enter the model, if known. Raises ``UserCodeError`` where the script did not obey."""
         (values, one), (others, two) = first, second
         names, source = self._template.names, self._source
         site = None
@@ -222,10 +223,10 @@ class _ScriptInspector:
         if "batch" in names and site is None:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
-                f"{_describe(one)} and {_describe(two)}",
+                f"{_shape(one)} and {_shape(two)}",
                 _AS_PASSES if one.passes * others.batch == two.passes * values.batch else _AS_SAMPLES,
             )
-        if self._tells_total and _passes(values, one, others, two) is None:
+        if self._has_total_placeholder and _passes(values, one, others, two) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
@@ -237,16 +238,16 @@ class _ScriptInspector:
         return site
 
     @property
-    def _tells_total(self) -> bool:
+    def _has_total_placeholder(self) -> bool:
         return not self._template.names.isdisjoint(_TOTALS)
 
     def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
-        """Return what follows from the three runs."""
+        """Return the facts derived from all runs."""
         (values, one), (others, two) = first, second
         names = self._template.names
         accumulation, fixed = values.accumulation, Fixed()
         passes, once = _passes(values, one, others, two) or (1, 0)
-        if not self._tells_total:
+        if not self._has_total_placeholder:
             # Half the batch takes twice the passes where the samples of a step are always as many.
             more = two.passes - one.passes
             has_total = 0 < more <= one.passes
@@ -255,7 +256,7 @@ class _ScriptInspector:
             accumulation = min((count for _, count in one.cycle if count), default=1 + once) - once
             if site is not None and site.calls:
                 # Some of them may be of parts of a loss.
-                accumulation = math.gcd(accumulation, _calls(one, site))
+                accumulation = math.gcd(accumulation, _count_calls(one, site))
             total = values.batch * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
             passes = max(1, (one.passes - once) // accumulation)
@@ -263,7 +264,7 @@ class _ScriptInspector:
             site = _first_dimension(one)
             fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
         if site is not None:
-            calls = _calls(one, site) // accumulation
+            calls = _count_calls(one, site) // accumulation
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
         takes = {
             "batch": fixed.batch is None,
@@ -304,6 +305,7 @@ class _ScriptInspector:
         )
 
     def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
+        """Raise ``UserCodeError`` where the script ignores a placeholder of precision or checkpointing."""
         names, name = self._template.names, self._source.name
         for values, seen in (first, second):
             if "precision" in names and not seen.computes_in(values.precision):
@@ -321,7 +323,7 @@ class _ScriptInspector:
 
 
 def _trained(run: Run) -> ScriptRun:
-    """Return what a run showed; raises ``UserCodeError`` where the script does not train with its values."""
+    """Return the record of a run. Raises ``UserCodeError`` where the script does not train with its values."""
     seen = in_fork(ScriptRun, run)
     if seen.problem is not None:
         kind = _RejectedError if seen.is_rejected else UserCodeError
@@ -330,7 +332,7 @@ def _trained(run: Run) -> ScriptRun:
 
 
 def _passes(values: Values, one: ScriptRun, others: Values, two: ScriptRun) -> tuple[int, int] | None:
-    """Return the backward passes of each micro-step, and those beside them; ``None`` where accumulation made none."""
+    """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers."""
     each, rest = divmod(two.passes - one.passes, others.accumulation - values.accumulation)
     once = one.passes - each * values.accumulation
     return (each, once) if each >= 1 and not rest and once >= 0 else None
@@ -340,9 +342,10 @@ Calls = tuple[tuple[str, ShapesByPlace], ...]
 
 
 def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
-    """Return the dimension that changed with the batch; ``None`` where none did.
+    """Return the dimension that changed with the batch; ``None`` without one.
 
-    The smallest factor counts, then the model that is called last: one before it may be asked for samples to look at.
+    The smallest factor wins, then the model that is called last: an earlier model may only be called to inspect
+    samples.
     """
     (batch, calls), (other, others) = first, second
     sites: list[Site] = []
@@ -356,9 +359,10 @@ def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
 
 
 def _site_of_sums(first: tuple[int, Calls], second: tuple[int, Calls], passes: tuple[int, int]) -> Site | None:
-    """Return what has so many rows in all calls of a backward pass as the batch says; ``None`` where nothing has.
+    """Return a tensor whose rows, summed over all calls of a backward pass, are the batch; ``None`` without one.
 
-    For models that are called for each sample, or for parts of a fixed size. It has 0 calls: how many there are varies.
+    For models that are called for each sample, or for parts of a fixed size. The result has 0 calls, since their number
+    varies.
     """
     (batch, calls), (other, others) = first, second
     sums, other_sums = _rows_of_pass(calls, passes[0]), _rows_of_pass(others, passes[1])
@@ -370,7 +374,7 @@ def _site_of_sums(first: tuple[int, Calls], second: tuple[int, Calls], passes: t
 
 
 def _rows_of_pass(calls: Calls, passes: int) -> dict[tuple[str, str], float]:
-    """Return the first dimensions of what models are called with, added up for a backward pass."""
+    """Return the first dimensions of model inputs, summed over the calls of a backward pass."""
     rows: Counter[tuple[str, str]] = Counter()
     for model, shapes in calls:
         rows.update({(model, path): shape[0] for path, shape in shapes.items() if shape})
@@ -378,7 +382,7 @@ def _rows_of_pass(calls: Calls, passes: int) -> dict[tuple[str, str], float]:
 
 
 def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:
-    """Return the usual size of each dimension of what models are called with, in the order of the calls."""
+    """Return the usual size of each dimension of model inputs, in the order of the calls."""
     counts: dict[tuple[str, str, int], Counter[int]] = {}
     for model, shapes in calls:
         for path, shape in shapes.items():
@@ -393,15 +397,15 @@ def _first_dimension(seen: ScriptRun) -> Site | None:
 
 
 def _likely_batch(seen: ScriptRun) -> int:
-    """Return the first dimension of what goes in first: by custom that is the batch."""
+    """Return the first dimension of the first input, which usually is the batch."""
     site = _first_dimension(seen)
     return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
 
 
-def _calls(seen: ScriptRun, site: Site) -> int:
+def _count_calls(seen: ScriptRun, site: Site) -> int:
     return sum(model == site.model and site.path in shapes for model, shapes in seen.calls)
 
 
-def _describe(seen: ScriptRun) -> str:
+def _shape(seen: ScriptRun) -> str:
     shapes = [shape for _, call in seen.calls for shape in call.values()]
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"

@@ -73,22 +73,23 @@ class PlaceholderSteps(StepMarks):
         """How many steps in a row were not as it was told."""
         self.told_otherwise = ""
         """What it did in the last of them."""
-        self._loading = Loading()
+        self._loading = LoaderWait()
         self._models = ModelNames()
         # Now, since within the call of a model its checks would be turned on for the modules in it.
         timer.begin()
 
     def call_begins(self, *, trains: bool) -> None:
-        """Begin with the first one that trains."""
+        """Begin with the first call that computes gradients."""
         if trains:
             self._begin()
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Count the samples that went in."""
+        """Count the samples that entered the model."""
         if trains and self._how.site is not None:
             self._rows += self._how.site.rows(self._models.name(called), shapes)
 
     def _begin(self) -> None:
+        """Start the clock of the first step, once."""
         if not self._has_begun:
             self._has_begun = True
             self._on_begin()
@@ -97,7 +98,7 @@ class PlaceholderSteps(StepMarks):
             self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
-        """Keep the loss; what an optimizer did before was not the end of the step."""
+        """Record the loss. An optimizer step before this was not the end of the step."""
         self._begin()
         self._marks = None
         super().backward_begins(tensors)
@@ -113,7 +114,7 @@ class PlaceholderSteps(StepMarks):
             self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Mark the end of the update, and end the step with that of the anchor."""
+        """Mark the end of the update; the anchor optimizer ends the step."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         mark = self._timer.mark()
@@ -123,6 +124,7 @@ class PlaceholderSteps(StepMarks):
             self._end_step()
 
     def _end_step(self) -> None:
+        """Report a step with the requested passes and samples, drop others, and refuse after too many."""
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         is_whole = rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes)
@@ -147,6 +149,7 @@ class PlaceholderSteps(StepMarks):
         self._timer.step_begins()
 
     def _describe_otherwise(self, passes: int, rows: int) -> str:
+        """Return in words how the script's steps differ from the requested ones."""
         asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
         site = self._how.site
         if passes != self._wanted_passes or site is None:
@@ -162,7 +165,7 @@ class PlaceholderSteps(StepMarks):
 
 
 def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) -> None:
-    """Set the variables of a command line in this process, and remove those with placeholders that have no value."""
+    """Set a command line's environment variables in this process; remove those with unfilled placeholders."""
     for name, said in named:
         if name in values:
             os.environ[name] = values[name]
@@ -187,7 +190,7 @@ class ModelNames:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the user's module in what ``torch.compile``, Fabric or DDP made of it."""
+    """Return the user's module inside the wrapper of ``torch.compile``, Fabric or DDP."""
     for name in ("_orig_mod", "_original_module", "module"):
         inner = getattr(module, name, None)
         if isinstance(inner, torch.nn.Module) and type(module).__module__.startswith(("torch.", "lightning")):
@@ -195,7 +198,7 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-class Loading:
+class LoaderWait:
     """How long batches of data loaders are waited for from now on, and with how many processes they are loaded."""
 
     def __init__(self) -> None:
@@ -207,6 +210,7 @@ class Loading:
         around_batches(self._give)
 
     def _give(self, give: Callable[[Any], Any], iterator: Any, _: Any) -> Any:
+        """Give a batch, and record waiting time and loader."""
         began = time.perf_counter()
         batch = give(iterator)
         self.seconds += time.perf_counter() - began
@@ -216,7 +220,7 @@ class Loading:
         return batch
 
     def take(self) -> float:
-        """Return the seconds since it was asked for last."""
+        """Return the seconds spent waiting for batches since the last call, and reset them."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -261,7 +265,7 @@ class ScriptRun:
 
     @property
     def passes(self) -> int:
-        """Backward passes of a whole step."""
+        """Number of backward passes in a whole step."""
         return sum(passes for _, passes in self.cycle)
 
     @property
@@ -271,25 +275,26 @@ class ScriptRun:
 
     @property
     def precision(self) -> Precision:
-        """The precision that the run computed in; weights of 16 bits are computed in without an autocast."""
+        """The precision of the run; 16-bit weights count without an autocast."""
         for name, dtype in HALF.items():
             if self._casts_to(dtype):
                 return "bf16" if name == "bf16" else "fp16"
         return "tf32" if self.computes_in_tf32 else "fp32"
 
     def computes_in(self, precision: Precision) -> bool:
-        """Return whether it did what a precision says."""
+        """Return whether the run computed in this precision."""
         wanted = HALF.get(precision)
         if wanted is not None:
             return self._casts_to(wanted) or self.weights_dtype == wanted
         return self.precision in ("fp32", "tf32") and self.weights_dtype == "float32"
 
     def _casts_to(self, dtype: str) -> bool:
+        """Return whether the run cast to a dtype, by autocast or by hand."""
         # Not each cast is an autocast: FSDP2 and Keras cast the weights of each layer.
         return dtype in self.autocast or (self.weights_dtype == "float32" and dtype in self.kept)
 
     def describe_numerics(self) -> str:
-        """Return what it computed in, in words."""
+        """Return the precision of the run in words."""
         casts = f"autocast to {' and '.join(self.autocast)}" if self.autocast else "no autocast"
         return f"{casts}, {self.weights_dtype} weights, and kept {' and '.join(self.kept) or 'nothing'} between layers"
 
@@ -318,13 +323,13 @@ class ScriptWatch(Listener):
         self._watch = TrainingWatch()
         self._watch.watch_checkpoints()
         self._watch.watch_updates_by_hand()
-        self._loading = Loading()
+        self._loading = LoaderWait()
         after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
         self._watch.listener = self
         self._watch.install()
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Take down what went in."""
+        """Record the inputs of a call."""
         if not trains:
             return
         name = self._models.name(called)
@@ -335,7 +340,7 @@ class ScriptWatch(Listener):
             self._finish(ScriptRun(calls=((name, shapes),)))
 
     def backward_ends(self) -> None:
-        """Count the pass."""
+        """Count the pass. Fail after too many passes without an optimizer step."""
         self._now.passes += 1
         self._now.passes_within += self._is_stepping
         if self.passes_without_step > _MOST_PASSES:
@@ -347,14 +352,14 @@ class ScriptWatch(Listener):
         return 0 if self._steps else self._now.passes
 
     def not_stepped(self) -> UserCodeError:
-        """Return what is wrong where there are only such passes."""
+        """Return the error for backward passes without an optimizer step."""
         return UserCodeError(
             f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
             "have it update by a torch.optim.Optimizer, or call model.zero_grad() after each update: that ends a step",
         )
 
     def ended_early(self) -> UserCodeError:
-        """Return what is wrong where the script has ended."""
+        """Return the error for a script that ended too early."""
         if not self._made:
             return UserCodeError(
                 f"{self._source.name} ended without having made an optimizer of torch",
@@ -366,11 +371,11 @@ class ScriptWatch(Listener):
         )
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Note that what follows is within the step."""
+        """Note that an optimizer step is running."""
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the step, and end the run after two of every optimizer."""
+        """Record the step, and end the run after two steps of every optimizer."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         self._is_stepping = False
@@ -389,9 +394,10 @@ class ScriptWatch(Listener):
                 self._fail(error)
             self._finish(seen)
         # What was called before the first step may have been to build a model, or to look at it.
-        self._watch.look_within_anew()
+        self._watch.restart_dtype_record()
 
     def _seen(self, counts: Counter[int]) -> ScriptRun:
+        """Return the record of the last whole step."""
         least = min(counts.values())
         rare = {optimizer for optimizer, count in counts.items() if count == least}
         anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
@@ -428,7 +434,7 @@ class _UpdateInterval:
     """The first outermost one that was called to compute gradients."""
 
     def problem(self, optimizer: Any, name: str) -> UserCodeError | None:
-        """Say why its samples cannot be told; ``None`` where they can."""
+        """Return the error where the interval's number of samples is unknown; ``None`` otherwise."""
         if self.passes_within > 1:
             return UserCodeError(
                 f"{type(optimizer).__name__} of {name} makes {self.passes_within} backward passes in each of its "

@@ -82,11 +82,11 @@ class Protected:
 
     @property
     def writable(self) -> list[str]:
-        """The folders that may be written to with Landlock."""
+        """The folders to which Landlock allows writes."""
         return [*self._outside, _SHARED_MEMORY]
 
     def begin(self) -> None:
-        """Cover the files for one run of the user's code, in this process and its children; once in a process."""
+        """Protect the files for a run of the user's code, in this process and its children; once in a process."""
         if self._is_covered or self.kind not in ("overlay", "read-only"):
             return
         self._is_covered = True
@@ -101,7 +101,7 @@ class Protected:
             mount_namespace.drop_capabilities()
 
     def join(self, pid: int) -> None:
-        """Share what another process has covered, so that ranks see each other's files."""
+        """Join another process's protection, so that ranks see each other's files."""
         if self.kind in ("overlay", "read-only"):
             self._is_covered = True
             cwd = os.getcwd()
@@ -111,11 +111,11 @@ class Protected:
                 mount_namespace.drop_capabilities()
 
     def covers(self, path: str) -> bool:
-        """Return whether what this process writes to a path is thrown away."""
+        """Return whether this process's writes to a path are discarded."""
         return self._cover is not None and self._cover.covers(path)
 
     def why_refused(self, error: OSError) -> str | None:
-        """Return why a write failed, where the protection is why."""
+        """Return the reason where the protection caused a write to fail; ``None`` for other causes."""
         if error.errno == errno.EROFS:
             return _READ_ONLY if self.kind == "read-only" else "nothing can be laid over its folder here"
         if self._is_user_space and error.errno == errno.EOVERFLOW:
@@ -131,7 +131,7 @@ class Protected:
         return _READ_ONLY if not is_outside and os.access(existing, os.W_OK) else None
 
     def keep(self) -> None:
-        """Have what this run has written lie below what later jobs write, where they are told the same layer."""
+        """Keep the files that this run has written, for later jobs with the same layer."""
         if self._cover is not None and not self._cover.in_memory:
             Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
 
@@ -141,10 +141,10 @@ _current: Protected | None = None
 
 
 def protect(protection: Protection, scratch: Scratch, cwd: str, ranks: Ranks, *, shares: bool) -> None:
-    """Protect the user's files from now on; to be called before this process has another thread.
+    """Protect the user's files from now on, before this process starts another thread.
 
-    What is written is shared by all runs of the job's ranks, or else is another layer for each process in which a run
-    begins. Raises ``OSError`` where the kernel refuses.
+    Written files are shared by all runs of the job's ranks, or else go to another layer for each process that runs the
+    code. Raises ``OSError`` where the kernel refuses.
     """
     global _current
     keep_compiled(os.environ)
@@ -158,13 +158,13 @@ def protect(protection: Protection, scratch: Scratch, cwd: str, ranks: Ranks, *,
 
 
 def begin_run() -> None:
-    """Begin a run of the user's code in this process."""
+    """Begin a run of the user's code in this process, under the current protection."""
     if _current is not None:
         _current.begin()
 
 
 def keep_run() -> None:
-    """Keep what this run has written for the trials."""
+    """Keep the files that this run has written, for the trials."""
     if _current is not None:
         _current.keep()
 
@@ -178,7 +178,7 @@ class Room:
         self._look_at = 0.0
 
     def why_exceeded(self) -> str | None:
-        """Return why the job has to end; ``None`` where it may go on. Looks now and then only."""
+        """Return why the job must end, if it wrote too much; ``None`` otherwise. Checks the disk only now and then."""
         began = time.monotonic()
         if began < self._look_at:
             return None
@@ -198,7 +198,7 @@ class Room:
 
 
 def take_kept(scratch: Scratch, layer: str) -> None:
-    """Move what a run of a job that has ended was to keep into the folder of a layer."""
+    """Move the files that a finished job has kept to a layer's folder."""
     try:
         run = Path(scratch.kept_file).read_text(encoding="utf-8")
         names = os.listdir(run)
@@ -214,10 +214,10 @@ def take_kept(scratch: Scratch, layer: str) -> None:
 
 
 def caches(cwd: str) -> list[str]:
-    """List the folders of caches that are there to be written to: of compilers, of the hub, of torch.
+    """Return existing cache folders that may be written: of compilers, of the hub, of torch.
 
-    One in which the user works is none. One of the hub or, with a GPU, of a compiler is made where it is not there yet:
-    what is put into it would be thrown away with the layer.
+    The user's working folder is never one of them. The hub's folder and, with a GPU, the compiler's are created if
+    missing: otherwise their files would be discarded with the layer.
     """
     uses_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -243,7 +243,7 @@ def caches(cwd: str) -> list[str]:
 
 
 def refused_write(error: BaseException) -> tuple[str, str] | None:
-    """Return the file that the user's code was not allowed to write, and why; ``None`` for any other error."""
+    """Return file and reason of a write that was refused to the user's code; ``None`` for other errors."""
     if _current is None or _current.kind == "none":
         return None
     for seen in chain_of(error):
@@ -263,7 +263,7 @@ _READ_ONLY = "your files are read-only for trials here"
 
 
 def main() -> None:
-    """Tell what this machine offers, from the least on."""
+    """Print the best protection of this machine, after trying them from the weakest on."""
     lacks = "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
     least = FoundProtection("landlock") if landlock.version() else FoundProtection("none", lacks)
     print(json.dumps(encode(least)), flush=True)
@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def _try_namespace(scratch: Scratch, least: FoundProtection) -> FoundProtection:
-    """Cover the files in this process, and return what came of it."""
+    """Try to cover the files in this process, and return the protection found."""
     cwd = os.getcwd()
     try:
         protected = Protected(Protection("overlay"), scratch, cwd)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Train, in this process."""
+    """Train in this process."""
     training = decode(json.loads(os.environ.pop(VARIABLE)), RealTraining)
     source = training.source
     if training.cpu_core is not None:
@@ -64,7 +64,7 @@ def main() -> None:
             shutil.rmtree(training.folder, ignore_errors=True)
 
 
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
@@ -79,26 +79,26 @@ class Run:
         self._watch: LoopWatch | None = None
 
     def install(self) -> None:
-        """Have the settings put where they belong, in this process from now on."""
+        """Install the settings in this process."""
         self.is_verified = True
         on_import("torch", lambda _: self.watch_loop())
 
     def watch_loop(self) -> None:
-        """Have a loop watched to its end."""
+        """Watch the training loop until its end."""
         from autotune.worker.user.run_watch import LoopWatch, RunWatch
 
         if self.training.promise is not None:
             samples = self.training.candidate.samples_per_step
-            self._watch = LoopWatch(RunWatch(self.training.promise, _say), samples)
+            self._watch = LoopWatch(RunWatch(self.training.promise, _print_once), samples)
             self._watch.install()
 
     def stop(self, message: str, hint: str) -> NoReturn:
-        """End the process. The user's code might catch an error."""
+        """End the process at once. The user's code might catch an error."""
         print(f"autotune: {message}: {hint}" if hint else f"autotune: {message}", file=sys.stderr)
         leave(TrainingSourceError.exit_code)
 
     def end(self) -> None:
-        """Say how the run went; end with an error where nothing was seen to train."""
+        """Report how the run went; end with an error where no training was seen."""
         if self._watch is not None:
             self._watch.end()
         if not self.is_verified:
@@ -108,7 +108,7 @@ class Run:
             )
 
     def watch_first_step(self, accumulation: int | None) -> Any:
-        """Have the first step looked at, once torch is there; return what watches it."""
+        """Return a watch of the first step, once torch is imported."""
         from autotune.worker.trial.step_checks import FirstStepWatch
 
         return FirstStepWatch(self.training, self.stop, accumulation, self._look)
@@ -124,11 +124,11 @@ class TrainerRun(Run):
     """A training with ``transformers.Trainer``."""
 
     def install(self) -> None:
-        """Wrap its classes once they are imported."""
+        """Wrap the classes of ``Trainer`` once they are imported."""
         training = self.training
         # A function is handed what it is to pass on.
         tuned = {} if training.source.kind == "build" else training.arguments
-        self._fields = TrainerFields(tuned=tuned, say=_say)
+        self._fields = TrainerFields(tuned=tuned, say=_print_once)
         on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
 
         def wrap(module: ModuleType) -> None:
@@ -140,8 +140,8 @@ class TrainerRun(Run):
 
         on_import("transformers.trainer", wrap)
 
-    def _train_recovering(self, train: Any, trainer: Any, *words: Any, **options: Any) -> Any:
-        """Train, from the last checkpoint of this run where there is one; end the process where memory runs out."""
+    def _train_recovering(self, train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train from the last checkpoint of this run, if there is one; end the process when out of memory."""
         from autotune.worker.failures import is_out_of_memory
 
         recovery = self.training.recovery
@@ -151,15 +151,15 @@ class TrainerRun(Run):
                 f"{self.name} writes no checkpoints, from which --recover would go on",
                 "have it save (--save_strategy steps), or leave --recover out",
             )
-        if recovery.attempt and not words and options.get("resume_from_checkpoint") is None:
+        if recovery.attempt and not args and kwargs.get("resume_from_checkpoint") is None:
             found = Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")
             written = [path for path in found if path.stat().st_mtime >= recovery.since]
             if written:
                 last = max(written, key=lambda path: int(path.parent.name.rpartition("-")[2]))
-                options["resume_from_checkpoint"] = str(last.parent)
-                _say(f"goes on from {last.parent}")
+                kwargs["resume_from_checkpoint"] = str(last.parent)
+                _print_once(f"goes on from {last.parent}")
         try:
-            return train(trainer, *words, **options)
+            return train(trainer, *args, **kwargs)
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
@@ -168,7 +168,7 @@ class TrainerRun(Run):
             leave(1)
 
     def begin(self, trainer: Any) -> None:
-        """Apply the winner's levers to a ``Trainer`` that begins to train for the first time, and have it looked at."""
+        """Apply the winner's levers to a ``Trainer`` at its first training, and check it."""
         if hasattr(trainer, "_autotune_begun"):
             return
         trainer._autotune_begun = True
@@ -199,10 +199,10 @@ class TrainerRun(Run):
         if self.training.promise is not None:
             from autotune.worker.user.run_watch import RunWatch, watch_trainer
 
-            watch_trainer(trainer, RunWatch(self.training.promise, _say))
+            watch_trainer(trainer, RunWatch(self.training.promise, _print_once))
 
     def check(self, trainer: Any, loader: Any) -> None:
-        """End the process where a ``Trainer`` that begins to train would do so otherwise than it was set."""
+        """End the process where a ``Trainer`` is about to train differently from its settings."""
         found = (
             self._fields.ignored(trainer.args, self.training.arguments)
             or otherwise(trainer, self.training.candidate, loader)
@@ -220,7 +220,7 @@ class TrainerRun(Run):
                 trainer.training_step.on_replay = first.checks.watch.take_replay
 
     def _otherwise_made(self, model: Any) -> str | None:
-        """Return what of a model is otherwise than that which was measured."""
+        """Return how a model differs from the measured one; ``None`` without a difference."""
         from autotune.worker.user.inspection import weight_dtype
 
         wanted, dtype, has_adapters = self.training, weight_dtype(model), hasattr(model, "peft_config")
@@ -238,7 +238,7 @@ class LoopRun(Run):
     """A training in a loop of the user's own: of a function, or of a script on a framework."""
 
     def install(self) -> None:
-        """Wrap what makes the batches, and the framework, once they are imported."""
+        """Wrap data loaders and the framework once they are imported."""
         source, candidate = self.training.source, self.training.candidate
         arm, takes, key = candidate.arm, source.interface.searched, source.interface.loader_key
         batch = candidate.per_device_train_batch_size if "batch" in takes and source.kind != "loop" else None
@@ -259,7 +259,7 @@ class LoopRun(Run):
             others = self.training.loader_batches
             if is_changed or others:
                 loading = arm.dataloader_num_workers, arm.dataloader_prefetch_factor
-                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_say)
+                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_print_once)
                 overlay.install()
                 self._loader = overlay if is_changed else None
             # First: the other takes its hook away within the hooks of a step, which only the last of them can.
@@ -272,12 +272,12 @@ class LoopRun(Run):
         on_import("torch", change)
         if source.kind != "loop":
             accumulation = candidate.gradient_accumulation_steps
-            changes = Changes.of(source, candidate, takes, accumulation, say=_say, overrules=overrules)
+            changes = Changes.of(source, candidate, takes, accumulation, say=_print_once, overrules=overrules)
             set_options(changes.options)
             OVERLAYS[source.framework](changes).install()
 
     def _look(self) -> None:
-        """End the process where another loader is trained with, or a schedule is made for what is not trained with."""
+        """End the process where another loader is used, or a learning rate schedule has another length."""
         super()._look()
         loader, interface = self._loader, self.training.source.interface
         if loader is None:
@@ -308,7 +308,7 @@ class LoopRun(Run):
 
 
 def planned_updates(schedule: Any) -> int | None:
-    """Return after how many updates a learning rate schedule ends: the largest number in it; ``None`` without one."""
+    """Return the number of updates after which a learning rate schedule ends; ``None`` without one."""
     held = list(vars(schedule).values())
     for function in vars(schedule).get("lr_lambdas", ()):
         inner = getattr(function, "func", function)
@@ -320,7 +320,7 @@ def planned_updates(schedule: Any) -> int | None:
 
 
 def is_made_for(updates: int, batches: int, accumulation: int) -> bool:
-    """Return whether so many updates are some epochs of so many batches, however their last steps are rounded."""
+    """Return whether a number of updates is a whole number of epochs, with any rounding of their last steps."""
     whole, part = divmod(batches, accumulation)
     each = {whole + bool(part), max(1, whole)}
     epochs = max(1, round(updates * accumulation / batches))

@@ -75,14 +75,14 @@ class Parts:
         self._found = Rehearsal(line_bytes=work.line_bytes)
 
     def finish(self, **found: Any) -> NoReturn:
-        """End with what was found."""
+        """End the process with the results."""
         seconds = round(time.monotonic() - self._began, 3)
         self._answer(replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found))
 
     def longest_of(self, data: Any, rows: int) -> tuple[list[int], LongestBatch | None]:
-        """Return which samples make the longest batch, as far as can be read in the time, and what is known of it.
+        """Return the samples of the longest batch, as far as they can be read in time, and its description.
 
-        ``None`` where no batch is longer than others, or it is unknown which.
+        ``None`` where no batch is longer than others, or this is unknown.
         """
         of = length(data)
         read = read_lengths(data, all_over(of), self._work.seconds / 3) if of is not None else {}
@@ -95,13 +95,13 @@ class Parts:
         return chosen, LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
 
     def _trim(self) -> None:
-        """Give back what was freed of the host's memory: else it is used again before resident memory grows."""
+        """Return freed memory of the host to the system, so that resident memory shows new allocations."""
         if self._is_on_cpu:
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _reset(self) -> None:
-        """Give back what is not needed any more, and measure peaks from now on."""
+        """Free unused memory, and reset the peaks."""
         gc.collect()
         self._trim()
         self._meter.reset_peaks()
@@ -110,7 +110,7 @@ class Parts:
 def rehearse_by_name(
     workload: Workload, work: RehearsalWork, scratch: Scratch, answer: Answer, ranks: Ranks
 ) -> NoReturn:
-    """Rehearse a model by name on several ranks, and end with what was found."""
+    """Rehearse a model by name on several ranks, and end the process with the results."""
     trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, data_folder=work.data_folder)
     NamedRehearsal(work, answer, workload, trial, scratch, lambda _: None, ranks).run_and_end()
 
@@ -120,12 +120,12 @@ class NamedRehearsal(Trial):
 
     parts: _TrainerParts | None = None
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_and_end(self) -> NoReturn:
-        """Train, and end with what was found."""
+        """Train, and end the process with the results."""
         outcome = self.run()
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
         if self.parts is not None:
@@ -133,14 +133,14 @@ class NamedRehearsal(Trial):
         self._answer(Rehearsal(problem=why))
 
     def _prepare(self, trainer: Any) -> None:
-        """Have the parts run after two steps, on some of the training's samples."""
+        """Run the parts after two steps, with some of the training's samples for evaluation."""
         self._checks.watch.remove()
         trainer.remove_callback(TrainerSteps)
         samples = _SMALL_PART * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
         trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
         trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
         trainer.args.save_strategy = SaveStrategy.STEPS
-        self.parts = _NamedParts(trainer, _Tree(), self._ranks, self._work, self._meter, self._answer)
+        self.parts = _NamedParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._answer)
         trainer.add_callback(self.parts)
 
 
@@ -150,17 +150,17 @@ class TrainerRehearsal(TrainerTrial):
     parts: _TrainerParts | None = None
     """What is run at the end; ``None`` before the training begins."""
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
         self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
-        self._tree = _Tree()
+        self._tree = _ProcessMemory()
         super().run_code(output_dir)
 
     def _prepare(self, trainer: Any) -> None:
-        """Have the parts run after a few steps."""
+        """Run the parts after a few steps."""
         if generates(trainer.args):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
@@ -178,8 +178,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     _most_steps = _MOST_STEPS
     _is_of_training_data = False
 
-    def __init__(self, trainer: Any, tree: _Tree, ranks: Ranks, *words: Any) -> None:
-        super().__init__(*words)
+    def __init__(self, trainer: Any, tree: _ProcessMemory, ranks: Ranks, *args: Any) -> None:
+        super().__init__(*args)
         self._trainer, self._tree, self._ranks = trainer, tree, ranks
         self._held: list[int | None] = []
         self._left_bytes: int | None = None
@@ -188,7 +188,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._loader: Any = None
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End after an error, which the part that ran last has caused: a checkpoint is written by the Trainer."""
+        """End after an error, which belongs to the last part: a checkpoint is written by the Trainer."""
         if self._saving_began is None:
             self.finish(problem=why)
         if is_out_of_memory:
@@ -200,12 +200,12 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self.finish()
 
     def _end_ranks(self, **found: Any) -> None:
-        """End with what was found where there are several ranks, since others may wait for this one."""
+        """End with the results where there are several ranks, since others may wait for this one."""
         if self._ranks.count > 1:
             self.finish(**found, failed_rank=self._ranks.rank)
 
     def _of_ranks(self, what: str, value: T) -> list[T]:
-        """Return a value of each rank, which all ask for at the same place."""
+        """Return a value of each rank, in a call that all ranks make at the same place."""
         told = self._ranks.gather((what, value))
         if any(each != what for each, _ in told):
             self.finish(problem="its ranks do not do the same")
@@ -214,13 +214,13 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._tree.first_bytes = self._tree.read(always=True)
         self._loader = kwargs.get("train_dataloader")
         self._meter.reset_peaks()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Read what is held; after the last step run the parts."""
+        """Record the memory after each step; run the parts after the last."""
         control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
         self._trim()
         self._held.append(self._meter.allocated_bytes())
@@ -249,11 +249,11 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have nothing happen between epochs."""
+        """Prevent logging, evaluation and saving between epochs."""
         control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
 
     def _guarded(self, name: str, part: Callable[[], Any]) -> Any:
-        """Return what a part has found; ``None`` where the user's code raised, which is told."""
+        """Return the result of a part; ``None`` where the user's code raised, which is recorded."""
         try:
             return part()
         except Exception as error:
@@ -265,6 +265,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return None
 
     def _host(self) -> HostUse | None:
+        """Return the host's memory of all processes."""
         if self._tree.processes == 1:
             return None
         trainer, batches, ranks = self._trainer, length(self._loader), self._ranks.count
@@ -281,6 +282,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The batch of the longest samples
 
     def _longest(self) -> LongestBatch | None:
+        """Return the peak memory of the longest batch."""
         loader, trainer = self._loader, self._trainer
         dataset: Any = getattr(loader, "dataset", None)
         if length(dataset) is None or getattr(loader, "collate_fn", None) is None:
@@ -308,6 +310,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The evaluation
 
     def _evaluation(self) -> Evaluation | None:
+        """Return the memory of an evaluation, with smaller settings if it does not fit."""
         sets = self._trainer.eval_dataset
         if sets is None:
             return None
@@ -355,11 +358,11 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     @property
     def _world(self) -> int:
-        """Ranks among which the samples are divided."""
+        """Number of ranks among which samples are divided."""
         return max(1, int(self._trainer.args.world_size))
 
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
-        """Return the whole evaluation with a batch, and how many batches of it were run; ``None`` out of memory."""
+        """Return the whole evaluation with a batch size, and the number of batches run; ``None`` when out of memory."""
         batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
         first: list[int] = []
         if samples is not None and hasattr(data, "__getitem__"):
@@ -406,7 +409,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return whole, many
 
     def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
-        """Evaluate some batches, the one of the longest samples first."""
+        """Evaluate some batches, beginning with the longest samples."""
         self._reset()
         began = time.perf_counter()
         self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
@@ -417,13 +420,13 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return Part(batches, max(peaks), sum(hosts), max(seconds))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Read what processes hold that load the evaluation's data."""
+        """Record the memory of processes that load evaluation data."""
         self._tree.read()
 
     # A checkpoint
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End with the peak of the checkpoint that was written."""
+        """End with the peak memory of the written checkpoint."""
         assert self._saving_began is not None
         host = 0 if self._is_on_cpu else most_host_bytes() or 0
         measured = (self._meter.peaks().reserved, host, time.monotonic() - self._saving_began)
@@ -443,10 +446,10 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return Saving(device_bytes, host_bytes or None, seconds, fits, self._ranks.count, limit, is_computed)
 
     def _computed_saving(self) -> Saving | None:
-        """Return what FSDP's whole state needs, which is gathered from the ranks; ``None`` for other trainings.
+        """Return the memory of gathering FSDP's full state for a checkpoint; ``None`` for other trainings.
 
         Each device gathers one tensor after the other. The first rank keeps them in the host's memory: all weights,
-        which are let go once they are written, then the whole state of the optimizer.
+        which are freed once they are written, then the whole state of the optimizer.
         """
         if not self._trainer.is_fsdp_enabled:
             return None
@@ -475,7 +478,7 @@ class _NamedParts(_TrainerParts):
         return None
 
 
-class _Tree:
+class _ProcessMemory:
     """The memory of this process and of those that it has started."""
 
     _EVERY_SECONDS = 0.2
@@ -493,7 +496,7 @@ class _Tree:
         self.most_bytes = 0
 
     def read(self, *, always: bool = False) -> int:
-        """Return the bytes that all hold now, beyond those of the start; 0 where they were read a moment ago."""
+        """Return the current memory of all processes, beyond that at the start; 0 where it was read a moment ago."""
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
@@ -506,12 +509,12 @@ class _Tree:
         return total
 
     def growth(self) -> int | None:
-        """Return by how much it grew in each of the last steps, as ``growth_of``."""
+        """Return the growth of memory per step, see the function ``growth_of``."""
         return growth_of(self._each)
 
 
 def _own_bytes(pid: int | None) -> int:
-    """Return what a process holds itself, its part of what is shared included (proc_pid_smaps_rollup(5))."""
+    """Return a process's proportional memory (PSS), see proc_pid_smaps_rollup(5)."""
     try:
         with open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
             sizes = dict(line.split(":", 1) for line in file if ":" in line and line.startswith("Pss_"))
@@ -524,14 +527,14 @@ def _own_bytes(pid: int | None) -> int:
 
 
 def all_over(samples: int) -> Iterator[int]:
-    """Yield the indices of some samples from all over the data, then those of the others from the last one on."""
+    """Yield the indices of some samples spread over the data, then of the others from the last one on."""
     stride = max(1, samples // 64)
     yield from range(0, samples, stride)
     yield from (index for index in range(samples - 1, -1, -1) if index % stride)
 
 
 def part_of(data: Any, first: Sequence[int], count: int) -> Any:
-    """Return a dataset of so many samples of another one, some of them first; of a stream its beginning."""
+    """Return a dataset of ``count`` samples of another, with some of them first; for a stream its beginning."""
     samples = length(data)
     if samples is None or not hasattr(data, "__getitem__"):
         return data.take(count) if hasattr(data, "take") else _Stream(data, count)

@@ -33,7 +33,7 @@ def run_own(
     send: SendMessage,
     ranks: Ranks,
 ) -> NoReturn:
-    """Run a job of the user's own code, send its result with ``send``, end the process."""
+    """Run a job of the user's own code, send its result, and end the process."""
     source = workload.source
     assert source is not None
 

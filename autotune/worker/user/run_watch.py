@@ -48,7 +48,7 @@ class RunWatch:
         self.begin(1, torch.device("cpu"))
 
     def begin(self, samples: int, device: torch.device) -> None:
-        """Begin anew, with steps of so many samples."""
+        """Start again, with steps of ``samples`` samples."""
         self._samples, self._device = samples, device
         self.is_on_cuda = device.type == "cuda"
         self._seen = self.steps = self._judged_steps = 0
@@ -68,21 +68,21 @@ class RunWatch:
         self.since, self.wait = now, 0.0
 
     def catch_up(self) -> None:
-        """Count the time since the last step, which it has taken on the device."""
+        """Add the time since the last step, during which the device was still busy."""
         now = self.clock()
         self.seconds += now - self.since if self.steps else 0.0
         self.since = now
 
     def leave_out(self) -> None:
-        """Leave out the time since the last step."""
+        """Exclude the time since the last step."""
         self.since = self.clock()
 
     def speed(self) -> float:
-        """Return the samples a second of all that was counted."""
+        """Return the samples per second of the counted steps."""
         return self.steps * self._samples / max(self.seconds, 1e-9)
 
     def judge(self, step: int) -> None:
-        """Say what is off in the steps since the last time."""
+        """Report problems in the steps since the last call."""
         steps, seconds = self.steps - self._judged_steps, self.seconds - self._judged_seconds
         if self.is_on_cuda:
             self._judge_memory(step)
@@ -94,18 +94,21 @@ class RunWatch:
         slow = (
             f"{format_rate(speed)} samples/s, where {format_rate(promised)} were promised, at least {format_rate(low)}"
         )
-        self._tell("speed", step, slow if speed < low else None)
-        self._tell("data", step, f"{wait:.0%} of the time is spent waiting for data" if wait > _LONG_WAIT else None)
+        self._report_once("speed", step, slow if speed < low else None)
+        self._report_once(
+            "data", step, f"{wait:.0%} of the time is spent waiting for data" if wait > _LONG_WAIT else None
+        )
         if self.is_on_cuda:
             uuid = getattr(torch.cuda.get_device_properties(self._device), "uuid", None)
             condition = device_condition(f"GPU-{uuid}") if uuid is not None else None
             slowdowns = condition.slowdowns if condition is not None else ()
-            self._tell("clocks", step, f"the GPU is slowed down: {', '.join(slowdowns)}" if slowdowns else None)
+            self._report_once("clocks", step, f"the GPU is slowed down: {', '.join(slowdowns)}" if slowdowns else None)
 
     def _judge_memory(self, step: int) -> None:
+        """Report memory above the limit, and growing memory."""
         reserved, line = torch.cuda.max_memory_reserved(self._device), self.promise.line_bytes
         over = f"{format_bytes(reserved)} are reserved, more than {format_bytes(line)}"
-        self._tell("memory", step, over if reserved > line else None)
+        self._report_once("memory", step, over if reserved > line else None)
         self._held.append((step, torch.cuda.memory_allocated(self._device)))
         growth, words = growth_of([held for _, held in self._held]), None
         if growth is not None:
@@ -114,10 +117,10 @@ class RunWatch:
             words = (
                 f"memory grows by {format_bytes(int(each))} a step: the limit is reached after about {left:,.0f} more"
             )
-        self._tell("growth", step, words)
+        self._report_once("growth", step, words)
 
-    def _tell(self, what: str, step: int, words: str | None) -> None:
-        """Say what is off once, until it is over."""
+    def _report_once(self, what: str, step: int, words: str | None) -> None:
+        """Report a problem once, until it is over."""
         if words is None:
             self._is_off.discard(what)
         elif what not in self._is_off:
@@ -125,7 +128,7 @@ class RunWatch:
             self._say(f"step {step:,}: {words}")
 
     def end(self, *, is_first: bool) -> None:
-        """Say how the run went; the first of its processes records it."""
+        """Report how the run went; the first process records it."""
         if self.steps < _FEWEST_STEPS:
             return
         speed, promise = self.speed(), self.promise
@@ -147,7 +150,7 @@ class RunWatch:
 
 
 def watch_trainer(trainer: Any, watch: RunWatch) -> Any:
-    """Watch a ``Trainer`` that is about to train; return the callback, whose additions to the logs the others see."""
+    """Watch a ``Trainer`` before it trains; return a callback that adds values to its logs."""
     # Other loops need no transformers.
     from transformers import TrainerCallback
 
@@ -224,11 +227,11 @@ class LoopWatch:
         on_import("safetensors.torch", lambda module: around(module, "save_file", self.save))
 
     def end(self) -> None:
-        """Say how the run went."""
+        """Report how the run went."""
         self._watch.end(is_first=os.environ.get("RANK", "0") == "0")
 
     def give(self, give: Callable[[Any], Any], batches: Iterator[Any], data: Any) -> Any:
-        """Give a batch of some data."""
+        """Give a batch of some data, and exclude the time of data that is not for training."""
         if threading.get_ident() != self._thread:
             return give(batches)
         self._met[id(data)] = data
@@ -243,14 +246,14 @@ class LoopWatch:
         self._watch.wait += self._watch.clock() - began
         return batch
 
-    def save(self, save: Callable[..., Any], *words: Any, **options: Any) -> Any:
-        """Leave out a checkpoint that is written once there were steps."""
+    def save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Exclude the time of a checkpoint."""
         if self._steps >= _WARM_STEPS and threading.get_ident() == self._thread:
             self._leave()
-        return save(*words, **options)
+        return save(*args, **kwargs)
 
     def _leave(self) -> None:
-        """Leave out what follows; the device first ends its last step, unless it had to just now."""
+        """Exclude the following time, after the device has ended its last step."""
         if self._is_away:
             return
         self._is_away = True
@@ -260,7 +263,7 @@ class LoopWatch:
         self._watch.catch_up()
 
     def updated(self, optimizer: Any, *_: Any) -> None:
-        """Count the step that an optimizer has ended."""
+        """Count a step at the end of an optimizer step."""
         if torch.compiler.is_compiling():
             return
         watch = self._watch

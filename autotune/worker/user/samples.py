@@ -23,9 +23,9 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def sample_lengths(dataset: Any, batches: Sequence[Any], batch: int, order: Order) -> SampleLengths | None:
-    """Return the lengths of a dataset's samples; ``batches`` are some that its collator made of so many samples.
+    """Return the lengths of a dataset's samples; ``batches`` are examples from its collator.
 
-    ``None`` where batches are no text. Read from samples that are drawn at random where they hold tokens, else from the
+    ``None`` where batches are not text. Lengths are read from random samples if these hold tokens, else from the
     batches.
     """
     texts = [made for made in batches if isinstance(made, Mapping) and getattr(made.get(_IDS), "ndim", 0) == 2]
@@ -52,7 +52,7 @@ def sample_lengths(dataset: Any, batches: Sequence[Any], batch: int, order: Orde
 
 
 def lengths_of_trainer(trainer: Any, batches: Sequence[Any]) -> SampleLengths | None:
-    """Return the lengths of a Trainer's samples, of which its loader has made some ``batches``."""
+    """Return the lengths of a Trainer's samples; ``batches`` are examples from its loader."""
     asked = getattr(trainer.args, "train_sampling_strategy", None)
     grouped = asked == "group_by_length" or getattr(trainer.args, "group_by_length", False)
     order: Order = "batch_rebalance" if asked == "batch_rebalance" else "group_by_length" if grouped else "random"
@@ -60,7 +60,7 @@ def lengths_of_trainer(trainer: Any, batches: Sequence[Any]) -> SampleLengths | 
 
 
 def lengths_of_loader(loader: Any) -> SampleLengths | None:
-    """Return the lengths of the samples of a loop's loader; a few batches are made of samples drawn at random.
+    """Return the lengths of the samples of a loop's loader, from a few batches of random samples.
 
     ``None`` where its data has no length or makes its batches itself.
     """
@@ -79,9 +79,9 @@ def lengths_of_loader(loader: Any) -> SampleLengths | None:
 
 
 def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> dict[int, int]:
-    """Return the tokens of samples by their indices, of as many as can be read in the time; none where they have none.
+    """Return the tokens of samples by index, as many as can be read in time; empty for samples without tokens.
 
-    Padding is left out where a mask tells it.
+    Padding is left out where there is a mask.
     """
     names = getattr(dataset, "column_names", None) or ()
     if hasattr(dataset, "select_columns") and _IDS in names:
@@ -104,7 +104,7 @@ def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> d
 
 
 def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of each sample of a batch, without padding where a mask tells it."""
+    """Return the tokens of each sample of a batch, without padding where there is a mask."""
     ids, mask = batch[_IDS], batch.get(_MASK)
     if mask is None or mask.shape != ids.shape:
         return [ids.shape[1]] * len(ids)
@@ -112,7 +112,7 @@ def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
 
 
 def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Return to multiples of which power of two, or to which one length, batches are padded; 1: to their longest."""
+    """Return the power of two, or single length, to whose multiples batches are padded; 1 for the longest sample."""
     pairs = [(int(batch[_IDS].shape[1]), max(_real_lengths(batch))) for batch in batches]
     sizes = {padded for padded, _ in pairs}
     if all(padded == longest for padded, longest in pairs):
@@ -130,7 +130,7 @@ _KNOWN_NAMES = ("LengthGroupedSampler", "SeedableRandomSampler")
 
 
 def can_spread(sampler: Any) -> bool:
-    """Return whether the samples of a sampler may be trained with in another order."""
+    """Return whether the samples of a sampler may be reordered."""
     return type(sampler) in _KNOWN or type(sampler).__name__ in _KNOWN_NAMES
 
 
@@ -152,7 +152,7 @@ class SpreadSampler:
         self._longest = itertools.cycle(longest) if longest else None
         self._longest_steps, self._longest_each = longest_steps, longest_each
         self._visits = visits
-        self._endless = self._samples()
+        self._endless = self._spread_indices()
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -163,7 +163,7 @@ class SpreadSampler:
         yield from itertools.islice(self._endless, whole)
         yield from itertools.islice(self._sampler, len(self) - whole)
 
-    def _samples(self) -> Iterator[int]:
+    def _spread_indices(self) -> Iterator[int]:
         left = self._longest_steps if self._longest is not None else 0
         while indices := list(itertools.islice(self._sampler, MOST_SAMPLES)):
             size = self._step_samples
@@ -181,7 +181,7 @@ class SpreadSampler:
 
 
 def spread_loader(loader: Any, accumulation: int, **options: Any) -> None:
-    """Have the batches of a loader drawn so, unless its data or a batch sampler of the user's own decides them."""
+    """Make a loader draw samples spread over the epoch, unless the data or a custom batch sampler decides them."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSampler and can_spread(batches.sampler):
         batch = batches.batch_size

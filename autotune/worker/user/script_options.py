@@ -25,7 +25,7 @@ _MEANS = {"batch": re.compile("batch"), "accumulation": re.compile("accum")}
 
 
 def set_options(values: Mapping[str, int]) -> None:
-    """Have every ``argparse`` parser of this process give other values for options that it has and that are given."""
+    """Replace values of options in every ``argparse`` parser of this process, where the options exist and are set."""
 
     def put(parsed: tuple[Any, Any], parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         for action in parser._actions:
@@ -52,9 +52,9 @@ class SeenOptions:
         after(argparse.ArgumentParser, "parse_known_args", lambda parsed, *_, **__: self.values.update(vars(parsed[0])))
 
     def flags(self, options: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
-        """Return the flag of each thing that can be searched, where the script has one, with dashes or underscores.
+        """Return the script's flag for each searchable setting, with dashes or underscores.
 
-        What was ``seen`` of the training has the one option that is named so and was given as that number.
+        For a setting with a value in ``seen``, it is the only option with this name and this value.
         """
         spelled = {name.replace("_", "-"): name for name in self.names}
         wanted = {what: [name.replace("_", "-") for name in names] for what, names in options.items()}
@@ -70,12 +70,12 @@ class SeenOptions:
 
 @functools.cache
 def watch_options() -> SeenOptions:
-    """Take down, from now on, which options the parsers of this process have."""
+    """Record the options of every parser in this process from now on."""
     return SeenOptions()
 
 
 def next_step(source: TrainingSource) -> str:
-    """Return what to do for a script with a loop of its own: placeholders or a function, and the pages of the docs."""
+    """Return advice for a script with its own loop: placeholders or a function, with links to the documentation."""
     within = os.path.relpath(source.file, source.cwd)
     file = source.file if within.startswith(os.pardir) else within
     names = [name for name in watch_options().names if name != "--help" and not _EVALUATION.search(name)]

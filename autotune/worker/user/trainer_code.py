@@ -25,12 +25,12 @@ OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
 
 def intercept(on_train: OnTrain) -> None:
-    """Have every ``Trainer``'s training call ``on_train`` with what would have trained, in this process from now on."""
+    """Make every ``Trainer.train`` in this process call ``on_train`` with the Trainer and the original ``train``."""
     around(Trainer, "train", lambda train, trainer, *_, **__: on_train(trainer, lambda: train(trainer)))
 
 
 def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> NoReturn:
-    """Run the user's code up to and into its training; raises where it ends or fails before that."""
+    """Run the user's code up to and into its training. Raises an error where it ends or fails before."""
     if source.kind == "build":
         build_trainer(source, overrides).train()
         raise UserCodeError(f"the Trainer of {source.name} has a train method that never calls Trainer.train")
@@ -47,7 +47,7 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
 
 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
-    """Call the user's function and return its ``Trainer``; raises ``UserCodeError`` where it returns anything else."""
+    """Call the user's function and return its ``Trainer``. Raises ``UserCodeError`` for any other result."""
 
     refusals: list[UserCodeError] = []
 
@@ -76,7 +76,7 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
 
 
 def ignored_message(source: TrainingSource, ignored: str) -> str:
-    """Return what is wrong with code whose ``Trainer`` does not have the settings that it was given."""
+    """Return the message for a ``Trainer`` that ignored its settings."""
     if source.kind == "build":
         return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
     return f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}"
@@ -126,7 +126,7 @@ class Overlay(TrainerFields):
         before(Trainer, "__init__", self._take_arguments)
 
     def put_again(self, arguments: Any) -> None:
-        """Set the fields and what keeps a trial quiet, which may be set by ``set_push_to_hub``, and what is run."""
+        """Set the fields and silence the Trainer again, as later code such as ``set_push_to_hub`` may change them."""
         left = getattr(arguments, "_autotune_left", None)
         if left is not None:
             found = _batch_and_accumulation(arguments)
@@ -140,7 +140,7 @@ class Overlay(TrainerFields):
         arguments._autotune_left = _batch_and_accumulation(arguments)
 
     def put(self, arguments: Any) -> None:
-        """Set the fields, and what keeps a trial quiet; look where the arguments come from."""
+        """Set the fields and silence the Trainer; record where the arguments are created."""
         given = _batch_and_accumulation(arguments)
         # A copy of arguments that were overlaid shows the overlay, not the user's own.
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
@@ -181,11 +181,12 @@ class Overlay(TrainerFields):
         arguments._autotune_left = _batch_and_accumulation(arguments)
 
     def _shorten(self, arguments: Any) -> None:
+        """Replace the accumulation by the number of micro-steps to run."""
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return what arguments do not have, as ``TrainerFields.ignored`` does, but for steps that are not run."""
+        """Return the first ignored field, see ``TrainerFields.ignored``, allowing for skipped micro-steps."""
         accumulation = BATCH[1]
         if self.shortened and wanted.get(accumulation) == self.shortened[0]:
             wanted = {**wanted, accumulation: self.shortened[1]}
@@ -200,7 +201,7 @@ def _set(arguments: Any, fields: Document) -> None:
 
 
 def probe(batch: int, accumulation: int) -> Document:
-    """Return another batch than the user's own, of the same effective batch where one of two or more samples has it.
+    """Return a batch other than the user's own, if possible with the same effective batch and at least two samples.
 
     Losses that compare the samples of a batch need two.
     """
@@ -214,9 +215,9 @@ def probe(batch: int, accumulation: int) -> Document:
 
 
 def _origin() -> tuple[MadeFrom, str | None]:
-    """Return where the arguments that are being made come from, as far as the call stack and the command line show.
+    """Return where the arguments are created, from the call stack and the command line.
 
-    It is a hint: where to set what was found.
+    It is a hint for the user: where to set the result.
     """
     lines = list(lines_above())
     for frame, _ in lines:
@@ -235,7 +236,7 @@ def _origin() -> tuple[MadeFrom, str | None]:
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:
-    """Return the per-device batch and the accumulation that the user's code gave for ``arguments``."""
+    """Return per-device batch and accumulation that the user's code gave for ``arguments``."""
     return getattr(arguments, "_autotune_own_batch", None) or _batch_and_accumulation(arguments)
 
 

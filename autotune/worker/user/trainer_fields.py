@@ -51,7 +51,7 @@ class TrainerFields:
         before(kind, "train", lambda trainer, *_, **__: self.begin(trainer))
 
     def put(self, arguments: Any) -> None:
-        """Set the fields of arguments that are being made."""
+        """Set the fields of arguments during their creation."""
         wanted = {**linked_fields(self.tuned), **self.tuned}
         defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
         for name, value in wanted.items():
@@ -63,7 +63,7 @@ class TrainerFields:
             os.environ[LAUNCHED_PRECISION] = self._half
 
     def begin(self, trainer: Any) -> None:
-        """Set the fields of a ``Trainer`` that begins to train."""
+        """Set the fields of a ``Trainer`` before it trains."""
         self.put_again(trainer.args)
         if self.tuned:
             from autotune.worker.private.transformers import take_batch_of_arguments
@@ -71,7 +71,7 @@ class TrainerFields:
             take_batch_of_arguments(trainer)
 
     def put_again(self, arguments: Any) -> None:
-        """Set the fields of arguments that are made, where the code has set them otherwise since."""
+        """Set the fields of existing arguments again, where the code has changed them."""
         for name, value in {**linked_fields(self.tuned), **self.tuned}.items():
             found = getattr(arguments, name, value)
             if name not in _MADE_ONCE and not has(found, value):
@@ -83,21 +83,23 @@ class TrainerFields:
 
     @property
     def _half(self) -> str:
-        """The fields' 16-bit precision, as accelerate calls it."""
+        """The 16-bit precision of the fields, in accelerate's words."""
         return next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
 
     def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
+        """Report a field that the script sets to another value."""
         if not has(said, value) and said != default:
             self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
 
-    def _take_arguments(self, _: Any, *words: Any, **options: Any) -> None:
+    def _take_arguments(self, _: Any, *args: Any, **kwargs: Any) -> None:
+        """Set the fields of arguments that are passed to a ``Trainer``."""
         kind: Any = sys.modules["transformers.training_args"].TrainingArguments
-        for given in (*words, *options.values()):
+        for given in (*args, *kwargs.values()):
             if isinstance(given, kind):
                 self.put_again(given)
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
+        """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``."""
         for name, value in wanted.items():
             found, asked = getattr(arguments, name, None), value
             if name == "fsdp":
@@ -109,13 +111,13 @@ class TrainerFields:
 
 
 def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
-    """Return what a ``Trainer`` that begins to train does otherwise than a candidate says; ``None`` for nothing."""
+    """Return how a ``Trainer`` differs from a candidate before it trains; ``None`` without a difference."""
     facts = _facts(trainer, candidate, train_dataloader)
     return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
 
 
 def _facts(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what decides the speed of a training, as it is found and as a candidate says it."""
+    """Yield the settings that decide the speed of a training: name, value found, value requested."""
     from autotune.worker.checkpointing import is_checkpointing
     from autotune.worker.private.transformers import attention_of
     from autotune.worker.user.loader_overlay import batch_of
@@ -143,14 +145,14 @@ _ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generat
 
 
 def generates(arguments: Any) -> bool:
-    """Return whether a training generates the completions that it trains on, as TRL's GRPO does."""
+    """Return whether a training generates its own completions, as TRL's GRPO does."""
     return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
 
 
 def has(found: Any, asked: Any) -> bool:
-    """Return whether a field's value is what was asked for.
+    """Return whether a field has the requested value.
 
-    ``TrainingArguments`` makes an object of some settings, and adds those that were not given.
+    ``TrainingArguments`` turns some settings into objects, and adds missing values.
     """
     if isinstance(asked, dict) and found is not None:
         settings = found if isinstance(found, Mapping) else vars(found)
@@ -159,5 +161,5 @@ def has(found: Any, asked: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a field's value as JSON has it: enumerations as their values."""
+    """Return a field's value as in JSON, with enumerations as their values."""
     return value.value if isinstance(value, enum.Enum) else value

@@ -52,11 +52,11 @@ _PROBING_FAILED = "probing failed"
 
 
 def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
-    """Find out the facts of the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does.
+    """Inspect the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does for model names.
 
-    A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
+    A function that builds a ``Trainer`` is called twice, to check whether it uses its arguments. Each call has a
     process of its own: two models at once may be more than the device holds. Memory is traced in another process,
-    without a GPU, at the same time; not that of several ranks.
+    without a GPU, at the same time; not for several ranks.
     """
     plain = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
     if ranks.count > 1:
@@ -89,7 +89,7 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
 
 
 def _finish(code: Code, seen: _RunResult, finish: Finish) -> NoReturn:
-    """End the inspection, that of a function once it was seen whether it uses what it is given."""
+    """End the inspection; for a function, after checking that it uses its arguments."""
     found = seen.answer.inspection
     if code.source.kind == "script" or found is None:
         finish(seen.answer)
@@ -97,9 +97,9 @@ def _finish(code: Code, seen: _RunResult, finish: Finish) -> NoReturn:
 
 
 def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
-    """Inspect code that runs on several ranks, in the process of one of them.
+    """Inspect code that runs on several ranks, in one rank's process.
 
-    The code may read its rank, or wait for the others. So each rank runs it as often as the others do.
+    The code may read its rank, or wait for the others. So all ranks run it equally often.
     """
 
     def run(*, is_probing: bool) -> _RunResult | None:
@@ -126,10 +126,10 @@ def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
 
 
 def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
-    """Begin to run the user's code up to its training without a GPU, and to trace its steps there; return the process.
+    """Start a process that traces the steps of the user's code without a GPU; return the process.
 
-    A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
-    on the GPU cannot trace. ``None`` where nothing is to be traced.
+    A process that has used a GPU cannot be forked for a backward pass, so the process that inspects the code on the GPU
+    cannot trace. ``None`` where nothing is to be traced.
     """
     if code.work.arms is None or code.work.arms.chip is None:
         return None
@@ -152,7 +152,7 @@ def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
 
 
 def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
-    """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
+    """Wait for the traced steps of a model, whose inspection took ``seconds``."""
     assert work.arms is not None
     if model.interface.engine_share is not None:
         tracing.end()
@@ -203,7 +203,7 @@ class _Inspection:
         )
 
     def describe(self) -> NoReturn:
-        """Find out what the user's code trains; a script's overrides are tried too."""
+        """Run the user's code until it trains and report the facts; for a script, with probing overrides."""
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
@@ -241,7 +241,7 @@ class _Inspection:
             self._fail(error)
 
     def try_overrides(self, found: Inspection) -> NoReturn:
-        """Build a ``Trainer`` with another batch than the user's own, and see whether it has that."""
+        """Build a ``Trainer`` with another batch than the user's own, and check that it has it."""
         own = found.model.own if found.model is not None else None
         assert own is not None
         assert own.per_device_train_batch_size is not None
@@ -254,6 +254,7 @@ class _Inspection:
         self._finish(_RunResult(InspectionAnswer(found)))
 
     def _enter(self) -> None:
+        """Prepare the process for the user's code: guard, loop inspection, overlay of fields."""
         enter(self._source)
         loop = LoopInspection(self._code, self._output_dir, self._finish_with_model)
         Guard(self._source, self._refuse, is_known=loop.is_at_work).install(self._code.scratch.stop_file)
@@ -262,12 +263,12 @@ class _Inspection:
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` lacks what was wanted."""
+        """Raise ``UserCodeError`` where the ``Trainer`` lacks wanted fields."""
         if ignored := self._overlay.ignored(trainer.args, wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
-        """End the inspection with the facts of the model that the code trains."""
+        """End the inspection with the facts of the model."""
         if self._output_dir == self._code.scratch.output_dir:
             # Not what is traced beside it.
             keep_run()
@@ -280,6 +281,7 @@ class _Inspection:
         self._fail(UserCodeError(message, hint))
 
     def _fail(self, error: BaseException) -> NoReturn:
+        """End the inspection with a problem."""
         is_own = isinstance(error, UserCodeError)
         failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
@@ -289,7 +291,7 @@ class _Inspection:
 
 
 def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> ModelFacts:
-    """Return the model's facts, and the settings that the user's code would train with."""
+    """Return the model's facts and the training's own settings."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
@@ -324,7 +326,7 @@ _MOST_BATCHES, _MOST_SECONDS = 8, 5.0
 
 
 def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
-    """Return an interface that says which levers the ``Trainer`` cannot have, and whether its batches vary."""
+    """Return an interface with the levers that the ``Trainer`` cannot have, and whether its batches vary."""
     if generates(trainer.args):
         why = "its Trainer generates the samples that it trains on"
         return dataclasses.replace(interface, obstacles=dict.fromkeys(LOOKED_FOR, why))

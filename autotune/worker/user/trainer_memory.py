@@ -54,15 +54,15 @@ _LARGE_ELEMENTS = 2**20
 
 
 def leave_large_weights_unset() -> None:
-    """Have large parameters not be filled with random numbers in the rest of this process, where they become fake.
+    """Skip the random initialization of large parameters for the rest of this process, since they become fake.
 
-    Models of random weights are then made in no time: for 132 million parameters in 0.01 s rather than 1.5 s (one
+    Models with random weights are then built in no time: for 132 million parameters in 0.01 s rather than 1.5 s (one
     core of an AMD EPYC, torch 2.13, transformers 5.23).
     """
 
-    def fill_small(fill: Callable[..., Any], tensor: Any, *words: Any, **options: Any) -> Any:
+    def fill_small(fill: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         is_large = isinstance(tensor, torch.nn.Parameter) and tensor.numel() >= _LARGE_ELEMENTS
-        return tensor if is_large else fill(tensor, *words, **options)
+        return tensor if is_large else fill(tensor, *args, **kwargs)
 
     for name in ("normal_", "uniform_"):
         around(torch.Tensor, name, fill_small)
@@ -109,7 +109,7 @@ class TrainerStep(Training):
         return trainer.create_optimizer()  # type: ignore[no-any-return]
 
     def batch(self, size: int) -> Any:
-        """Return one batch of so many samples."""
+        """Return one batch of ``size`` samples."""
         return self.shapes.at(size)
 
     def loss(self, batch: Any) -> Any:
@@ -117,7 +117,7 @@ class TrainerStep(Training):
         return self._trainer.compute_loss(self.model, dict(batch))
 
     def _over_fake_parameters(self, optimizer: Any) -> torch.optim.Optimizer:
-        """Exchange the parameters of an optimizer for the fake ones; it has no state then.
+        """Replace the parameters of a new optimizer by the fake ones.
 
         Where it would update all parameters at once by default on a GPU, it does so here: its temporary results are
         then as large as the parameters together (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py).
@@ -148,15 +148,15 @@ class Memory:
 
 
 def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
-    """Return the facts of a model with its traced steps; why there are none becomes known of how the code is taken."""
+    """Return the facts of a model with its traced steps, and the reason for missing traces in its interface."""
     interface = dataclasses.replace(model.interface, memory_unknown=memory.unknown)
     return dataclasses.replace(model, memory=memory.steps, interface=interface)
 
 
 def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
-    """Return the packed trace of a step for each arm that may be searched; those of another memory only.
+    """Return the packed trace of a step for each arm to search with different memory.
 
-    fp16 takes as much as bf16, tf32 as much as fp32. Raises nothing.
+    fp16 takes as much memory as bf16, tf32 as much as fp32. Never raises.
     """
     own, wanted = model.own, work.arms
     assert own is not None
@@ -186,7 +186,7 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
 
 
 def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoReturn]) -> NoReturn:
-    """Trace the step in this process, a fork, and end it."""
+    """Trace the step in this forked process, and end it with the result."""
     try:
         torch.set_num_threads(1)
         # What is called around backward passes and optimizer steps judges a real training.
@@ -205,9 +205,9 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoR
 
 
 def _refuse_samples(iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
-    """Refuse a loop over the samples of a batch: how often it runs at another batch, its trace does not tell.
+    """Refuse a loop over the samples of a batch: a trace does not show how often it runs at another batch.
 
-    Some losses of TRL have one where there is no GPU.
+    Some losses of TRL have such a loop without a GPU.
     """
     if values.numel() and values.ndim and len(values) % TRACED_BATCH == 0:
         raise NotTraceableError("its step goes over the samples of a batch one by one")
@@ -215,7 +215,7 @@ def _refuse_samples(iterate: Callable[[torch.Tensor], Any], values: torch.Tensor
 
 
 def why_not(error: BaseException) -> str:
-    """Return why a step was not traced, and print the traceback of an unexpected error."""
+    """Return why a step was not traced; print the traceback of an unexpected error."""
     if isinstance(error, NotTraceableError | UserCodeError):
         return str(error)
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
@@ -255,7 +255,7 @@ class BatchShapes:
         """Whether attention masks have zeros."""
 
     def at(self, size: int) -> Any:
-        """Return a batch of so many samples; its values are zeros."""
+        """Return a batch of ``size`` samples with values of zero."""
         return _scaled(self._two, self._three, size)
 
 
@@ -268,7 +268,7 @@ def of_loader(loader: Any) -> BatchShapes:
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
-    """Yield samples from all over the data, for a short time; the first ones of data that is streamed."""
+    """Yield samples spread over the data, for a short time; of a stream the first ones."""
     deadline = time.monotonic() + _MOST_LOOKING_SECONDS
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         step = max(1, len(dataset) // _MOST_SAMPLES)
@@ -282,7 +282,7 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 
 def _size(value: Any) -> int:
-    """Return about how large a sample is: its elements, words or pixels."""
+    """Return a rough size of a sample: its elements, words or pixels."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):
@@ -297,7 +297,7 @@ def _size(value: Any) -> int:
 
 
 def _scaled(two: Any, three: Any, size: int) -> Any:
-    """Return a value of batches of any size, given those of a batch of two and one of three samples."""
+    """Return a batch of ``size`` samples, extrapolated from batches of two and three samples."""
     if isinstance(two, torch.Tensor):
         shape = [_scaled(a, b, size) for a, b in zip(two.shape, three.shape, strict=True)]
         return torch.zeros(shape, dtype=two.dtype)

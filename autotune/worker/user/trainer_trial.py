@@ -49,7 +49,7 @@ class _WholeSteps(TrainerSteps):
         """Called with the training loader before the first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look whether the data can make a whole step."""
+        """Check whether the data is large enough for a whole step."""
         loader = kwargs.get("train_dataloader")
         samples, batch = length(getattr(loader, "dataset", None)), args.train_batch_size
         needed = batch * args.gradient_accumulation_steps * args.world_size
@@ -59,18 +59,19 @@ class _WholeSteps(TrainerSteps):
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the step recorded, unless the end of the data cut it short."""
+        """Record the step, unless the end of the data cut it short."""
         if self._is_whole(args, state, kwargs.get("train_dataloader")):
             super().on_step_end(args, state, control)
         else:
             self.timer.step_is_dropped()
-        _silence(control)
+        _prevent_side_actions(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have nothing happen between epochs."""
-        _silence(control)
+        """Prevent logging, evaluation and saving between epochs."""
+        _prevent_side_actions(control)
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
+        """Return whether the step has all its micro-steps and samples."""
         if self.timer.micro_steps_begun < args.gradient_accumulation_steps:
             return False
         if abs(state.epoch - round(state.epoch)) > 1e-9:
@@ -81,7 +82,7 @@ class _WholeSteps(TrainerSteps):
         )
 
 
-def _silence(control: Any) -> None:
+def _prevent_side_actions(control: Any) -> None:
     control.should_log = control.should_evaluate = control.should_save = False
     # A callback of the user's own may stop a training that is only measured.
     control.should_training_stop = False
@@ -95,7 +96,7 @@ class TrainerTrial(OwnTrial):
 
     @property
     def _wanted(self) -> Document:
-        """The fields to set; none where the user's own settings are measured."""
+        """The fields of ``TrainingArguments`` to set; empty for the user's own settings."""
         return (
             {} if self._is_unmodified else dict(training_arguments(self._candidate, known_fields(), self._device_kind))
         )
@@ -114,7 +115,7 @@ class TrainerTrial(OwnTrial):
         run_source(self._source, self._wanted, output_dir)
 
     def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
-        """Stands in for ``Trainer.train``: trains, and ends the process."""
+        """Train in place of ``Trainer.train``, and end the process."""
         self._guard.lift()
         try:
             self._overlay.begin(trainer)
@@ -127,7 +128,7 @@ class TrainerTrial(OwnTrial):
             self._end_after(error)
 
     def _check(self, trainer: Any) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` would not train as the candidate says."""
+        """Raise ``UserCodeError`` where the ``Trainer`` would train differently from the candidate."""
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if trainer.args.world_size != self._ranks.count:
@@ -151,7 +152,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` begins to train otherwise than the candidate says."""
+        """Raise ``UserCodeError`` where the ``Trainer`` begins to train differently from the candidate."""
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
@@ -162,8 +163,8 @@ class TrainerTrial(OwnTrial):
                 "leave that to its TrainingArguments",
             )
 
-    def _take_batch(self, inputs: Any) -> None:
-        """Refuse a batch larger than the candidate's, of a loader that has no batch size to compare; else record it."""
+    def _record_batch(self, inputs: Any) -> None:
+        """Record a batch. Refuse one larger than the candidate's, from a loader without a batch size."""
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
@@ -175,7 +176,7 @@ class TrainerTrial(OwnTrial):
         self._timer.takes(inputs)
 
     def _apply(self, trainer: Any) -> None:
-        """Set the candidate's levers, and remove callbacks that report."""
+        """Apply the candidate's levers, and remove reporting callbacks."""
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
@@ -185,7 +186,7 @@ class TrainerTrial(OwnTrial):
                 self._watch_graphs(trainer.training_step)
 
     def _prepare(self, trainer: Any) -> None:
-        """Measure it for as many steps as needed."""
+        """Make a ``Trainer`` measure its steps, and train as many as needed."""
         self._apply(trainer)
         # What it would run by itself, with the candidate's batch.
         args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
@@ -206,13 +207,13 @@ class TrainerTrial(OwnTrial):
             lambda measured: self._end(self._measured(measured, trainer, watch)),
             run=run,
         )
-        self._hold_inputs(trainer, self._take_batch)
+        self._hold_inputs(trainer, self._record_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 
     def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
-        """Have the steps drawn evenly from an epoch of the training's own order, where that may be changed."""
+        """Draw the steps evenly from an epoch in the training's own order, where samples may be reordered."""
         lengths = self._source.interface.lengths
         batch = trainer.args.train_batch_size
         step_samples = batch * trainer.args.gradient_accumulation_steps * self._ranks.count
@@ -234,6 +235,7 @@ class TrainerTrial(OwnTrial):
         change_train_sampler(trainer, spread)
 
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
+        """Return the outcome of a measurement; a failure where the loss is not finite."""
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
         return self._completed_by(trainer, measured, mean_train_loss(trainer))

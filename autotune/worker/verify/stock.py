@@ -87,7 +87,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._shapes.add(lengths)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End and begin stretches. The Trainer evaluates and saves after this call, where it is told to."""
+        """End and begin stretches. The Trainer evaluates and saves after this call, if requested here."""
         step = state.global_step
         if step < self._warmup:
             return
@@ -106,18 +106,19 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self.peaks["end"] = self._peaks()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the evaluation, which the checkpoint follows."""
+        """Record the end of the evaluation, before the checkpoint."""
         self._after("evaluate")
         self.during = "save"
         if self.unsaved_bytes is not None:
             self._go_on(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the checkpoint, and go on with training."""
+        """Record the end of the checkpoint, and continue training."""
         self._after("save")
         self._go_on(state)
 
     def _go_on(self, state: Any) -> None:
+        """Wait for all ranks and begin a new stretch."""
         # The first rank alone writes the model. The others would wait for it in their next step, which is timed.
         self.during = "train"
         self._wait_for_ranks()
@@ -127,18 +128,20 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         return PeakBytes(*self._meter.peaks())
 
     def _after(self, what: str) -> None:
+        """Record peak memory and duration of an evaluation or a checkpoint."""
         self._meter.synchronize()
         self.peaks[what] = self._peaks()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
     def _begin(self, step: int) -> None:
+        """Begin a stretch of steps."""
         self._meter.synchronize()
         self._samples = self._new_shapes = 0
         self._first_step, self._began = step, time.perf_counter()
         self._joules = self._meter.energy_joules() or 0.0
 
     def _end(self, step: int) -> None:
-        """Record the stretch of steps that ends with this one: its samples, seconds, new shapes and energy."""
+        """Record the stretch that ends with this step: samples, seconds, new shapes and energy."""
         self._meter.synchronize()
         seconds = time.perf_counter() - self._began
         self.stretches.append(Stretch(step - self._first_step, self._samples, seconds, self._new_shapes))
@@ -147,7 +150,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
-    """Train; return what was measured, or how it failed."""
+    """Train; return the measurements or the failure."""
     uuid = work.devices.uuids[rank]
     core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
@@ -166,7 +169,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
 
 
 def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
-    """Return how many rows each batch has: a packed batch does not tell where its rows end."""
+    """Yield the number of rows in each batch, which a packed batch does not show."""
     batch = int(work.arguments["per_device_train_batch_size"])
     # accelerate fills the last batch of an epoch where several ranks share the dataset.
     last = count % batch if work.devices.ranks == 1 else 0
@@ -174,7 +177,7 @@ def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
 
 
 def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
-    """Return what a checkpoint takes: weights, or adapters alone, and two moments in float32 of what is trained."""
+    """Return the size of a checkpoint: weights, or only adapters, and two float32 moments of trained weights."""
     # A rank of ZeRO-3 has parts of the tensors.
     sized = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
     weights: int = sum(count * p.element_size() for p, count in sized if p.requires_grad or not only_trained)
@@ -183,6 +186,7 @@ def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
 
 
 def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
+    """Build model, data and ``Trainer``, and train."""
     set_seed(work.seed)
     workload = work.workload
     fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}

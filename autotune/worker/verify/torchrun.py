@@ -27,7 +27,7 @@ TRAINING = "training"
 
 
 def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
-    """Train the ranks; return their merged measurements or how the first one failed."""
+    """Train all ranks; return their merged measurements or the first failure."""
     folder = Path(output_dir)
     # Not the training's own folder, which has to be empty.
     (folder / TRAINING).mkdir()
@@ -46,11 +46,12 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
 
 
 def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
-    """Return the answers of all ranks as one: samples of all, time of the slowest, peaks of the largest.
+    """Merge the results of all ranks: samples of all, time of the slowest, peaks of the largest.
 
     ``shared_by`` ranks share each sample, and each of them has counted it.
 
-    The answer of a rank that failed is that of all; out of memory comes first, since the others then lose it.
+    The result of a failed rank is the result of all; out of memory wins, since other ranks then fail with lost
+    connections.
     """
     said = [answer for answer in answers if answer is not None]
     failed = sorted(
@@ -90,7 +91,7 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
 
 
 def run_rank(folder: Path) -> None:
-    """Train one of the ranks, in a process that ``torchrun`` started."""
+    """Train one rank in a process of ``torchrun``."""
     # torchrun gives each rank a session of its own, which nobody kills with it.
     process.die_with(os.getppid())
     from autotune.worker.verify.stock import run_stock

@@ -45,19 +45,20 @@ class AccelerateOverlay(Overlay):
     """Whether the script's steps are divided by ``Accelerator.accumulate``."""
 
     def install(self) -> None:
-        """Wrap the class for the rest of this process, once it is imported."""
+        """Wrap ``Accelerator`` once it is imported, for the rest of this process."""
         on_import("accelerate.accelerator", self._wrap)
         if self._observer is not None and self._observer.steps is not None:
             set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
 
     def _wrap(self, module: ModuleType) -> None:
+        """Wrap ``Accelerator`` and its methods."""
         from autotune.worker.user.loader_overlay import keep_key, line_of_maker
 
         kind: Any = module.Accelerator
         signature = inspect.signature(kind.__init__)
 
-        def made(make: Callable[..., None], accelerator: Any, *words: Any, **options: Any) -> None:
-            given = signature.bind(accelerator, *words, **options)
+        def made(make: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(accelerator, *args, **kwargs)
             self._made_at = line_of_maker()
             self._passed = frozenset(name for name in _SETTINGS if given.arguments.get(name) is not None)
             given.arguments.update(self._wanted(given.arguments))
@@ -65,7 +66,7 @@ class AccelerateOverlay(Overlay):
             self._accelerator = accelerator
 
         around(kind, "__init__", made)
-        before(kind, "prepare", self._on_prepare)
+        before(kind, "prepare", self._take_prepared_models)
         before(kind, "accumulate", lambda *_: setattr(self, "_accumulates", True))
 
         def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
@@ -80,6 +81,7 @@ class AccelerateOverlay(Overlay):
             _write_nothing(kind)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``Accelerator`` with the candidate's settings."""
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = precision_names.ACCELERATE[changes.precision]
@@ -95,29 +97,29 @@ class AccelerateOverlay(Overlay):
                 plugin.num_steps = changes.accumulation
         return {**changes.over(given, wanted), **({"log_with": None} if self._observer is not None else {})}
 
-    def _on_prepare(self, _: Any, *things: Any, **__: Any) -> None:
+    def _take_prepared_models(self, _: Any, *things: Any, **__: Any) -> None:
         for thing in things:
             if isinstance(thing, sys.modules["torch"].nn.Module):
                 self._take_model(None, thing)
 
     def precision(self, name: str) -> Precision:
-        """Return that of the ``Accelerator``; raises ``UserCodeError`` for one that no trial has."""
+        """Return the precision of the ``Accelerator``. Raises ``UserCodeError`` for one that no trial has."""
         precision: Any = self._accelerator.mixed_precision
         if precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(f"{name} trains in {precision}", "use bf16, fp16 or no mixed precision")
         return "fp32" if precision == "no" else precision
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return that of the ``Accelerator``, where the script divides its steps by ``Accelerator.accumulate``."""
+        """Return the accumulation of the ``Accelerator``, where the script uses ``Accelerator.accumulate``."""
         return ("accelerator", self._accelerator.gradient_accumulation_steps) if self._accumulates else None
 
     def interface(self) -> dict[str, Any]:
-        """Return where the ``Accelerator`` is made, and with which settings of the script's own."""
+        """Return where the ``Accelerator`` is created, and which settings the script passes."""
         return {"accelerator": os.path.basename(self._made_at), "passed": tuple(sorted(self._passed))}
 
 
 def _write_nothing(kind: Any) -> None:
-    """Have nothing tracked, saved or pushed."""
+    """Disable tracking, saving and pushing."""
     from huggingface_hub import HfApi
     from transformers import PreTrainedModel
     from transformers.utils import PushToHubMixin

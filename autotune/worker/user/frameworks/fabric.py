@@ -28,12 +28,12 @@ class FabricOverlay(Overlay):
     """Of the one that was made last."""
 
     def install(self) -> None:
-        """Wrap the class wherever it is imported from, once it is."""
+        """Wrap ``Fabric`` once it is imported, from either package."""
         for package in ("lightning.fabric", "lightning_fabric"):
             on_import(f"{package}.fabric", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
-        """Wrap the class ``Fabric`` of a module: each one made gets the candidate's precision and batch."""
+        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision and batch."""
         kind: Any = module.Fabric
         changes, observer = self._changes, self._observer
         wanted = {} if changes.precision is None else {"precision": precision_names.LIGHTNING[changes.precision]}
@@ -57,5 +57,5 @@ class FabricOverlay(Overlay):
             before(kind, name, self._take_model)
 
     def precision(self, name: str) -> Precision | None:
-        """Return that of the ``Fabric`` that was made last."""
+        """Return the precision of the latest ``Fabric``."""
         return precision_names.OF_LIGHTNING.get(self._precision)

@@ -51,11 +51,12 @@ class LightningOverlay(Overlay):
     """The one that has begun to train."""
 
     def install(self) -> None:
-        """Wrap the class wherever it is imported from, once it is."""
+        """Wrap ``Trainer`` once it is imported, from either package."""
         for name, package in _TRAINERS.items():
             on_import(name, functools.partial(self._wrap, package))
 
     def _wrap(self, package: str, module: ModuleType) -> None:
+        """Wrap Lightning's ``Trainer``: its settings, and the start of its training."""
         kind: Any = module.Trainer
         changes, observer = self._changes, self._observer
         wanted: dict[str, Any] = {}
@@ -64,20 +65,20 @@ class LightningOverlay(Overlay):
         if changes.accumulation is not None:
             wanted["accumulate_grad_batches"] = changes.accumulation
 
-        def made(make: Callable[..., None], trainer: Any, *words: Any, **options: Any) -> None:
-            options = changes.over(options, wanted)
+        def made(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs = changes.over(kwargs, wanted)
             if observer is not None:
-                given = options.get("callbacks") or []
+                given = kwargs.get("callbacks") or []
                 callbacks = kept(package, [*given] if isinstance(given, list | tuple) else [given])
                 quiet, batches = _quiet(observer), changes.epoch_batches
                 if batches is not None:
                     del quiet["limit_val_batches"]
                     quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
                 logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
-                options |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
-            make(trainer, *words, **options)
+                kwargs |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
+            make(trainer, *args, **kwargs)
 
-        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
+        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             # Lightning calls it once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
             begins = inner.on_fit_start
@@ -88,7 +89,7 @@ class LightningOverlay(Overlay):
 
             inner.on_fit_start = on_fit_start
             try:
-                return fit(trainer, model, *words, **options)
+                return fit(trainer, model, *args, **kwargs)
             finally:
                 del inner.on_fit_start
 
@@ -98,6 +99,7 @@ class LightningOverlay(Overlay):
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
     def _callback(self, package: str, observer: Observer) -> Any:
+        """Return a Lightning callback that reports the training's steps."""
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
@@ -138,17 +140,17 @@ class LightningOverlay(Overlay):
         return Tells()
 
     def precision(self, name: str) -> Precision | None:
-        """Return that of the ``Trainer``."""
+        """Return the precision of the ``Trainer``."""
         return precision_names.OF_LIGHTNING.get(str(self._trainer.precision))
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
-        """Return that of the ``Trainer``; a module that steps its optimizers itself steps them after each batch."""
+        """Return the accumulation of the ``Trainer``; with manual optimization, 1 set by the script."""
         is_automatic = self._trainer.lightning_module.automatic_optimization
         return (None, self._trainer.accumulate_grad_batches) if is_automatic else ("script", 1)
 
 
 def _quiet(observer: Observer) -> dict[str, Any]:
-    """Return arguments with which a ``Trainer`` trains on without end, and does nothing else."""
+    """Return arguments with which a ``Trainer`` trains endlessly, without logging, validation and checkpoints."""
     return {
         "default_root_dir": observer.output_dir,
         "enable_checkpointing": False,
@@ -169,7 +171,7 @@ def _quiet(observer: Observer) -> dict[str, Any]:
 
 
 def kept(package: str, callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks that a trial runs with: the user's own, and those of Lightning's that only compute."""
+    """Return the callbacks to keep in a trial: the user's own, and Lightning's that only compute."""
     known = importlib.import_module(f"{package}.callbacks")
     left_out = tuple(getattr(known, name) for name in _LEFT_OUT if hasattr(known, name))
     # LightningCLI adds one that writes the configuration into the logger's folder.

@@ -12,7 +12,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_next() -> None:
-    """Run the ``sitecustomize`` that this one stands before, in its own name."""
+    """Run the next ``sitecustomize`` on the path, under its own name."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
