@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
+from autotune.core.arguments import check_arguments
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
 from autotune.core.option_kinds import refuse
-from autotune.core.options import BY_NAME, SearchOptions, check_arguments
+from autotune.core.options import BY_NAME, SearchOptions
 from autotune.core.outcome import Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate

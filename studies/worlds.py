@@ -44,7 +44,7 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel
-from autotune.space.levers import excluding, levers_of, prediction_class, with_lever
+from autotune.space.arms import excluding, levers_of, prediction_class, with_lever
 from autotune.store.records import TrialRecord
 from autotune.tuning.effort import effort_of
 from autotune.tuning.optuna_study import OptunaStudy

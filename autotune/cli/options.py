@@ -9,9 +9,10 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.completion import COMPLETERS
+from autotune.core.arguments import with_levers
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, GIVEN_LEVERS, SCRIPT, Kind
-from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, options_of, values_of, with_levers
+from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, options_of, values_of
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from autotune.cli.output import print_json, print_lines
 from autotune.cli.view import ConsoleView, open_view
+from autotune.core.arguments import json_value
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
-from autotune.core.options import BRINGS_CODE, json_value
+from autotune.core.options import BRINGS_CODE
 from autotune.service.client import Client, path_of
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line

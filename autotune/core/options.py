@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, TypedDict, get_args, get_orig
 
 from autotune.core.candidate import PRECISIONS, STRATEGIES
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom
-from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.option_kinds import (
     BYTES,
     COUNT,
@@ -625,63 +624,9 @@ BRINGS_CODE: tuple[str, ...] = tuple(o.name for o in OPTIONS if o.kind in (TRAIN
 """The options that name training code of the user's own."""
 
 
-def json_value(value: Any) -> Any:
-    """Return an option's value as JSON-ready data, which ``check_arguments`` accepts."""
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Headroom):
-        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
-    return value
-
-
-def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """Check Python arguments and return them as the command line has them: text parsed, lists as tuples.
-
-    A dict of ``levers`` becomes an argument for each. ``None`` stays where it is the default of an option that is not
-    ``required``. Raises ``InvalidRequestError`` for what is no value of its option.
-    """
-    if isinstance(levers := given.get("levers"), Mapping):
-        given = {name: value for name, value in given.items() if name != "levers"}
-        given = {**given, **with_levers(given, levers)}
-    return {
-        name: None
-        if value is None and BY_NAME[name].default is None and name not in required
-        else BY_NAME[name].kind.check(name, value)
-        for name, value in given.items()
-    }
-
-
 def names_of_levers(command: str = "search") -> tuple[str, ...]:
     """Return the names of the levers that a command has."""
     return tuple(option.name for option in options_of(command) if option.is_lever)
-
-
-def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
-    """Check the values of ``levers`` and return them by name; ``True`` and ``False`` become on and off.
-
-    Raises ``InvalidRequestError`` for an unknown lever, for an impossible value, and where ``given`` has another value.
-    """
-    known, found = names_of_levers(command), {}
-    for written, value in levers.items():
-        name = str(written).replace("-", "_")
-        if name not in known:
-            meant = did_you_mean(name, known, most=1, least_ratio=0.5)
-            raise InvalidRequestError(
-                f"there is no lever {str(written)[:40]!r}", meant or f"there are {', '.join(known)}"
-            )
-        option, word = BY_NAME[name], {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        try:
-            found[name] = option.kind.read(word) if isinstance(word, str) else option.kind.accept(word)
-        except (ValueError, InvalidRequestError) as error:
-            raise InvalidRequestError(
-                f"{option.said(str(word)[:40])}: {name} has no such value", f"give one of {values_of(option)}"
-            ) from error
-        if given.get(name) not in (None, found[name]):
-            raise InvalidRequestError(
-                f"{option.said(found[name])} and {option.own_flag} {given[name]} say different things",
-                "give one of the two",
-            )
-    return found
 
 
 def values_of(option: Option) -> str:

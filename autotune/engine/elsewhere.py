@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.core.arguments import json_value
 from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import (
@@ -20,7 +21,6 @@ from autotune.core.errors import (
     TrialServerError,
     error_with_code,
 )
-from autotune.core.options import json_value
 from autotune.core.units import plural
 from autotune.engine.ray import RayEngine
 from autotune.engine.work import NOT_OF_THE_WORK, Code, Engine, Host, Message, Run, Work, code_in, search_request

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from autotune.core.arguments import check_arguments
 from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.core.options import BRINGS_CODE, check_arguments
+from autotune.core.options import BRINGS_CODE
 from autotune.tuning.options import request_of
 from autotune.tuning.request import SearchRequest
 

@@ -17,7 +17,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried, replays_graphs
-from autotune.space.levers import changed
+from autotune.space.arms import changed
 from autotune.space.space import Space
 
 # An arm with failures at this many batches and no success is doubtful. Policies try the next batch halfway between the

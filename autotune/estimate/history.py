@@ -12,7 +12,7 @@ from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
 from autotune.estimate.step_time import StepForecast
-from autotune.space.levers import inconvenience, memory_class, needs_at_least
+from autotune.space.arms import inconvenience, memory_class, needs_at_least
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:

@@ -12,14 +12,7 @@ from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
-from autotune.space.levers import (
-    arm_that_computes,
-    as_asked,
-    is_traced,
-    needs_at_least,
-    predicted_from,
-    prediction_class,
-)
+from autotune.space.arms import arm_that_computes, as_asked, is_traced, needs_at_least, predicted_from, prediction_class
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.

@@ -29,8 +29,9 @@ from autotune.core.measured_steps import mean_step
 from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
+from autotune.space.arms import compiles, levers_of, without
 from autotune.space.dataloader import plain_loader, waits_for_data
-from autotune.space.levers import BY_NAME, PRIORS, compiles, levers_of, without
+from autotune.space.levers import BY_NAME, PRIORS
 
 Floats = NDArray[np.float64]
 

@@ -17,7 +17,8 @@ from autotune.devices.gpus import chip_of_device
 from autotune.estimate.history import Tried, speed_of
 from autotune.estimate.step_time import peak_flops
 from autotune.results.report import Report, measurement
-from autotune.space.levers import LEVERS, levers_of
+from autotune.space.arms import levers_of
+from autotune.space.levers import LEVERS
 from autotune.space.space import Batches
 
 # What an expert chooses, or what follows from the model and the GPUs.

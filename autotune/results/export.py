@@ -25,8 +25,8 @@ from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
 from autotune.results.report import Report, measurement
 from autotune.results.wording import describe_data
+from autotune.space.arms import applied_settings
 from autotune.space.features import allocator_variable, major_minor, offloading_threads
-from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
     TunedArguments,

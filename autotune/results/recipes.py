@@ -24,7 +24,7 @@ from autotune.results.export import (
     yaml_text,
 )
 from autotune.results.report import Report, measurement
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 
 Recipe = Literal["trl", "axolotl", "llama-factory", "model-card"]
 RECIPES: tuple[Recipe, ...] = ("trl", "axolotl", "llama-factory", "model-card")

@@ -21,7 +21,7 @@ from autotune.core.units import plural
 from autotune.results.expert import utilization
 from autotune.results.export import Export, apply_call, made_by_hand, make_export
 from autotune.results.report import Report
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 
 _MODULE = "autotune.worker.user.real_training"
 

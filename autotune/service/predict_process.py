@@ -11,8 +11,8 @@ import resource
 import sys
 from typing import Any
 
+from autotune.core.arguments import check_arguments
 from autotune.core.errors import AutotuneError
-from autotune.core.options import check_arguments
 
 _MOST_BYTES = 8 * 2**30
 # Of whose terminal nothing is known.

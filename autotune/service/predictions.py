@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from autotune.core.arguments import check_arguments, json_value
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
-from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
+from autotune.core.options import BY_NAME, options_of
 from autotune.engine.work import check_paths
 from autotune.execution.oneshot import NoAnswerError, OneShot, TooLateError
 from autotune.service.problems import error_of

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from autotune.core.arguments import check_arguments, json_value
 from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
-from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
+from autotune.core.options import BRINGS_CODE, BY_NAME, options_of
 from autotune.devices.listing import find_device
 from autotune.engine.work import check_paths, search_request
 from autotune.service.listed_code import Listed, listed

@@ -13,16 +13,9 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.units import format_groups
 from autotune.core.workload import Workload
+from autotune.space.arms import changed, excluding, without
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import (
-    LENGTH_MULTIPLE,
-    LEVERS,
-    PRECISION_PREFERENCE,
-    ROW_MULTIPLE,
-    changed,
-    excluding,
-    without,
-)
+from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, PRECISION_PREFERENCE, ROW_MULTIPLE
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
-from autotune.space.levers import trainer_fields
+from autotune.space.arms import trainer_fields
 
 # DeepSpeed's own 5e8 take 1 GB in 16 bits, twice, and gradients of smaller models are then exchanged after the backward
 # pass only. This is its default for what ZeRO-3 fetches ahead.

@@ -22,7 +22,7 @@ from autotune.estimate.pooling import Pool, Tried
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.predicted import advice_document
 from autotune.results.prediction_text import advice_lines, experts_line, grade_lines
-from autotune.space.levers import why_unpredictable
+from autotune.space.arms import why_unpredictable
 from autotune.space.precision_names import HALF
 from autotune.space.space import Batches
 from autotune.store.measured import measured_trials

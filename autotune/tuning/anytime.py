@@ -20,18 +20,8 @@ from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried, speed_of
 from autotune.estimate.speed_model import SpeedModel, extra_seconds
-from autotune.space.levers import (
-    BY_NAME,
-    LEVERS,
-    PRIORS,
-    Lever,
-    changed,
-    excluding,
-    faster_precision,
-    levers_of,
-    with_lever,
-    without,
-)
+from autotune.space.arms import changed, excluding, levers_of, with_lever, without
+from autotune.space.levers import BY_NAME, LEVERS, PRIORS, Lever, faster_precision
 from autotune.space.space import Space
 from autotune.tuning.policy import is_beaten, worth
 

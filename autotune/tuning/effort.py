@@ -12,8 +12,8 @@ from autotune.core.outcome import Effort
 from autotune.core.statistics import CONFIDENCE
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
+from autotune.space.arms import compiles
 from autotune.space.dataloader import patience
-from autotune.space.levers import compiles
 from autotune.store.records import Stage
 from autotune.tuning.request import SearchRequest
 

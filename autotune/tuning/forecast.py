@@ -21,7 +21,7 @@ from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.host import host_memory
 from autotune.estimate.memory import MemoryModel, Question, questions
-from autotune.space.levers import arm_that_computes, is_predictable, predicted_from, prediction_class
+from autotune.space.arms import arm_that_computes, is_predictable, predicted_from, prediction_class
 from autotune.tuning.answer_cache import KeptPredictions
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest

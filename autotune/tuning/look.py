@@ -17,8 +17,9 @@ from autotune.core.look import Difference, FirstStep, Look, LookAnswer, LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.devices.host import host_memory
+from autotune.space.arms import changed, without
 from autotune.space.features import FLASH_ATTENTION
-from autotune.space.levers import BY_NAME, changed, without
+from autotune.space.levers import BY_NAME
 from autotune.tuning.answer_cache import look_key
 
 if TYPE_CHECKING:

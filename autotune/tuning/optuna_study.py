@@ -22,7 +22,8 @@ from autotune.core.options import OPTUNA_SAMPLERS, SamplerName
 from autotune.core.outcome import Outcome
 from autotune.estimate.feasibility import Judge
 from autotune.results.optuna_trials import CONSTRAINT, over_line_gib, state_and_value
-from autotune.space.levers import BY_NAME, LEVERS, changed
+from autotune.space.arms import changed
+from autotune.space.levers import BY_NAME, LEVERS
 from autotune.space.space import Space
 from autotune.tuning.plan import DRAW, Plan, Step
 from autotune.tuning.prepare import Prepared

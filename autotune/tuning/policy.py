@@ -24,7 +24,7 @@ from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried, batch_of, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
-from autotune.space.levers import memory_class, never_slower
+from autotune.space.arms import memory_class, never_slower
 from autotune.space.space import Space
 
 

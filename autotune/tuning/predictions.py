@@ -39,8 +39,8 @@ from autotune.results.predicted import (
     speed_document,
 )
 from autotune.results.prediction_text import ACCURACY, FEW_BITS_SPEED, RANKS_ACCURACY, SPEED_ACCURACY
+from autotune.space.arms import is_predictable, why_unpredictable
 from autotune.space.dataloader import usable_cores
-from autotune.space.levers import is_predictable, why_unpredictable
 from autotune.space.space import Space
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key

@@ -24,7 +24,7 @@ from autotune.core.workload import Workload
 from autotune.devices.listing import devices_of_ranks, list_devices
 from autotune.results.export import Export, make_export
 from autotune.results.report import Report, load_report
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.store.records import TrialRecord
 from autotune.store.repository import Store
 

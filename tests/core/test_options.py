@@ -13,9 +13,10 @@ from searching import BERT_LARGE, H200, facts
 from autotune import api
 from autotune.cli.main import cli
 from autotune.cli.options import options_given
+from autotune.core.arguments import check_arguments
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
-from autotune.core.options import BY_NAME, OPTIONS, Option, check_arguments, options_of
+from autotune.core.options import BY_NAME, OPTIONS, Option, options_of
 from autotune.core.workload import Task
 from autotune.tuning.options import request_of
 from autotune.tuning.prepare import prepare

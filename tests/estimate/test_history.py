@@ -17,7 +17,7 @@ from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Pool, Speed, Tried, deviations
-from autotune.space.levers import memory_class
+from autotune.space.arms import memory_class
 
 BF16 = Arm("bf16")
 FP16 = Arm("fp16")

@@ -16,7 +16,7 @@ from autotune.core.prediction import Operations, PredictionAnswer
 from autotune.core.units import MIB
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.space.levers import prediction_class
+from autotune.space.arms import prediction_class
 from autotune.space.training_arguments import REDUCE_BUCKET_ELEMENTS
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.tracer import DEATH

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.space.training_arguments import launch_variables, training_arguments
 from autotune.training import apply
 

@@ -11,7 +11,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.workload import Workload
 from autotune.devices.listing import list_devices
 from autotune.execution import TrialServer
-from autotune.space.levers import changed
+from autotune.space.arms import changed
 from autotune.tuning.look import Looker
 
 GPUS = [device for device in list_devices() if device.kind == "cuda"]

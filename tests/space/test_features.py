@@ -30,6 +30,7 @@ from autotune.devices.listing import find_device
 from autotune.estimate.history import History
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.results.warnings import compiled_notes
+from autotune.space.arms import is_predictable, packages_of
 from autotune.space.features import (
     EXTRAS,
     allocator_settings,
@@ -41,7 +42,6 @@ from autotune.space.features import (
     version_of,
     with_expandable_segments,
 )
-from autotune.space.levers import is_predictable, packages_of
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.allowed import check_request
 from autotune.tuning.optuna_study import candidate_of, distributions, params_of

@@ -19,10 +19,7 @@ from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
 from autotune.core.workload import DTypeName, Workload
-from autotune.space.levers import (
-    LEVERS,
-    Lever,
-    Training,
+from autotune.space.arms import (
     as_asked,
     changed,
     excluding,
@@ -31,11 +28,11 @@ from autotune.space.levers import (
     needs_at_least,
     never_slower,
     prediction_class,
-    why_not,
     why_unpredictable,
     with_lever,
     without,
 )
+from autotune.space.levers import LEVERS, Lever, Training, why_not
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space, choose_arms, choose_precisions
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 

@@ -25,7 +25,8 @@ from autotune.estimate.memory import MemoryModel, Question
 from autotune.estimate.speed_model import extra_seconds
 from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
-from autotune.space.levers import PRIORS, levers_of
+from autotune.space.arms import levers_of
+from autotune.space.levers import PRIORS
 from autotune.space.space import Batches, Space
 from autotune.tuning import anytime, policy
 from autotune.tuning.anytime import Anytime

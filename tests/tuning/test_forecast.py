@@ -18,7 +18,7 @@ from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.execution.executor import TrialJob
-from autotune.space.levers import changed
+from autotune.space.arms import changed
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
 from autotune.tuning.forecast import Forecast, Target, forecast_of

@@ -20,7 +20,8 @@ from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
-from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE, with_lever
+from autotune.space.arms import with_lever
+from autotune.space.levers import LENGTH_MULTIPLE, ROW_MULTIPLE
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.store.records import StudyRecord
 from autotune.tuning.environment import environment_fingerprint

@@ -21,7 +21,7 @@ from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History
 from autotune.results.optuna_trials import CONSTRAINT, TRIAL_ID_ATTRIBUTE, frozen_trials, over_line_gib
-from autotune.space.levers import with_lever
+from autotune.space.arms import with_lever
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.store.records import TrialRecord
 from autotune.store.repository import Store

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 from autotune.core.look import PROJECTIONS, FirstStep, Gradient, LookAnswer, LookWork
 from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.workload import Workload
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.training import apply
 from autotune.training.errors import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS

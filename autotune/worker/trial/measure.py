@@ -18,8 +18,8 @@ from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import LEAST_CORE_WAIT, is_enough, most_measured_steps
 from autotune.core.outcome import Effort, Measurement
+from autotune.space.arms import compiles
 from autotune.space.dataloader import batches_ahead
-from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new

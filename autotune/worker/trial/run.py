@@ -20,8 +20,8 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.space.arms import applied_settings
 from autotune.space.features import with_expandable_segments
-from autotune.space.levers import applied_settings
 from autotune.space.training_arguments import launch_variables, parallelism, training_arguments
 from autotune.training import apply
 from autotune.training.batches import stock_settings

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotune.core.candidate import Document
 from autotune.core.look import FirstStep, LookAnswer, LookWork
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.look import in_full_float32, prepare_look, step_of, turn_off_dropout
 from autotune.worker.trial.step_checks import StepChecks

@@ -20,7 +20,7 @@ from autotune.core.errors import TrainingSourceError
 from autotune.core.loop import LoopConfig
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import decode
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main

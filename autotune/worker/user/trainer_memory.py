@@ -26,8 +26,8 @@ from autotune.core.chip import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import TracedStep
+from autotune.space.arms import is_traced
 from autotune.space.dataloader import usable_cores
-from autotune.space.levers import is_traced
 from autotune.worker.arrays import arrays_by_place
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line

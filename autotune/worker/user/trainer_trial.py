@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from autotune.core.candidate import Document
 from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Completed, Failed, Measurement
-from autotune.space.levers import applied_settings
+from autotune.space.arms import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.arrays import arrays_in
