@@ -46,14 +46,14 @@ def rehearsed_source(
     if source.name.partition(":")[0] != RUNS.name:
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
-    work = RehearsalWork(candidate, devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=6.0)
+    work = RehearsalWork(candidate, devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=2.0)
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
 
 
 # What is told, and under which limit.
 ENDINGS = {
-    "logits": ("of which .* are outputs, where .*preprocess_logits_for_metrics", 400),
+    "logits": ("of which .* are outputs, where .*preprocess_logits_for_metrics", 100),
     "batch": ("batches of 512 are out of memory, .*; per_device_eval_batch_size=256 does", 200),
     "losses": ("memory grows by .* a step", 400),
     "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
