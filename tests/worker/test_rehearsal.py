@@ -28,8 +28,12 @@ LAST_STEPS = RUNS.with_name("last_steps.py")
 @pytest.fixture(scope="module")
 def lone_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerClient]:
     """A server as users have it: a fork of the tests' process has other shares of its pages when other forks end."""
-    with warm.cold(), ServerClient(cpu, tmp_path_factory.mktemp("server")) as server:
-        yield server
+    server = ServerClient(cpu, tmp_path_factory.mktemp("server"))
+    # Only its start: what follows in this module is forked as elsewhere.
+    with warm.cold():
+        server.__enter__()
+    yield server
+    server.__exit__()
 
 
 def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None, batch: int = 8) -> Rehearsal:
