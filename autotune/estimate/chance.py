@@ -217,8 +217,12 @@ class Chances:
         layers = self._history.layers
 
         def alike(tried: Tried) -> bool:
-            arm = replace(tried.candidate.arm, checkpointed_layers=candidate.arm.checkpointed_layers)
-            return replace(tried.candidate, arm=arm) == candidate
+            other = tried.candidate
+            # Most have another batch, and copies take longer than to see that.
+            if other.per_device_train_batch_size != candidate.per_device_train_batch_size:
+                return False
+            arm = replace(other.arm, checkpointed_layers=candidate.arm.checkpointed_layers)
+            return replace(other, arm=arm) == candidate
 
         if candidate.arm.checkpointed_layers is None:
             return 1.0

@@ -124,8 +124,8 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     spec = tmp_path / "spec.json"
     # 880 MiB without, 667 MiB with; the context takes 715 MiB.
     spec.write_text(json.dumps({"small": {**SPEC, "memory": "1.75GiB"}, "large": SPEC}))
-    on = (*trained, "--gpu-spec", str(spec), "--gpu", "small,large", "--precision", "bf16", "--json")
-    predicted = run_process("predict", *on, folder=tmp_path)
+    on = (*trained, "--gpu-spec", str(spec), "--precision", "bf16", "--json")
+    predicted = run_process("predict", *on, "--gpu", "small,large", folder=tmp_path)
     assert predicted.code == 0, predicted.stderr
     small, large = json.loads(predicted.stdout)["gpus"]
     fitting = [(arm["fused_loss"], arm["gradient_checkpointing"]) for arm in small["arms"] if arm["largest_batch"]]
@@ -133,7 +133,7 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     assert fitting == [(True, True)] * 2
     assert small["best"]["fused_loss"]
     assert not any(arm["fused_loss"] for arm in large["arms"])
-    advised = run_process("advise", *on, folder=tmp_path)
+    advised = run_process("advise", *on, "--gpu", "small", folder=tmp_path)
     assert advised.code == 0, advised.stderr
     offers = {offer["gpu"]: offer for offer in json.loads(advised.stdout)["gpus"]}
     assert offers["small"]["fits"]

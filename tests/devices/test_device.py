@@ -28,7 +28,7 @@ def old_machine(library_folder: Path, tmp_path: Path) -> Machine:
     return Machine(library_folder, tmp_path)
 
 
-@pytest.fixture(params=["machine", "old_machine"])
+@pytest.fixture(params=["machine", pytest.param("old_machine", marks=pytest.mark.whole)])
 def either_machine(request: pytest.FixtureRequest) -> Machine:
     """Each of the two bindings in turn."""
     found: Machine = request.getfixturevalue(request.param)

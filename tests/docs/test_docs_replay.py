@@ -125,6 +125,7 @@ def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> No
     assert run("-c", train, folder=tmp_path)[0].splitlines()[-1] == "1"
 
 
+@pytest.mark.whole
 def test_the_script_is_searched(tmp_path: Path) -> None:
     """With the page's command, on texts like those that it shows."""
     page = "how-to/own-script.md"

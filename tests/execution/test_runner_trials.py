@@ -89,10 +89,10 @@ def test_the_server_imports_no_more_than_its_workload_needs(runner: TrialServer,
 
 def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporary: Path) -> None:
     records: list[Progress] = []
-    outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
+    outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=1.0, progress=records.append)
     phases = ["", *(record.phase for record in records if record.phase)]
     assert (outcome.reason, outcome.during) == ("timeout", phases[-1])
-    assert outcome.message.startswith("stopped after the time limit of 3 s")
+    assert outcome.message.startswith("stopped after the time limit of 1 s")
     # torch makes a cache for all processes of a user where nothing has told it of another.
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert isinstance(run_trial(runner), Completed)

@@ -7,7 +7,7 @@ from rows_of_tokens import pad, samples
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-WORDS = sys.argv[1:] or ["accelerate", "healthy-batch"]
+WORDS = sys.argv[1:] or ["accelerate", "healthy-epochs"]
 framework, (name, dies) = WORDS[0], (WORDS[1].removeprefix("healthy-"), not WORDS[1].startswith("healthy-"))
 
 
@@ -16,7 +16,7 @@ def made(batch_size=8):
     config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                   intermediate_size=32, vocab_size=1000, max_position_embeddings=4096)  # fmt: skip
     longest = (3000 if dies else 40) if name == "longest" else None
-    train = DataLoader(samples(3000, 16, longest), batch_size, collate_fn=pad)
+    train = DataLoader(samples(200 if name == "batch" else 3000, 16, longest), batch_size, collate_fn=pad)
     count = 4000 if name == "logits" else 512
     batch = (512 if dies else 16) if name == "batch" else 8
     return AutoModelForMaskedLM.from_config(config), train, DataLoader(samples(count, 64), batch, collate_fn=pad)

@@ -200,7 +200,7 @@ class TestGraphs:
         check_same(train(trainer), stock, 1e-5, 1e-6)
         assert steps.replays > 8
 
-    @pytest.mark.parametrize("accumulation", [1, 3])
+    @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.whole), 3])
     def test_the_largest_shape_is_captured_before_the_others(self, accumulation: int, tmp_path: Path) -> None:
         """A shape that has no graph yet, too, adds to gradients where graphs do."""
         lengths = (8, 12, 8, 16, 12, 8, 12, 16) * 8
@@ -216,7 +216,7 @@ class TestGraphs:
         assert largest.writing is not None
         assert all(shape.adding is not None and shape.writing is None for shape in others)
 
-    @pytest.mark.parametrize("accumulation", [1, 3])
+    @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.whole)])
     def test_graphs_are_captured_anew_before_they_write_over_what_an_eager_step_keeps(
         self, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -829,7 +829,7 @@ class TestUnpadded:
 
 
 class TestCompiledLayers:
-    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.whole), True])
     def test_the_training_is_the_same(self, checkpointing: bool, tmp_path: Path) -> None:
         settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
         stock = trainer_of(language_model(), samples(), tmp_path, **settings)
@@ -841,7 +841,7 @@ class TestCompiledLayers:
         assert torch.allclose(weights, expected_weights, atol=1e-5)
         assert list(trainer.model.state_dict()) == list(stock.model.state_dict())
 
-    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.whole)])
     def test_layers_that_are_alike_share_their_code(self, checkpointing: bool, tmp_path: Path) -> None:
         settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
         compiled = {"torch_compile": True, "torch_compile_backend": "eager"}

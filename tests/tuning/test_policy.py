@@ -2,6 +2,7 @@
 for the largest batch under the line, which the next one confirms."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -465,11 +466,12 @@ class TestOnFormulas:
         runner = with_peaks(lambda batch: (base_mib + mib_a_sample * batch) * MIB)
         history = search(Space(arms("bf16", checkpointing="on"), Batches(None, multiple=multiple)), runner)
         line = ceiling_of(CAP_BYTES).line_bytes
-        fitting = [b for b in range(multiple, 50000, multiple) if int((base_mib + mib_a_sample * b) * MIB) <= line]
-        assert largest_batch_found(history) == max(fitting, default=None)
+        batches = range(multiple, 50000, multiple)
+        fitting = batches[: bisect_right(batches, line, key=lambda b: int((base_mib + mib_a_sample * b) * MIB))]
+        assert largest_batch_found(history) == (fitting[-1] if fitting else None)
         assert len(history.tried) <= 11
         if fitting:
-            assert is_proven(history, max(fitting), multiple)
+            assert is_proven(history, fitting[-1], multiple)
 
     @given(
         floor_mib=st.integers(1000, 23000),
@@ -493,11 +495,12 @@ class TestOnFormulas:
         runner = with_peaks(lambda batch: peak_mib(batch) * MIB)
         history = search(ONE_ARM, runner)
         line = ceiling_of(CAP_BYTES).line_bytes
-        fitting = [b for b in range(8, LARGEST_FREE_BATCH, 8) if int(peak_mib(b) * MIB) <= line]
+        batches = range(8, LARGEST_FREE_BATCH, 8)
+        fitting = batches[: bisect_right(batches, line, key=lambda b: int(peak_mib(b) * MIB))]
         found = largest_batch_found(history)
         if fitting:
-            assert found == max(fitting)
-            assert is_proven(history, max(fitting))
+            assert found == fitting[-1]
+            assert is_proven(history, fitting[-1])
         else:
             assert found is None or found < 8
         # Thousands of batches lie on the flattest of these floors; halving alone would take 13 after climbing.

@@ -115,7 +115,7 @@ def test_the_dtype_of_what_is_trained_is_known(task: Task) -> None:
     assert ("torch.float16" in trained) is (workload.trained_dtype == "float16")
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+@pytest.mark.parametrize("task", ["causal-lm", pytest.param("sequence-classification", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_few_bits_train_too(bits: str, task: Task, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

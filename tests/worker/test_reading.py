@@ -175,7 +175,7 @@ def test_one_long_sample_among_many_short_decides_memory(
 ) -> None:
     """A trial that sees it only by chance would promise a batch that fails hours later."""
     short = read("bert-tiny", spec(write_jsonl(tmp_path / "a.jsonl", samples([6] * 200)), tokenizer), seq_len=512)
-    candidate = Candidate(Arm(), 16)
+    candidate = Candidate(Arm(), 8)
     little = short.trial(candidate).completed.measurement.peak_reserved_bytes
     (tmp_path / "read").rename(tmp_path / "short")
     one_long = spec(write_jsonl(tmp_path / "b.jsonl", samples([6] * 199 + [500])), tokenizer)

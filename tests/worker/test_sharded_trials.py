@@ -112,8 +112,10 @@ def test_a_checkpoint_of_sharded_weights_is_written_or_computed(cpu: Device, tmp
     assert 8 * parameters <= computed.host_bytes < 8.1 * parameters
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("saved", [False, True], ids=["random", "from files"])
+@pytest.mark.parametrize(
+    ("saved", "tied"),
+    [(False, True), (True, False), *(pytest.param(both, both, marks=pytest.mark.whole) for both in (False, True))],
+)
 def test_a_model_that_is_sharded_before_it_has_weights_has_those_of_the_whole(
     tmp_path: Path, *, tied: bool, saved: bool
 ) -> None:
