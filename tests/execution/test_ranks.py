@@ -208,7 +208,7 @@ def test_a_trainer_of_ones_own_is_rehearsed_on_all_ranks(
 ) -> None:
     source = find_script(("python", str(LONG_RUNS), name), ranks=2)
     with TrialServer(Placement.of(cpu, cpu), Workload.of_source(source), tmp_path / "logs") as server:
-        found = rehearsal_of(server, (100 if name == "logits" else 200) * MIB, evaluation_batch=batch, seconds=2.0)
+        found = rehearsal_of(server, (400 if name == "logits" else 200) * MIB, evaluation_batch=batch, seconds=2.0)
         assert under_way(server) == []
     assert found.problem is None, (tmp_path / "logs" / "rehearsal.log").read_text()
     assert (found.failed_rank is not None) == ("out of memory" in told)

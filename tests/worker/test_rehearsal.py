@@ -57,7 +57,7 @@ def rehearsed_source(
 
 # What is told, and under which limit.
 ENDINGS = {
-    "logits": ("of which .* are outputs, where .*preprocess_logits_for_metrics", 100),
+    "logits": ("of which .* are outputs, where .*preprocess_logits_for_metrics", 400),
     "batch": ("batches of 512 are out of memory, .*; per_device_eval_batch_size=256 does", 200),
     "losses": ("memory grows by .* a step", 400),
     "longest": (r"the longest samples \(8 of up to 3,000 tokens\) is out of memory", 150),
