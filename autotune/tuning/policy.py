@@ -201,15 +201,12 @@ def worth(
     chances = Chances(history)
     fits, runs = (np.array([told(each) for each in among]) for told in (chances.fits, chances.runs))
     chance = fits * runs
-    at = {(c.arm, c.per_device_train_batch_size): fits_and_runs for c, fits_and_runs in zip(among, chance, strict=True)}
-
-    def is_dominated(candidate: Candidate) -> bool:
-        """Return whether an arm that is never slower may be tried at the same batch, and is no less likely to run."""
-        batch = candidate.per_device_train_batch_size
-        own = at[candidate.arm, batch]
-        return any(at.get((arm, batch), 0.0) >= own for arm in never_slower(candidate.arm))
-
-    chance = chance * [not is_dominated(each) for each in among]
+    by_arm = {(c.arm, c.per_device_train_batch_size): value for c, value in zip(among, chance, strict=True)}
+    # A candidate waits for one that is never slower and no less likely to run and fit.
+    chance = chance * [
+        all(by_arm.get((arm, c.per_device_train_batch_size), -1.0) < value for arm in never_slower(c.arm))
+        for c, value in zip(among, chance, strict=True)
+    ]
     # What more likely fits than not is tried before what surely does and is slower.
     likely = np.minimum(1.0, 2 * fits) * runs
     wanted = best if best is not None else 1.0
@@ -309,17 +306,11 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
         for tried in history.believed(among)
         if tried.candidate != winner.candidate
         and not tried.candidate.arm.torch_compile
-        and _FAR_BEHIND * _fastest(tried) > speed_of(winner)
+        and (measured := tried.measurement) is not None
+        and min(measured.step_seconds_each) * speed_of(winner) < _FAR_BEHIND * tried.candidate.samples_per_step
     }
     possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
     return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
-
-
-def _fastest(tried: Tried) -> float:
-    """Return the speed of the fastest step, in samples a second."""
-    assert tried.measurement is not None
-    seconds = min(tried.measurement.step_seconds_each, default=tried.measurement.step_seconds)
-    return tried.candidate.samples_per_step / seconds
 
 
 def _processes(history: History, winner: Tried, share: float) -> int:
