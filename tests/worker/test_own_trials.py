@@ -763,6 +763,6 @@ keeps = trainer()
 keeps.add_callback(Keeps())
 keeps.train()
 """
-    effort = Effort(warmup_steps=2, min_steps=8, max_steps=8, max_seconds=1000.0)
+    effort = Effort(warmup_steps=2, min_steps=18, max_steps=18, max_seconds=1000.0)
     measured = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), effort).completed.measurement
     assert measured.growth_bytes == pytest.approx(4 * MIB, rel=0.5)

@@ -518,7 +518,7 @@ class StepTimer(StepListener):
             ),
             evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
             evaluates_every=self._evaluations.every,
-            growth_bytes=max((g for g in self._ranks.gather(growth_of(self._held)) if g is not None), default=None),
+            growth_bytes=self._growth_bytes(),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
             ranks=ranks,
             micro_step_seconds=statistics.median(micro) if micro and ranks > 1 else None,
@@ -531,6 +531,11 @@ class StepTimer(StepListener):
             return None
         run, whole = micro_steps_to_run(self._candidate, self._effort), self._candidate.gradient_accumulation_steps
         return statistics.fmean(known) / (self._candidate.samples_per_step * run / whole)
+
+    def _growth_bytes(self) -> int | None:
+        """Return the largest growth of memory per step of any rank; ``None`` without growth."""
+        own = growth_of(self._held, self._meter.fewest_growing_steps)
+        return max((growth for growth in self._ranks.gather(own) if growth is not None), default=None)
 
     def _most(self, figure: int | None) -> int | None:
         """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
