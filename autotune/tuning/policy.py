@@ -306,8 +306,8 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
         for tried in history.believed(among)
         if tried.candidate != winner.candidate
         and not tried.candidate.arm.torch_compile
-        and (measured := tried.measurement) is not None
-        and min(measured.step_seconds_each) * speed_of(winner) < _FAR_BEHIND * tried.candidate.samples_per_step
+        and (one := tried.measurement) is not None
+        and min(one.step_seconds_each, default=0.0) * speed_of(winner) < _FAR_BEHIND * tried.candidate.samples_per_step
     }
     possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
     return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]

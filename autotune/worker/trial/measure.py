@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun
@@ -42,6 +42,8 @@ _LEAST_ENERGY_SECONDS = 0.5
 # Names of tensors without a gradient that are kept. A choice.
 _NAMED = 3
 
+
+Number = TypeVar("Number", int, float)
 
 MOST_SKIPPED_STEPS = 20
 """Most steps that are run again because fp16's gradient scaler skipped their update.
@@ -513,12 +515,10 @@ class StepTimer(StepListener):
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
-            core_wait_share=max(
-                (s for s in self._ranks.gather(self._core_wait.share()) if s is not None), default=None
-            ),
+            core_wait_share=self._largest_known(self._core_wait.share()),
             evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
             evaluates_every=self._evaluations.every,
-            growth_bytes=self._growth_bytes(),
+            growth_bytes=self._largest_known(growth_of(self._held, self._meter.fewest_growing_steps)),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
             ranks=ranks,
             micro_step_seconds=statistics.median(micro) if micro and ranks > 1 else None,
@@ -532,10 +532,9 @@ class StepTimer(StepListener):
         run, whole = micro_steps_to_run(self._candidate, self._effort), self._candidate.gradient_accumulation_steps
         return statistics.fmean(known) / (self._candidate.samples_per_step * run / whole)
 
-    def _growth_bytes(self) -> int | None:
-        """Return the largest growth of memory per step of any rank; ``None`` without growth."""
-        own = growth_of(self._held, self._meter.fewest_growing_steps)
-        return max((growth for growth in self._ranks.gather(own) if growth is not None), default=None)
+    def _largest_known(self, figure: Number | None) -> Number | None:
+        """Return the largest figure of the ranks that know theirs; ``None`` where no rank does."""
+        return max((each for each in self._ranks.gather(figure) if each is not None), default=None)
 
     def _most(self, figure: int | None) -> int | None:
         """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
