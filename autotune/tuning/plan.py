@@ -356,9 +356,9 @@ class Plan:
                 return Step("search", variant)
             # Pinned to one core if it is host-bound, after all levers: captured, it needs no fast host.
             on_one_core = pinned(self._space, self.history, best)
-            if on_one_core is not None and not self.history.attempts(on_one_core) and self._is_settled:
-                if not self._is_last and self._next_idea() is None:
-                    return Step("search", on_one_core)
+            is_its_turn = self._is_settled and not self._is_last and self._next_idea() is None
+            if on_one_core is not None and not self.history.attempts(on_one_core) and is_its_turn:
+                return Step("search", on_one_core)
         if self._request.objective != "throughput":
             return None
         return self._final(best)
