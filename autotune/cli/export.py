@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.completion import study_argument
-from autotune.cli.options import service_of, table_options
+from autotune.cli.options import service_of, study_argument, table_options
 from autotune.cli.output import FilePath, as_printed, write_text
 
 if TYPE_CHECKING:

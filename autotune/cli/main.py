@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 _COMMANDS = {
     "search": "autotune.cli.search",
-    "resume": "autotune.cli.resume",
+    "resume": "autotune.cli.search",
     "predict": "autotune.cli.predict",
     "advise": "autotune.cli.predict",
     "show": "autotune.cli.studies",

@@ -9,8 +9,7 @@ import sys
 
 import click
 
-from autotune.cli.completion import study_argument
-from autotune.cli.options import table_options
+from autotune.cli.options import study_argument, table_options
 from autotune.core.errors import InvalidRequestError
 from autotune.core.real_training import VARIABLE, RealTraining
 
@@ -34,7 +33,7 @@ def run(study: str, script: tuple[str, ...], anyway: bool, recover: bool, storag
       autotune run STUDY -- python train.py --epochs 3 --output_dir out
       autotune run STUDY -- python train.py --batch-size {batch} --accum {accumulation}
     """
-    from autotune.execution.process_environment import without_secrets
+    from autotune.execution.child_process import without_secrets
     from autotune.results.report import load_report
     from autotune.results.training import make_start
     from autotune.store.opening import open_store

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.completion import study_argument
-from autotune.cli.options import service_of, table_options
+from autotune.cli.options import service_of, study_argument, table_options
 from autotune.cli.output import FilePath, print_json, print_lines, terminal_columns, write_text
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.completion import COMPLETERS
-from autotune.cli.options import table_options
+from autotune.cli.options import COMPLETERS, table_options
 from autotune.cli.output import print_json, print_lines
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode

@@ -55,7 +55,7 @@ class TracedStep:
 
     arm: Arm
     step: str
-    """See ``autotune.worker.fake.scaling``."""
+    """See ``autotune.worker.fake.memory``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
     if measured is None or rates is None:
         return chip
     if measured.collectives:
-        rates = replace(rates, link=replace(rates.link or PCIE_4, **cast(dict[str, Any], measured.collectives)))
+        rates = replace(rates, link=replace(rates.link or PCIE_4, **cast("dict[str, Any]", measured.collectives)))
         chip = replace(chip, rates=rates)
     if chip.name.lower() == FITTED_CHIP:
         return chip

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autotune.core.candidate import Candidate
-from autotune.core.jobs import Job, TrialWork
-from autotune.core.messages import Answer, Progress
+from autotune.core.messages import Answer, Job, Progress, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement

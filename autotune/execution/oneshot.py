@@ -12,11 +12,9 @@ from typing import Self, TypeVar
 
 from autotune.core.errors import TrialServerError
 from autotune.core.placement import Placement
-from autotune.core.private_files import private_opener
 from autotune.core.schema import decode, encode
-from autotune.core.scratch import make_scratch
-from autotune.execution.child_process import ChildProcess
-from autotune.execution.process_environment import server_environment
+from autotune.core.scratch import make_scratch, private_opener
+from autotune.execution.child_process import ChildProcess, server_environment
 from autotune.execution.process_outcome import tail
 
 # A job that fits into the pipe is written at once. Of a longer one the rest is read after torch was imported.

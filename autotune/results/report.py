@@ -12,7 +12,7 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts
 from autotune.core.errors import StorageError, TooNoisyError
-from autotune.core.noise import accepts_noise
+from autotune.core.measured_steps import accepts_noise
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, read_source

@@ -123,12 +123,12 @@ def token_of(request: Request) -> str:
 
 def access_of(request: Request) -> Access:
     """Return the access rules of the application that serves a request."""
-    return cast(Access, request.app.state.access)
+    return cast("Access", request.app.state.access)
 
 
 # FastAPI runs a dependency that is not asynchronous in a thread, which takes longer than what these do.
 async def _searches_of(request: Request) -> Searches:
-    return cast(Searches, request.app.state.searches)
+    return cast("Searches", request.app.state.searches)
 
 
 async def _reader(request: Request) -> TokenRecord:

@@ -24,9 +24,9 @@ from autotune.results.study_view import trial_view
 from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
 from autotune.service.documents import SearchDocument
-from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     VERIFIES,
+    Listed,
     Submission,
     VerificationSubmission,
     canonical,
@@ -258,7 +258,7 @@ class Searches:
         times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
         return cast(
-            SearchDocument,
+            "SearchDocument",
             {name: getattr(job, name) for name in _SHOWN}
             | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
             | {

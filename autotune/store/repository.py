@@ -1,10 +1,14 @@
-"""Read and write the records: every method is one short transaction and returns plain values."""
+"""Read and write the records: every method is one short transaction and returns plain values.
+
+Importing this loads SQLAlchemy, but not Alembic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,13 +17,13 @@ from sqlalchemy import Connection, Engine, Row, Select, Text, cast, delete, func
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.core.look import Look
-from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
+from autotune.core.outcome import Completed, Failed, Outcome, outcome_document, outcome_from_document
 from autotune.core.schema import decode, encode
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
-from autotune.store.engine import Syncing, insert_if_absent, storage_errors, transaction
+from autotune.store.engine import Syncing, build_engine, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
-from autotune.store.location import Location
+from autotune.store.location import Location, resolve_location
 from autotune.store.queue import Queue
 from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
@@ -395,3 +399,50 @@ def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord
             f"the database holds a trial that this autotune cannot read ({error})",
             "upgrade autotune, or choose another file with --storage",
         ) from error
+
+
+@dataclass(frozen=True)
+class MeasuredTrial:
+    """A completed trial, with the name that the driver gives its GPU."""
+
+    id: str
+    device_name: str
+    candidate: Candidate
+    outcome: Completed
+
+
+def measured_trials(location: str, workload_fingerprint: str, lock_timeout_seconds: float) -> list[MeasuredTrial]:
+    """Return the completed trials of a workload on all GPUs, oldest first; none without a database.
+
+    Nothing is created or upgraded. Unreadable trials are left out. Raises ``StorageError`` where the database is
+    locked, damaged or of another kind.
+    """
+    place = resolve_location(location)
+    query = (
+        select(TrialRow.id, TrialRow.candidate, TrialRow.outcome, EnvironmentRow.document)
+        .join(WorkloadRow, WorkloadRow.id == TrialRow.workload_id)
+        .join(EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
+        .where(
+            WorkloadRow.fingerprint == workload_fingerprint,
+            TrialRow.state == "completed",
+            TrialRow.stage != "reused",
+        )
+        .order_by(TrialRow.started_at)
+    )
+    if place.path is not None and not place.path.is_file():
+        return []
+    with storage_errors(place.label):
+        engine = build_engine(place, lock_timeout_seconds)
+        try:
+            with transaction(engine, writes=False) as connection:
+                rows = connection.execute(query).all()
+        finally:
+            engine.dispose()
+    trials = []
+    for trial_id, candidate, outcome, environment in rows:
+        with suppress(ValueError, KeyError, TypeError):
+            read = outcome_from_document(outcome)
+            if isinstance(read, Completed) and environment.get("device_kind") == "cuda":
+                name = str(environment["device_name"])
+                trials.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), read))
+    return trials

@@ -20,9 +20,7 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autotune.training.batches import IGNORED, without_adapters
-from autotune.training.during import during_training
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import IGNORED, SettingUnavailableError, during_training, without_adapters
 
 # Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
 # more is gained.

@@ -8,8 +8,8 @@ from tiny import QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.chip import Chip
-from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork, Work
 from autotune.core.look import LookWork
+from autotune.core.messages import DataWork, InspectionWork, Job, TrialWork, Work
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import PredictionWork
 from autotune.core.rehearsal import RehearsalWork

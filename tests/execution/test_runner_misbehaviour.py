@@ -186,7 +186,7 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Tr
 
 def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.execution.trial_server._GRACE_SECONDS", 0.5)
-    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.server_process.LEAVE_SECONDS", 0.5)
     run_trial(stand_in_runner, "complete")
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
@@ -200,7 +200,7 @@ def test_closing_does_not_wait_for_imports(
 ) -> None:
     # Each for longer than a test may take.
     monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "3000")
-    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 3000.0)
+    monkeypatch.setattr("autotune.execution.server_process.LEAVE_SECONDS", 3000.0)
     with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         pid = server()
     assert all_gone([pid])

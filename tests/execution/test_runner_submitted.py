@@ -11,8 +11,7 @@ from run_trial import run_trial
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
-from autotune.core.jobs import Job
-from autotune.core.messages import Answer
+from autotune.core.messages import Answer, Job
 from autotune.core.outcome import Completed
 from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode

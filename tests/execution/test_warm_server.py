@@ -76,7 +76,7 @@ def test_a_server_that_would_not_do_is_ended(
     elif why == "variables":
         monkeypatch.setenv("MKL_NUM_THREADS", "1")
     elif why == "versions":
-        monkeypatch.setattr("autotune.execution.warm_server.version_of", lambda package: "99")
+        monkeypatch.setattr("autotune.execution.server_process.version_of", lambda package: "99")
     elif why == "killed":
         os.kill(first, signal.SIGKILL)
     else:

@@ -267,8 +267,7 @@ def test_pages_ask_this_service_alone(visitor: TestClient) -> None:
 def test_the_optuna_dashboard_is_for_those_who_have_a_token(
     searches: Searches, store: Store, on_gpu: StandInEngine, writer: TestClient
 ) -> None:
-    from autotune.service.app import make_app
-    from autotune.service.dashboard import WithDashboard
+    from autotune.service.app import WithDashboard, make_app
     from autotune.service.pages import add_pages
 
     writer.post("/v1/searches", json=LARGE)

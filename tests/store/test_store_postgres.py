@@ -33,9 +33,8 @@ from autotune.store.engine import (
 )
 from autotune.store.leases import name_of_study
 from autotune.store.location import resolve_location, shown_location
-from autotune.store.measured import measured_trials
 from autotune.store.opening import current_revision, head_revision, migrations_folder, open_store, upgrade
-from autotune.store.repository import Store
+from autotune.store.repository import Store, measured_trials
 
 HEAD = head_revision(migrations_folder())
 

@@ -22,9 +22,8 @@ from autotune.results.wording import rate_unit
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
 from autotune.service.pages.form import arguments, command_of, fields_of, not_in_fields, request_again
-from autotune.service.pages.frame import Visitor, error_page, sign_in_page
-from autotune.service.pages.listing import Row
-from autotune.service.pages.rendered import rendered_of
+from autotune.service.pages.frame import Visitor, error_page, rendered_of, sign_in_page
+from autotune.service.pages.home import Row
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
 from autotune.store.queue import ENDED, JobRecord, TokenRecord

@@ -18,8 +18,8 @@ from transformers import (
 
 from autotune.core.workload import Workload
 from autotune.training.rows import PackedRows
-from autotune.worker.dataset.image_text import ImageTextCollator, open_stored
 from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
+from autotune.worker.dataset.tokenizer import ImageTextCollator, open_stored
 
 # Files of a prepared dataset in its folder: the samples (tokens and labels, or undecoded images with labels or texts),
 # the number of tokens of each sample, of each target of a seq2seq task and of each sample's images, and the tokenizer

@@ -15,8 +15,7 @@ from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
 from autotune.core.chip import Chip
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
 from autotune.core.workload import Workload
-from autotune.worker.fake.allocator import OutOfCapError, replay
-from autotune.worker.fake.scaling import ScalableStep, unpacked
+from autotune.worker.fake.memory import OutOfCapError, ScalableStep, replay, unpacked
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, Events
 

@@ -18,14 +18,13 @@ from autotune.core.chip import Chip
 from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
 from autotune.space.features import optim_package
-from autotune.space.precision_names import HALF
+from autotune.space.levers import HALF
 from autotune.training import loss, sparse
 from autotune.worker.checkpointing import enable_checkpointing
-from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
+from autotune.worker.fake.memory import TRACED_BATCH, ScalableStep
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import ZeroRank, compute_dtype, shard_model
-from autotune.worker.fake.scaling import TRACED_BATCH, ScalableStep
-from autotune.worker.fake.semantics import install_cuda_semantics
+from autotune.worker.fake.semantics import FewBitsOptimizer, install_cuda_semantics, quantize_fake
 from autotune.worker.fake.tracer import StorageTracer, Trace, fake_of, materialise
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks

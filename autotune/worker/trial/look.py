@@ -23,15 +23,15 @@ from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.workload import Workload
 from autotune.space.arms import applied_settings
 from autotune.training import apply
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.private.transformers import is_reporting
 from autotune.worker.trial.build import build_config, build_model
-from autotune.worker.trial.losses import on_each_micro_step
 from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
+from autotune.worker.trial.step_checks import on_each_micro_step
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 # A gradient is projected in rows of so many numbers: the random directions are products of one along the rows and one

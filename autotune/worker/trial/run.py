@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.core.candidate import Candidate
-from autotune.core.jobs import TrialWork
-from autotune.core.messages import Progress
+from autotune.core.messages import Progress, TrialWork
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
@@ -42,11 +41,9 @@ from autotune.worker.trial.build import (
     shard_from_meta,
 )
 from autotune.worker.trial.cores import pin_to_one_core
-from autotune.worker.trial.gpu_busy import busy_step
-from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, failure_of, most_host_bytes, open_meter
-from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
+from autotune.worker.trial.meter import Meter, busy_step, failure_of, most_host_bytes, open_meter
+from autotune.worker.trial.step_checks import LossWatch, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_ingredients
 from autotune.worker.trial.trainer_steps import LeftOutInputs, TrainerSteps
 

@@ -26,9 +26,8 @@ from torch.nn.modules import module as modules
 from autotune.worker.arrays import arrays_by_place, is_row, lengths_by_place
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
-from autotune.worker.stack import lines_above, users_line
 from autotune.worker.trial.listener import Listener
-from autotune.worker.wrapping import around
+from autotune.worker.wrapping import around, lines_above, users_line
 
 # Of a model's output these are hooked at most, and of its input looked at. A choice.
 _MOST_TENSORS = 16

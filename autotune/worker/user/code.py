@@ -15,9 +15,8 @@ from typing import Any
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 from autotune.core.units import lines_with_words
 from autotune.worker.process import flush_output
-from autotune.worker.stack import users_line
 from autotune.worker.user.protection import begin_run, refused_write
-from autotune.worker.wrapping import around, on_import
+from autotune.worker.wrapping import around, on_import, users_line
 
 OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 """Options that name the folder which scripts write to, as HfArgumentParser spells them."""

@@ -15,10 +15,9 @@ from autotune.core import loop as loop_interface
 from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork
 from autotune.core.launch_command import ALONE
 from autotune.core.loop import LoopConfig
-from autotune.core.messages import Problem
+from autotune.core.messages import InspectionWork, Problem
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
@@ -26,7 +25,6 @@ from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.stack import module_of
 from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
@@ -39,6 +37,7 @@ from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
 from autotune.worker.user.script_options import next_step, watch_options
+from autotune.worker.wrapping import module_of
 
 Finish = Callable[[InspectionAnswer], NoReturn]
 """Sends the answer, and ends the process."""

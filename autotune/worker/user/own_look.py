@@ -24,7 +24,7 @@ from autotune.worker.trial.look import in_full_float32, prepare_look, step_of, t
 from autotune.worker.trial.step_checks import StepChecks
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.trainer_fields import generates
+from autotune.worker.user.trainer_code import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 from autotune.worker.wrapping import around
 

@@ -15,20 +15,19 @@ import torch
 
 from autotune.core import loop as loop_interface
 from autotune.core.candidate import Candidate
-from autotune.core.jobs import TrialWork
 from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
 from autotune.core.loop import LoopConfig, loop_arguments
+from autotune.core.messages import TrialWork
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, Outcome, OutOfMemory
 from autotune.core.placeholders import Values
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
-from autotune.space.precision_names import HALF
-from autotune.training.errors import SettingUnavailableError
+from autotune.space.levers import HALF
+from autotune.training.batches import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
-from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks, problem_of_loss
 from autotune.worker.user.adapter import Changes, Measured
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
 from autotune.worker.user.frameworks import OVERLAYS

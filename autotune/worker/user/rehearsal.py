@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from autotune.core.jobs import TrialWork
+from autotune.core.messages import TrialWork
 from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
@@ -45,7 +45,7 @@ from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.samples import read_lengths
-from autotune.worker.user.trainer_fields import generates
+from autotune.worker.user.trainer_code import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 
 # Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.look import LookAnswer, LookWork
+from autotune.core.messages import InspectionWork, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory, outcome_document
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.scratch import Scratch

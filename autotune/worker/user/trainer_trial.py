@@ -18,9 +18,9 @@ from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
-from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.run import known_fields
+from autotune.worker.trial.step_checks import LossWatch
 from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
@@ -29,12 +29,13 @@ from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import (
     Overlay,
+    generates,
     ignored_message,
     intercept,
+    otherwise,
     own_batch,
     run_source,
 )
-from autotune.worker.user.trainer_fields import generates, otherwise
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20

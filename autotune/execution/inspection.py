@@ -1,18 +1,24 @@
-"""Inspect the GPU in a process of its own, while the trial server imports torch."""
+"""Inspect this machine in processes of their own: the GPU, and what keeps the user's code from touching their files."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+from autotune.core.code_interface import FoundProtection
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
+from autotune.core.schema import decode
 from autotune.devices.nvml import device_used_bytes
+from autotune.execution.child_process import server_environment
 from autotune.execution.oneshot import NoAnswerError, OneShot
-from autotune.execution.process_environment import server_environment
 
 _MODULE = "autotune.worker.gpu_facts"
 # Importing torch and starting CUDA took 5 to 8 s on slow hosts (H200, 16 virtual cores).
@@ -93,3 +99,23 @@ def merged(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
         chip=of_gpu.chip,
         calibration=of_gpu.calibration,
     )
+
+
+# It takes a tenth of a second. A network file system that does not answer would keep every trial from starting, too.
+_WAIT_SECONDS = 20.0
+
+
+@functools.cache
+def find_protection() -> FoundProtection:
+    """Return the best working file protection, tested in a separate process."""
+    command = [sys.executable, "-P", "-m", "autotune.worker.user.protection"]
+    try:
+        said = subprocess.run(command, capture_output=True, timeout=_WAIT_SECONDS, check=False).stdout
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+    except OSError:
+        said = b""
+    lines = said.decode(errors="replace").splitlines()
+    if not lines:
+        return FoundProtection("none", "the process that tries it out ended without an answer")
+    return decode(json.loads(lines[-1]), FoundProtection)
