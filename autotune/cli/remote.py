@@ -143,6 +143,11 @@ def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool
     if problem is not None:
         raise error_of(problem)
     shown = client.request("GET", f"/v1/verify/{asked['id']}")
+    print_verification(shown, as_json=as_json)
+
+
+def print_verification(shown: Document, *, as_json: bool) -> None:
+    """Print a service's verification. Raises an error for a missed promise."""
     if shown["verification"] is None:
         raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the service's log")
     if as_json:

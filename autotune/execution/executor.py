@@ -13,7 +13,7 @@ from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.devices.host import oom_kills
-from autotune.execution.process_outcome import outcome_of
+from autotune.execution.child_process import outcome_of
 from autotune.execution.trial_server import TrialServer
 
 

@@ -14,8 +14,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch, private_opener
-from autotune.execution.child_process import ChildProcess, server_environment
-from autotune.execution.process_outcome import tail
+from autotune.execution.child_process import ChildProcess, server_environment, tail
 
 # A job that fits into the pipe is written at once. Of a longer one the rest is read after torch was imported.
 _WRITE_SECONDS = 180.0

@@ -20,9 +20,8 @@ from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.core.scratch import Scratch, private_opener
 from autotune.core.workload import Workload
-from autotune.execution.child_process import ChildProcess, server_environment
+from autotune.execution.child_process import ChildProcess, server_environment, tail
 from autotune.execution.inspection import GpuInspection
-from autotune.execution.process_outcome import tail
 from autotune.space.features import version_of
 
 # How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.

@@ -20,9 +20,15 @@ from autotune.results.json_document import report_document
 from autotune.results.recipes import AnyForm, exported_text
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
-from autotune.service.documents import SearchDocument, SearchesDocument
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.openapi import advice_body, prediction_body, search_body, verification_body
+from autotune.service.openapi import (
+    SearchDocument,
+    SearchesDocument,
+    advice_body,
+    prediction_body,
+    search_body,
+    verification_body,
+)
 from autotune.service.predictions import Predictions
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, describe_devices

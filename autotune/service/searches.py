@@ -23,7 +23,7 @@ from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
 from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
-from autotune.service.documents import SearchDocument
+from autotune.service.openapi import SearchDocument
 from autotune.service.requests import (
     VERIFIES,
     Listed,

@@ -21,7 +21,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.core.errors import StorageError
-from autotune.core.installation import how_to_add
+from autotune.space.features import how_to_add
 from autotune.store.location import Location
 
 CONNECT_SECONDS = 10

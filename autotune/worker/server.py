@@ -467,7 +467,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     match job.work:
         case PredictionWork() as work:
             # Patches torch permanently, so it is imported only in this process.
-            from autotune.worker.fake.predict import predict
+            from autotune.worker.fake.step import predict
 
             send("result", predict(work, job.workload))
         case DataWork(folder):

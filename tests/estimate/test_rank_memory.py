@@ -51,7 +51,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.worker.fake.memory import replay
 from autotune.core.prediction import PredictionWork
-from autotune.worker.fake.predict import anatomy, predict
+from autotune.worker.fake.step import anatomy, predict
 from autotune.worker.fake.ranks import why_not_sharded
 from autotune.worker.fake.memory import ScalableStep
 from autotune.worker.fake.step import FakeTraining

@@ -25,8 +25,8 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.execution import TrialServer
+from autotune.execution.child_process import tail
 from autotune.execution.oneshot import run_fresh
-from autotune.execution.process_outcome import tail
 
 LIMITS_SECONDS = (2.0, 20.0, 100.0)
 """Of trials that are to be seen to begin, and then to be ended: the first that is enough for that on a busy machine."""

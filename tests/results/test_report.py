@@ -29,7 +29,7 @@ from autotune.core.outcome import Completed, Measurement
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, format_deviation
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
-from autotune.results.html.charts import draw_speed_chart
+from autotune.results.html.page import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.study_view import trial_view

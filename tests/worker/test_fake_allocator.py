@@ -99,7 +99,7 @@ from autotune.worker.fake.memory import replay
 from autotune.worker.fake.memory import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import StorageTracer
-from autotune.worker.fake.predict import anatomy
+from autotune.worker.fake.step import anatomy
 from autotune.core.workload import Workload
 
 chip = CHIPS["h200"]

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
-from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
-from autotune.worker.user.script_options import next_step
+from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE, next_step
 from autotune.worker.wrapping import before, lines_above, module_of, on_import, users_line
 
 Stop = Callable[[str, str], None]

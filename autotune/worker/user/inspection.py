@@ -29,14 +29,13 @@ from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import TrainingWatch
 from autotune.worker.user.adapter import AccumulatesBy, Changes, GiveBatches, Observer, Overlay
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, trim, watch_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
-from autotune.worker.user.script_options import next_step, watch_options
 from autotune.worker.wrapping import module_of
 
 Finish = Callable[[InspectionAnswer], NoReturn]

@@ -29,14 +29,13 @@ from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_st
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks, problem_of_loss
 from autotune.worker.user.adapter import Changes, Measured
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, set_options, trim
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
 from autotune.worker.user.loop_steps import LoopSteps, StepMarks
 from autotune.worker.user.placeholder_steps import PlaceholderSteps, set_variables
 from autotune.worker.user.samples import spread_loader
-from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around
 
 # Steps that the ends of the data cut short are not counted. A choice.

@@ -19,9 +19,8 @@ from autotune.training import apply
 from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
-from autotune.worker.trial.run import known_fields
+from autotune.worker.trial.run import TrainerSteps, known_fields
 from autotune.worker.trial.step_checks import LossWatch
-from autotune.worker.trial.trainer_steps import TrainerSteps
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of

@@ -16,8 +16,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from autotune.core.real_training import PeakBytes, StockResult, StockWork, Stretch
 from autotune.core.units import GIB
-from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.training import apply
 from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset

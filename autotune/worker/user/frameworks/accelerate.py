@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 from autotune.core.candidate import Precision
 from autotune.space.levers import ACCELERATE
 from autotune.worker.user.adapter import AccumulatesBy, Overlay, silence
-from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.script_options import set_options
+from autotune.worker.user.code import UserCodeError, set_options
 from autotune.worker.wrapping import after, around, before, on_import
 
 # More epochs or steps than any trial trains for: what comes after the training is not reached.
