@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from autotune.cli.options import SectionedCommand, options_given, service_of, study_argument, table_options
 from autotune.cli.output import print_json, print_lines, terminal_columns
 from autotune.core.errors import InvalidRequestError
-from autotune.core.stop import StopReason
+from autotune.store.records import StopReason
 
 if TYPE_CHECKING:
     from autotune.results.report import Report

@@ -180,7 +180,7 @@ def run(study: str, script: tuple[str, ...], anyway: bool, recover: bool, storag
     variables = {**without_secrets(os.environ), **start.variables}
     if recover:
         from autotune.core.schema import decode
-        from autotune.execution.recovery import run_recovering
+        from autotune.execution.oneshot import run_recovering
 
         training = decode(json.loads(start.handed[VARIABLE]), RealTraining)
         raise SystemExit(

@@ -19,8 +19,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from autotune.core.chip import PCIE_3, PCIE_4, PCIE_5, Link, Rates
-from autotune.core.chip import Chip as Chip
+from autotune.core.device import PCIE_3, PCIE_4, PCIE_5, Link, Rates
+from autotune.core.device import Chip as Chip
 from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.units import MIB, parse_bytes
 

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from autotune.core.chip import PCIE_4, Calibration, Chip, Rates
-from autotune.core.device import Precision
+from autotune.core.device import PCIE_4, Calibration, Chip, Precision, Rates
 from autotune.core.prediction import Operation, Operations, amount_at
 
 

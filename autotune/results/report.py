@@ -21,8 +21,7 @@ from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.noise import too_noisy
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed, Tried, deviations
 from autotune.store.engine import damaged
-from autotune.store.records import StudyRecord, StudySummary, TrialRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats, StudyRecord, StudySummary, TrialRecord
 from autotune.store.repository import Store
 
 

@@ -19,13 +19,12 @@ from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, Outcome, outcome_document, outcome_from_document
 from autotune.core.schema import decode, encode
-from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
 from autotune.store.engine import Syncing, build_engine, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location, resolve_location
 from autotune.store.queue import Queue
-from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
+from autotune.store.records import LeftOut, PastTrial, StopReason, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
 
 # Set when the study is created. All other columns may change until it ends, and again when it is resumed.

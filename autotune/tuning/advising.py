@@ -7,8 +7,7 @@ from typing import Any
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
-from autotune.core.chip import Chip
-from autotune.core.device import precisions_of
+from autotune.core.device import Chip, precisions_of
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.prediction import Operations
 from autotune.core.schema import encode

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Calibration, Chip
+from autotune.core.device import Calibration, Chip
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.lengths import Batching, SampleLengths, choose_multiple, shapes_of

@@ -6,7 +6,7 @@ Both sides write lines of JSON. The controller writes to standard input: first t
     {"workload": {…} | null, "is_plain": true | false}
     {"job": {"id": …, "kind": "trial", "work": {…}, "workload": {…}, "log_path": …, "timeout_seconds": …}}
 
-``autotune.core.messages`` describes the jobs, ``autotune.core.messages`` what comes back.
+``autotune.core.messages`` describes the jobs, and what comes back.
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
 each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of

@@ -7,7 +7,7 @@ import pytest
 from tiny import QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.look import LookWork
 from autotune.core.messages import DataWork, InspectionWork, Job, TrialWork, Work
 from autotune.core.placement import RankDevices

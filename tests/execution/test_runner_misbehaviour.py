@@ -17,8 +17,7 @@ from run_trial import run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.device import Device
+from autotune.core.device import Chip, Device
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome

@@ -10,7 +10,7 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.messages import Answer, Job
 from autotune.core.outcome import Completed
 from autotune.core.prediction import PredictionWork

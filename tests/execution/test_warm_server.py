@@ -12,8 +12,7 @@ from run_trial import run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.device import Device
+from autotune.core.device import Chip, Device
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.core.workload import Workload

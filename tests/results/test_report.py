@@ -26,7 +26,6 @@ from reported import (
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError
 from autotune.core.outcome import Completed, Measurement
-from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, format_deviation
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
 from autotune.results.html.page import draw_speed_chart
@@ -37,6 +36,7 @@ from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.results.wording import state_of, times
 from autotune.store.opening import open_store
+from autotune.store.records import NOTHING_LEFT, StopReason
 from autotune.store.repository import Store
 
 

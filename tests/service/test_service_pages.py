@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from autotune.core.candidate import Document
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import StorageError
-from autotune.core.owner import this_owner
+from autotune.core.placement import this_owner
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches

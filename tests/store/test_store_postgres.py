@@ -21,7 +21,7 @@ from searching import search
 
 from autotune.cli.main import cli
 from autotune.core.errors import StorageError
-from autotune.core.owner import this_owner
+from autotune.core.placement import this_owner
 from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.store.engine import (
     LOCK_TIMEOUT_SECONDS,

@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 from autotune import __version__
-from autotune.core.kernel_kinds import merge_kinds
+from autotune.core.outcome import merge_kinds
 from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import GIB, MIB, format_bytes, format_next_run, format_rate, format_seconds, plural
 from autotune.estimate.step_time import StepTime

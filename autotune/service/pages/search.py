@@ -27,7 +27,7 @@ from autotune.service.pages.home import Row
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode, encode
 from autotune.training.loss import pieces_of

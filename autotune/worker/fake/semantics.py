@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.workload import Workload
 from autotune.worker.private.torch import replace_attention, without_cpu_autocast
 from autotune.worker.private.transformers import decide_masks_without_values

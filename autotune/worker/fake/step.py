@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from autotune.core.candidate import Arm
 from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
 from autotune.core.workload import Workload
 from autotune.space.features import optim_package

@@ -24,10 +24,9 @@ from autotune.worker.dataset.prepared import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
-from autotune.worker.trial.listener import StepListener
 from autotune.worker.trial.meter import BusyStep, Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
-from autotune.worker.trial.training_watch import StepCounts
+from autotune.worker.trial.training_watch import StepCounts, StepListener
 
 # Of steps that call models without gradients now more often, now less, more than so many times the most. A choice.
 _FAR_MORE = 2

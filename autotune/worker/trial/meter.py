@@ -1,4 +1,4 @@
-"""Measure time, memory and energy on a device, and the share of a step in which a GPU is busy.
+"""Measure time, memory and energy on a device, the share in which a GPU is busy, and the arithmetic of a step.
 
 Kineto records every kernel, copy and memset that the GPU executes. Only CUDA activity is recorded, not torch's
 operators. Profiling slows down the host but hardly the kernels. So the GPU's busy seconds are taken from the profiled
@@ -7,6 +7,9 @@ step and divided by the seconds of the timed steps.
 At most two micro-steps are profiled, whatever the accumulation. One adds to existing gradients and stands for all but
 the last. The other is the last one, with clipping and the optimizer. Copies to the GPU before the step begins are left
 out: they are part of waiting for data, which is measured separately.
+
+What is looked at is one forward pass. In the backward pass each product is computed once more for each of its two
+inputs that has a gradient. Nothing that is computed again, for checkpointing or within attention, counts.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from autotune.core.kernel_kinds import kind_of_kernel
-from autotune.core.outcome import Failed, OutOfMemory
+from autotune.core.outcome import Failed, OutOfMemory, kind_of_kernel
 from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
 from autotune.worker.failures import classify
@@ -487,3 +491,73 @@ def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep 
     if meter.device.type != "cuda":
         return None
     return BusyStep(Profiler(), meter, micro_steps_run, micro_steps)
+
+
+class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is computed while it is entered: forward passes, with what their backward passes will compute."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward_flops = 0
+        self.flops = 0
+        """Of the forward and the backward pass."""
+        self.tokens: int | None = None
+        """Padding included; ``None`` where the model takes no ``input_ids``."""
+
+    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        """Run and count an operation."""
+        named = named or {}
+        result = function(*given, **named)
+        if (flops := _flops_of(function, given, named, result)) is not None:
+            self.forward_flops += flops
+            self.flops += flops * (1 + _gradients(function, given))
+        return result
+
+    def count_first(self, trainer: Any) -> None:
+        """Count the first micro-step of a ``Trainer``, during warm-up."""
+        compute_loss: Callable[..., Any] = trainer.compute_loss
+
+        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            trainer.compute_loss = compute_loss
+            tokens = inputs.get("input_ids")
+            self.tokens = None if tokens is None else tokens.numel()
+            with self:
+                return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = counted
+
+
+def _flops_of(function: Any, given: Any, named: Any, result: Any) -> int | None:
+    """Return the FLOPs of an operation; ``None`` for an operation that does not count."""
+    packet = function.overloadpacket
+    if packet._qualified_op_name in ("aten::_grouped_mm", "aten::_scaled_grouped_mm"):
+        # Each row of the first is multiplied by one matrix of the second.
+        return 2 * int(given[0].shape[-2]) * int(given[0].shape[-1]) * int(given[1].shape[-1])
+    if packet._qualified_op_name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        packet = torch.ops.aten._scaled_dot_product_flash_attention
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return None
+    if "attention" in packet.__name__:
+        given = _with_all_heads(given, axis=1 if "scaled_dot_product" in packet.__name__ else -2)
+    return int(formula(*given, **named, out_val=result))
+
+
+def _with_all_heads(given: Any, axis: int) -> Any:
+    """Return attention inputs with keys and values expanded to all heads, as torch 2.11's formulas require."""
+    query, *others = given[:3]
+    whole = []
+    for each in others:
+        shape = list(each.shape)
+        shape[axis] = query.shape[axis]
+        whole.append(each.new_empty(shape, device="meta"))
+    return (query, *whole, *given[3:])
+
+
+def _gradients(function: Any, given: Any) -> int:
+    """Return the number of inputs of a product that get a gradient."""
+    matrices = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1]
+    if "attention" in function.__name__:
+        # Of queries by keys, and of the result by values.
+        return 2 * matrices[0].requires_grad
+    return sum(each.requires_grad for each in matrices[-2:])

@@ -35,7 +35,6 @@ from autotune.worker.dataset.prepared import BatchShape, PreparedDataset, Schedu
 from autotune.worker.private.torch import set_allocator_settings
 from autotune.worker.private.transformers import change_train_sampler
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
-from autotune.worker.trial.arithmetic import Arithmetic
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.build import (
     built_or_on_meta,
@@ -47,7 +46,7 @@ from autotune.worker.trial.build import (
 )
 from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Meter, busy_step, failure_of, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Arithmetic, Meter, busy_step, failure_of, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import LossWatch, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_ingredients
 

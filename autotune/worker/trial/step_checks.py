@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from autotune.core.outcome import FailureReason
 from autotune.core.real_training import RealTraining
 from autotune.space.levers import HALF
-from autotune.worker.trial.listener import Listener
-from autotune.worker.trial.training_watch import Call, StepCounts, TrainingWatch
+from autotune.worker.trial.training_watch import Call, Listener, StepCounts, TrainingWatch
 
 # Default of torch.amp.GradScaler, which accelerate does not change.
 _FIRST_SCALE = 2.0**16

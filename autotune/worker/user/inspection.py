@@ -25,9 +25,8 @@ from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
-from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
 from autotune.worker.user.adapter import AccumulatesBy, Changes, GiveBatches, Observer, Overlay
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, trim, watch_options
 from autotune.worker.user.frameworks import OVERLAYS

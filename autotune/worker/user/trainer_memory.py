@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autotune.core.candidate import OWN_OPTIM, Arm
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.messages import InspectionWork
 from autotune.core.prediction import TracedStep
