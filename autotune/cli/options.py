@@ -6,7 +6,7 @@ click makes the rest: ``eval "$(_AUTOTUNE_COMPLETE=bash_source autotune)"``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -16,12 +16,6 @@ from autotune.core.arguments import with_levers
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.option_kinds import FLAG, GIVEN_LEVERS, SCRIPT, Kind
 from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, options_of, values_of
-
-if TYPE_CHECKING:
-    _AnyType = click.ParamType[Any]
-else:
-    # Before click 8.4 the class takes no type in brackets.
-    _AnyType = click.ParamType
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -91,7 +85,7 @@ study_argument = click.argument("study", shell_complete=COMPLETERS["study"])
 """The argument of the commands that take a study of the database."""
 
 
-class _Parsed(_AnyType):
+class _Parsed(click.ParamType[Any]):
     """A click type for a parsing function that raises ``ValueError`` or ``InvalidRequestError``."""
 
     def __init__(self, kind: Kind) -> None:

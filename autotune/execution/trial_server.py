@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from autotune.core.code_interface import Protection, ProtectionKind
-from autotune.core.dataset_folder import HeldData, hold_data
+from autotune.core.dataset_spec import HeldData, hold_data
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer

@@ -18,9 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
 from autotune.results.dashboard import DashboardStorage, app_over
-from autotune.service.access import Access, access_of
+from autotune.service.access import DASHBOARD_PATHS, Access, Guard, access_of
 from autotune.service.feeds import Feeds
-from autotune.service.guard import DASHBOARD_PATHS, Guard
 from autotune.service.openapi import describe_api
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document

@@ -15,7 +15,7 @@ from autotune.core.options import BY_NAME
 from autotune.core.schema import json_schemas
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
 from autotune.results.predicted import AdviceDocument, PredictionDocument, arm_prediction_type, best_prediction_type
-from autotune.service.predictions import NAMES
+from autotune.service.predictions import NAMES, Command
 from autotune.service.problems import MEDIA_TYPE
 from autotune.service.requests import OPTION_NAMES
 from autotune.store.queue import JobState
@@ -272,14 +272,9 @@ def search_body() -> Document:
     return _json_body({**body, "description": "The options of a search: model or code, and what else is to be set."})
 
 
-def prediction_body() -> Document:
-    """Return the schema of a request for a prediction."""
-    return _json_body({**_options_schema(NAMES["predict"]), "required": ["model"]})
-
-
-def advice_body() -> Document:
-    """Return the schema of a request for advice."""
-    return _json_body({**_options_schema(NAMES["advise"]), "required": ["model"]})
+def prediction_body(command: Command) -> Document:
+    """Return the schema of a request for what ``predict`` or ``advise`` prints."""
+    return _json_body({**_options_schema(NAMES[command]), "required": ["model"]})
 
 
 def verification_body() -> Document:

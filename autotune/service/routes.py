@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
-from autotune.results.html.page import html_page
+from autotune.results.html import html_page
 from autotune.results.json_document import report_document
 from autotune.results.recipes import AnyForm, exported_text
 from autotune.results.text import summary_lines
@@ -24,7 +24,6 @@ from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.openapi import (
     SearchDocument,
     SearchesDocument,
-    advice_body,
     prediction_body,
     search_body,
     verification_body,
@@ -243,7 +242,7 @@ async def events(
     return EventStream(feeds_of(request).search(job.id, after if last_event_id is None else last_event_id, token))
 
 
-@router.post("/v1/predict", tags=["predict"], openapi_extra=prediction_body())
+@router.post("/v1/predict", tags=["predict"], openapi_extra=prediction_body("predict"))
 def predict(
     document: Annotated[
         dict[str, Any], Body(examples=[{"model": "bert-large-uncased", "effective_batch": 64, "gpu": ["rtx-3090"]}])
@@ -254,7 +253,7 @@ def predict(
     return cast("Predictions", request.app.state.predictions).answer(document, token.name)
 
 
-@router.post("/v1/advise", tags=["predict"], openapi_extra=advice_body())
+@router.post("/v1/advise", tags=["predict"], openapi_extra=prediction_body("advise"))
 def advise(
     document: Annotated[
         dict[str, Any], Body(examples=[{"model": "gpt2-medium", "effective_batch": 64, "price": ["l4=0.7"]}])

@@ -20,8 +20,8 @@ import uvicorn
 from autotune.core.errors import InvalidRequestError
 from autotune.engine.local import LocalEngine
 from autotune.engine.work import Engine
+from autotune.service.access import OncePerMinute, limited_protocol, raise_open_files
 from autotune.service.app import WithDashboard, make_app
-from autotune.service.guard import OncePerMinute, limited_protocol, raise_open_files
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
 from autotune.service.requests import read_listed_code

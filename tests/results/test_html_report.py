@@ -28,7 +28,7 @@ from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime
 from autotune.results.export import make_export
-from autotune.results.html.page import Scale, html_page
+from autotune.results.html import Scale, html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.store.records import LeftOut

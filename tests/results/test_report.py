@@ -28,7 +28,7 @@ from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.units import GIB, format_deviation
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
-from autotune.results.html.page import draw_speed_chart
+from autotune.results.html import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.study_view import trial_view

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from autotune.core.ceiling import Ceiling
 from autotune.core.errors import ServiceError, StorageError
 from autotune.service import access, routes
-from autotune.service.guard import OncePerMinute
+from autotune.service.access import OncePerMinute
 from autotune.service.predictions import PredictionProcess, Predictions
 from autotune.service.searches import Searches
 from autotune.service.server import Settings, serve

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from autotune.core.errors import AutotuneError, ServiceError
-from autotune.results.html.page import FOLDER, environment
+from autotune.results.html import FOLDER, environment
 from autotune.service.access import COOKIE, access_of
 from autotune.service.change_events import ChangeEvents
 from autotune.service.problems import problem_document

@@ -16,7 +16,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_seconds
 from autotune.results.export import Format, beside_lines, make_export, render
-from autotune.results.html.page import study_page
+from autotune.results.html import study_page
 from autotune.results.report import Report
 from autotune.results.wording import rate_unit
 from autotune.service.access import Known, Reader, Submitter, Writer

@@ -321,8 +321,4 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
 
 def in_full_float32() -> None:
     """Turn off TF32 for the rest of this process: by default convolutions on a GPU use it."""
-    # Since torch 2.9; afterwards the settings of before cannot be read.
-    if hasattr(torch.backends, "fp32_precision"):
-        torch.backends.fp32_precision = "ieee"
-    else:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
