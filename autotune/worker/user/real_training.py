@@ -25,7 +25,7 @@ from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main, set_options
 from autotune.worker.user.frameworks import OVERLAYS
-from autotune.worker.user.trainer_code import TrainerFields, otherwise
+from autotune.worker.user.trainer_fields import TrainerFields, otherwise
 from autotune.worker.wrapping import after, around, before, on_import
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from autotune.worker.trial.run import TrainerSteps, Trial
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.samples import read_lengths
-from autotune.worker.user.trainer_code import generates
+from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 
 # Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.

@@ -36,7 +36,7 @@ from autotune.worker.user.inspection import Code, inspect_loop
 from autotune.worker.user.loop_rehearsal import LoopRehearsal
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import TrainerRehearsal
-from autotune.worker.user.trainer_code import generates
+from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 from autotune.worker.wrapping import around
 

@@ -1,175 +1,24 @@
-"""Run the user's code up to the training of its ``Trainer``, with fields of its ``TrainingArguments`` replaced.
-
-Trials, inspections and ``autotune run`` do both by this module. It imports no library: where code trains for real, what
-it does before its own imports has its effect.
-"""
+"""Run the user's code up to the training of its ``Trainer``, with fields of its ``TrainingArguments`` replaced."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from transformers import Trainer, TrainingArguments
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Document
 from autotune.core.code_interface import MadeFrom
 from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
-from autotune.space.levers import ACCELERATE
-from autotune.space.training_arguments import checkpointing_field, linked_fields
+from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.trial.run import known_fields
-from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, load_function, run_script
+from autotune.worker.user.code import UserCodeError, load_function, run_script
+from autotune.worker.user.trainer_fields import BATCH, TrainerFields, generates
 from autotune.worker.wrapping import around, before, lines_above, module_of, users_line
-
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# What follows from them is made with the arguments, so that they cannot be set once there are some.
-_MADE_ONCE = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "tf32", "use_cpu")
-
-
-@dataclass
-class TrainerFields:
-    """What is put over every ``TrainingArguments`` that is made in this process.
-
-    The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set before it runs, so
-    that it checks and derives from them as from the user's own. Code that sets them otherwise once the arguments are
-    made has them set again, as a ``Trainer`` is made of them and as it begins to train.
-    """
-
-    tuned: Document = field(default_factory=dict, kw_only=True)
-    """Fields to set; empty for the user's unmodified settings."""
-    say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
-    """Told what the code had said instead."""
-    set_since: set[str] = field(default_factory=set, kw_only=True)
-    """Names of the fields that the code has set once its arguments were made."""
-
-    def watch_arguments(self, kind: Any) -> None:
-        """Wrap the class ``TrainingArguments`` for the rest of this process."""
-        before(kind, "__post_init__", self.put)
-
-    def watch_trainer(self, kind: Any) -> None:
-        """Wrap the class ``Trainer`` for the rest of this process."""
-        before(kind, "__init__", self._take_arguments)
-        before(kind, "train", lambda trainer, *_, **__: self.begin(trainer))
-
-    def put(self, arguments: Any) -> None:
-        """Set the fields of arguments during their creation."""
-        wanted = {**linked_fields(self.tuned), **self.tuned}
-        defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
-        for name, value in wanted.items():
-            if hasattr(arguments, name):
-                self._tell(name, getattr(arguments, name), value, defaults.get(name))
-                setattr(arguments, name, value)
-        if "bf16" in self.tuned or "fp16" in self.tuned:
-            # What ``accelerate launch`` says counts where the arguments say neither of two.
-            os.environ[LAUNCHED_PRECISION] = self._half
-
-    def begin(self, trainer: Any) -> None:
-        """Set the fields of a ``Trainer`` before it trains."""
-        self.put_again(trainer.args)
-        if self.tuned:
-            from autotune.worker.private.transformers import take_batch_of_arguments
-
-            take_batch_of_arguments(trainer)
-
-    def put_again(self, arguments: Any) -> None:
-        """Set the fields of existing arguments again, where the code has changed them."""
-        for name, value in {**linked_fields(self.tuned), **self.tuned}.items():
-            found = getattr(arguments, name, value)
-            if name not in _MADE_ONCE and not has(found, value):
-                self.set_since.add(name)
-                self._tell(name, found, value, None)
-                setattr(arguments, name, value)
-                if name in ("bf16", "fp16"):
-                    arguments.mixed_precision = self._half
-
-    @property
-    def _half(self) -> str:
-        """The 16-bit precision of the fields, in accelerate's words."""
-        return next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
-
-    def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
-        """Report a field that the script sets to another value."""
-        if not has(said, value) and said != default:
-            self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
-
-    def _take_arguments(self, _: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the fields of arguments that are passed to a ``Trainer``."""
-        kind: Any = sys.modules["transformers.training_args"].TrainingArguments
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, kind):
-                self.put_again(given)
-
-    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``."""
-        for name, value in wanted.items():
-            found, asked = getattr(arguments, name, None), value
-            if name == "fsdp":
-                # A list of options in some versions, whichever way it was said.
-                found, asked = bool(found), bool(asked)
-            if not has(found, asked) and name != "use_cpu":
-                return f"{name} is {plain(found)!r}, asked was {asked!r}"
-        return None
-
-
-def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
-    """Return how a ``Trainer`` differs from a candidate before it trains; ``None`` without a difference."""
-    facts = _facts(trainer, candidate, train_dataloader)
-    return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
-
-
-def _facts(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the settings that decide the speed of a training: name, value found, value requested."""
-    from autotune.worker.checkpointing import is_checkpointing
-    from autotune.worker.private.transformers import attention_of
-    from autotune.worker.user.loader_overlay import batch_of
-
-    arm, args, model = candidate.arm, trainer.args, trainer.model
-    batch = args.train_batch_size
-    found = batch_of(loader)
-    # Of several ranks, a loader that is divided among them may have the batches of all.
-    if found not in (None, batch * args.world_size) and not generates(args):
-        yield "the batch of its training loader", found, batch
-    if arm.zero_stage is None:
-        yield "the accelerator's mixed_precision", trainer.accelerator.mixed_precision, ACCELERATE[arm.precision]
-    # One that the code compiles itself stays so.
-    is_own = hasattr(model, "_orig_mod") and not args.torch_compile
-    if not arm.regional_compilation and not arm.is_sharded and not is_own:
-        yield "torch.compile of its model", hasattr(trainer.model_wrapped, "_orig_mod"), arm.torch_compile
-    if not arm.is_sharded and (is_checkpointing(model) or arm.checkpointed_layers is None):
-        yield "checkpointing of its model", is_checkpointing(model), arm.gradient_checkpointing
-    if (config := getattr(model, "config", None)) is not None and not arm.padding_free:
-        yield "the attention of its model", attention_of(config), arm.attn_implementation
-
-
-# Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
-_ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
-
-
-def generates(arguments: Any) -> bool:
-    """Return whether a training generates its own completions, as TRL's GRPO does."""
-    return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
-
-
-def has(found: Any, asked: Any) -> bool:
-    """Return whether a field has the requested value.
-
-    ``TrainingArguments`` turns some settings into objects, and adds missing values.
-    """
-    if isinstance(asked, dict) and found is not None:
-        settings = found if isinstance(found, Mapping) else vars(found)
-        return all(has(settings.get(name), value) for name, value in asked.items())
-    return bool(plain(found) == asked)
-
-
-def plain(value: Any) -> Any:
-    """Return a field's value as in JSON, with enumerations as their values."""
-    return value.value if isinstance(value, enum.Enum) else value
-
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 

@@ -32,17 +32,15 @@ from autotune.worker.user.inspection import Code, Finish, LoopInspection, facts_
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
-    BATCH,
     Overlay,
     build_trainer,
-    generates,
     ignored_message,
     intercept,
     own_batch,
-    plain,
     probe,
     run_source,
 )
+from autotune.worker.user.trainer_fields import BATCH, generates, plain
 from autotune.worker.user.trainer_memory import Memory, leave_large_weights_unset, traced, with_memory
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for

@@ -28,13 +28,12 @@ from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import (
     Overlay,
-    generates,
     ignored_message,
     intercept,
-    otherwise,
     own_batch,
     run_source,
 )
+from autotune.worker.user.trainer_fields import generates, otherwise
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
