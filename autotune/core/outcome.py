@@ -1,8 +1,6 @@
 """Describe how a trial is measured and how it ended: completed with a measurement, out of memory, or failed.
 
 A trial process returns one ``Outcome``, as a JSON document; the database stores the same document.
-
-Names are those of cuBLAS, cuDNN and torch 2.6 to 2.13; no list of them is published.
 """
 
 from __future__ import annotations
@@ -373,6 +371,7 @@ def outcome_from_document(document: Document) -> Outcome:
     return decode(fields, kind)
 
 
+# Names are those of cuBLAS, cuDNN and torch 2.6 to 2.13; no list of them is published.
 _KINDS_OF_KERNELS = (
     (
         "attention_backward",

@@ -9,8 +9,9 @@ transformers 5.17.0, 24 November 2026). It compiles a layer's checkpoint, too. W
 (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with checkpoints compiles, which it
 did not, and QLoRA needs no more memory than eager, which was twice as much (same run).
 
-Activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the product
-alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another numeric.
+In FP8 activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the
+product alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another
+numeric.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Functions and kernels are replaced in the whole process. Dispatch modes would not do: they are not active inside the
 autograd engine, and the recomputation of a checkpoint would take another path.
 
-After bitsandbytes 0.50 (``nn/modules.py``, ``autograd/_functions.py``, ``backends/cuda/ops.py``,
-``optim/optimizer.py``) and peft 0.21 (``tuners/lora/bnb.py``), on a GPU. A product of few tokens may run without the
-buffer; a training's have many.
+What stands in for bitsandbytes follows its version 0.50 (``nn/modules.py``, ``autograd/_functions.py``,
+``backends/cuda/ops.py``, ``optim/optimizer.py``) and peft 0.21 (``tuners/lora/bnb.py``), on a GPU. A product of few
+tokens may run without the buffer; a training's have many.
 """
 
 from __future__ import annotations

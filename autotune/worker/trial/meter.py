@@ -8,7 +8,7 @@ At most two micro-steps are profiled, whatever the accumulation. One adds to exi
 the last. The other is the last one, with clipping and the optimizer. Copies to the GPU before the step begins are left
 out: they are part of waiting for data, which is measured separately.
 
-What is looked at is one forward pass. In the backward pass each product is computed once more for each of its two
+The arithmetic is that of one forward pass. In the backward pass each product is computed once more for each of its two
 inputs that has a gradient. Nothing that is computed again, for checkpointing or within attention, counts.
 """
 

@@ -252,9 +252,6 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         keep_run()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
 
-    def refuse(message: str, hint: str) -> None:
-        fail(UserCodeError(message, hint))
-
     class UntilFirstStep(StepListener):
         def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
             on_step()
@@ -263,7 +260,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
             # A step of fewer samples shows as much.
             on_step()
 
-    guard = Guard(source, refuse)
+    guard = Guard(source, fail)
 
     def begin() -> None:
         guard.lift()

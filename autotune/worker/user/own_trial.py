@@ -150,9 +150,9 @@ class OwnTrial(Trial):
             refuse,
         )
 
-    def _refuse(self, message: str, hint: str) -> NoReturn:
+    def _refuse(self, error: UserCodeError) -> NoReturn:
         """End the trial of code that trains in an unmeasured way."""
-        self._end(self._outcome_of_error(UserCodeError(message, hint)))
+        self._end(self._outcome_of_error(error))
 
     def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
         """Return the outcome of an error in the user's code."""
@@ -251,7 +251,7 @@ class OwnTrial(Trial):
             is_told_passes="accumulation" in interface.searched,
             on_begin=self._begins,
             on_step=self._check_numerics,
-            refuse=lambda message: self._refuse(message, ""),
+            refuse=lambda message: self._refuse(UserCodeError(message)),
         )
         run_script(dataclasses.replace(source, argv=words), output_dir)
         # The last step of an epoch may be a short one.
@@ -266,9 +266,9 @@ class OwnTrial(Trial):
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, HALF.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
-            self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
+            self._refuse(UserCodeError(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}"))
         if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
-            self._refuse(f"{name} recomputes activations, and was told not to", "")
+            self._refuse(UserCodeError(f"{name} recomputes activations, and was told not to"))
 
     # Their steps
 

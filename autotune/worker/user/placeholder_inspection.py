@@ -187,13 +187,10 @@ class _ScriptInspector:
             is_rejected = isinstance(error, AssertionError | ValueError)
             send(ScriptRun(problem=problem, is_rejected=is_rejected))
 
-        def refuse(message: str, hint: str) -> NoReturn:
-            fail(UserCodeError(message, hint))
-
         try:
             enter(source)
             set_variables(source.variables, variables)
-            Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
+            Guard(source, fail, is_known=lambda: True).install(self._scratch.stop_file)
 
             def finish(seen: ScriptRun) -> NoReturn:
                 keep_run()

@@ -167,10 +167,9 @@ class TrainerTrial(OwnTrial):
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
-            self._refuse(
-                f"the batches of {self._source.name} have {samples} samples where {asked} were set",
-                "make the batches of args.per_device_train_batch_size samples",
-            )
+            message = f"the batches of {self._source.name} have {samples} samples where {asked} were set"
+            hint = "make the batches of args.per_device_train_batch_size samples"
+            self._refuse(UserCodeError(message, hint))
         assert self._timer is not None
         self._timer.takes(inputs)
 
