@@ -205,26 +205,20 @@ class Searches:
         for job in new:
             line = ""
             if VERIFIES in job.request:
-                line = self._line_of_verification(job)
+                shown = (self.verification(job) or {}).get("verification") or {}
+                verdict = shown.get("verdict")
+                told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
+                line = told.get(verdict, f"the promise is {verdict}") if verdict else ""
             elif job.study in known:
-                line = self._line_of_study(job)
+                report = self.report(job)
+                speed = report.speed(report.best)
+                rate = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
+                line = rate + report.best.candidate.describe() if report.best else ""
             found[job.id] = line or "no result"
             if line:
                 # What has none may have one later: a study that goes on.
                 self._result_lines[job.id] = line
         return found
-
-    def _line_of_verification(self, job: JobRecord) -> str:
-        shown = (self.verification(job) or {}).get("verification") or {}
-        verdict = shown.get("verdict")
-        told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
-        return told.get(verdict, f"the promise is {verdict}") if verdict else ""
-
-    def _line_of_study(self, job: JobRecord) -> str:
-        report = self.report(job)
-        speed = report.speed(report.best)
-        told = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
-        return told + report.best.candidate.describe() if report.best else ""
 
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials in the format of ``--json``."""

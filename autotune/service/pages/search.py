@@ -110,6 +110,7 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
+    made = make_export(report) if report is not None and has_result else None
     run = latest_run(searches, job.study) if has_result else job if is_verification else None
     return frame.render(
         "search_parts.html",
@@ -123,7 +124,8 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
         asked=None if is_verification else _asked(job, url),
         shown=None if report is None else study_page(_with_best_so_far(report)),
         to_come=_remaining_words(job, report),
-        exports=_exports(report) if report is not None and has_result else None,
+        exports=[(form, name, render(made, form).rstrip()) for form, name in _EXPORTS] if made is not None else None,
+        beside=beside_lines(made) if made is not None else (),
         run=run,
         run_ended=run is None or run.state in ENDED,
         proof=searches.verification(run) if run is not None else None,
@@ -168,21 +170,6 @@ def _with_best_so_far(report: Report) -> Report:
     if tried is None:
         return report
     return dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=tried.trial_id))
-
-
-@dataclass(frozen=True)
-class _Exports:
-    """The best configuration in several forms, and what is to be said beside."""
-
-    texts: tuple[tuple[str, str, str], ...]
-    """Form, name and text."""
-    beside: tuple[str, ...]
-
-
-def _exports(report: Report) -> _Exports:
-    made = make_export(report)
-    texts = tuple((form, name, render(made, form).rstrip()) for form, name in _EXPORTS)
-    return _Exports(texts, tuple(beside_lines(made)))
 
 
 def latest_run(searches: Searches, study: str) -> JobRecord | None:
