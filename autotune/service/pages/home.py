@@ -97,16 +97,14 @@ def listing(
     place: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
 ) -> Response:  # fmt: skip
     """Show searches of a state whose name, owner, model or device contains a text, in an order."""
-    asked: dict[str, Any] = {"state": state, "find": find, "sort": sort, "up": up}
-    return sign_in_page() if visitor is None else _listing_page(searches, visitor, asked, place)
-
-
-def _listing_page(searches: Searches, token: TokenRecord, asked: dict[str, Any], place: int) -> HTMLResponse:
+    if visitor is None:
+        return sign_in_page()
+    asked = {"state": state, "find": find, "sort": sort, "up": up}
     found = searches.store.queue.listed(
-        states=_STATES[asked["state"]],
-        containing=asked["find"].strip(),
-        order=asked["sort"],
-        is_ascending=asked["up"],
+        states=_STATES[state],
+        containing=find.strip(),
+        order=sort,
+        is_ascending=up,
         skip=(place - 1) * _ON_A_PAGE,
         most=_ON_A_PAGE + 1,
     )
@@ -116,7 +114,7 @@ def _listing_page(searches: Searches, token: TokenRecord, asked: dict[str, Any],
 
     return page(
         "searches.html",
-        token=token,
+        token=visitor,
         rows=rows_of(searches, found[:_ON_A_PAGE]),
         asked=asked,
         states=list(_STATES),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlencode
 
@@ -84,26 +83,14 @@ async def parts(request: Request, search: str, token: Reader, searches: Known) -
     )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What was asked, and how it can be asked again."""
-
-    command: str
-    options: tuple[str, ...]
-    """As in the command, without the model."""
-    clone: str
-    """The form with the same in it."""
-    left_out: str | None
-    """What is asked for in neither of the two."""
-
-
-def _asked(job: JobRecord, url: str) -> _Asked:
-    """Return the request of a job to show: its command, its options, a link to the form."""
+def _asked(job: JobRecord, url: str) -> dict[str, object]:
+    """Return the request of a job to show: its command, its options, a link to the form, what neither of them has."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
-    options = tuple(shlex.join(arguments(name, text)) for name, text in told.items())
+    options = [shlex.join(arguments(name, text)) for name, text in told.items()]
     fields.pop("study", None)
-    return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}", not_in_fields(job))
+    clone = f"/?{urlencode(fields)}"
+    return {"command": command_of(fields, url), "options": options, "clone": clone, "left_out": not_in_fields(job)}
 
 
 def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
