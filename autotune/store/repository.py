@@ -85,20 +85,6 @@ class Store:
         """Stop checking a lease before writes."""
         self._held = None
 
-    def _check_lease(self, connection: Connection, *, keeps: bool = False) -> None:
-        """Raise ``StorageError`` where this process has lost the lease of its study."""
-        if self._held is None:
-            return
-        study, token = self._held
-        lease = find_lease(connection, name_of_study(study), keeps=keeps)
-        if lease is None or lease.token != token:
-            by = f": {lease.describe()} has taken it over" if lease is not None else ""
-            raise StorageError(
-                f"the study {study!r} is no longer this search's{by}",
-                "this search was not heard of for too long and writes nothing more; autotune resume goes on with the "
-                "study once nobody searches it",
-            )
-
     # Workloads and environments
 
     def intern_environment(self, document: Document, fingerprint: str) -> str:
@@ -305,9 +291,21 @@ class Store:
 
     @contextmanager
     def _guarded(self) -> Iterator[Connection]:
-        """Open a transaction that writes records of the held study, and check its lease."""
+        """Open a transaction that writes records of the held study.
+
+        Raises ``StorageError`` where this process has lost the lease of that study.
+        """
         with self._transaction(writes=True) as connection:
-            self._check_lease(connection, keeps=True)
+            if self._held is not None:
+                study, token = self._held
+                lease = find_lease(connection, name_of_study(study), keeps=True)
+                if lease is None or lease.token != token:
+                    by = f": {lease.describe()} has taken it over" if lease is not None else ""
+                    raise StorageError(
+                        f"the study {study!r} is no longer this search's{by}",
+                        "this search was not heard of for too long and writes nothing more; autotune resume goes on "
+                        "with the study once nobody searches it",
+                    )
             yield connection
 
     @contextmanager
