@@ -210,15 +210,18 @@ class Searches:
                 told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
                 line = told.get(verdict, f"the promise is {verdict}") if verdict else ""
             elif job.study in known:
-                report = self.report(job)
-                speed = report.speed(report.best)
-                rate = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
-                line = rate + report.best.candidate.describe() if report.best else ""
+                line = self._line_of_study(job)
             found[job.id] = line or "no result"
             if line:
                 # What has none may have one later: a study that goes on.
                 self._result_lines[job.id] = line
         return found
+
+    def _line_of_study(self, job: JobRecord) -> str:
+        report = self.report(job)
+        speed = report.speed(report.best)
+        told = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
+        return told + report.best.candidate.describe() if report.best else ""
 
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials in the format of ``--json``."""
