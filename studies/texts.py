@@ -56,8 +56,16 @@ CASES = {
     "t5-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
     "llama-1b": Case(16, _informed(4, 4), ("--memory-limit", "40GiB")),
     "llama-8b-lora": Case(16, _informed(2, 8, "--gradient_checkpointing", "True"), ("--memory-limit", "24GiB")),
+    "gpt2": Case(32, _informed(16, 2), ("--memory-limit", "40GiB")),
+    "modernbert-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
+    "deberta-v3-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
+    "bart-base": Case(32, _informed(32, 1), ("--memory-limit", "40GiB")),
 }
 TRIED = {
+    "gpt2-small": Case(16, _informed(8, 2)[:4]),
+    "modernbert-small": Case(16, _informed(16, 1)[:4]),
+    "deberta-small": Case(16, _informed(16, 1)[:4]),
+    "bart-small": Case(16, _informed(16, 1)[:4]),
     "bert-small": Case(16, _informed(16, 1)[:4]),
     "qwen-small": Case(16, _informed(8, 2)[:4]),
 }

@@ -228,9 +228,11 @@ class Chances:
         tried = [t for t in self._history.tried if alike(t)]
         over = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_over(t)]
         fits = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_feasible(t)]
-        if not over or not fits:
+        if not over:
             return 1.0
-        return min(1.0, (candidate.arm.checkpointed_layers - max(over)) / max(1, min(fits) - max(over)))
+        # Where none fitted yet, all layers may.
+        least = min(fits, default=layers)
+        return min(1.0, max(0, candidate.arm.checkpointed_layers - max(over)) / max(1, least - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
         """Return the predicted peak of a candidate, or ``None``. Compiled steps are derived from plain ones."""

@@ -88,6 +88,25 @@ def _piece(
     return torch.stack(losses).sum(), logits
 
 
+def _compiled_piece() -> _Piece:
+    """Return ``_whole_piece`` compiled once, for any number of tokens."""
+    compiled = torch.compile(_whole_piece)
+
+    def piece(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        divisor: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for each in (hidden, labels):
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+        # In the first micro-step it may require a gradient, for which other code would be compiled.
+        return compiled(hidden, weight, bias, labels, divisor.detach())
+
+    return piece
+
+
 def pieces_of(tokens: int, words: int) -> int:
     """Return the number of chunks of tokens whose logits are computed at a time, within ``_LOGITS_AT_ONCE``.
 
@@ -397,7 +416,7 @@ def fuse_loss(trainer: Trainer) -> None:
             else f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
         )
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
-    piece = torch.compile(_whole_piece) if trainer.args.torch_compile else _piece
+    piece = _compiled_piece() if trainer.args.torch_compile else _piece
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Of another Trainer it may have a fused loss, which is not to be compared with.
     _layer_of(without_adapters(model))
@@ -406,7 +425,9 @@ def fuse_loss(trainer: Trainer) -> None:
     fused = fuse_loss_of(model, piece, trainer.accelerator.scaler)
     if few is not None:
         try:
-            is_alike = _are_alike(stock, few.loss_and_gradients())
+            # Compiled, the few tokens would take seconds.
+            with torch.compiler.set_stance("force_eager"):
+                is_alike = _are_alike(stock, few.loss_and_gradients())
         except BaseException:
             fused.undo(model)
             raise

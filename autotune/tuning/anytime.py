@@ -124,25 +124,26 @@ class Anytime:
         best = history.winner(among)
         if best is None or history.pending:
             return None
-        roots = self.candidates(history, among)
-        found = [
-            candidate
-            for candidate in roots
-            if self.has_time(usual_seconds + extra_seconds(history, candidate), spent_seconds)
-        ]
-        if not found:
+        model, value, chosen = SpeedModel(history), 0.0, best.candidate
+        roots, further = dict[Candidate, Tried](), self.candidates(history, among)
+        # To the best change, one lever more is added as long as that promises more for the time of the trial.
+        while found := [
+            each for each in further if self.has_time(usual_seconds + extra_seconds(history, each), spent_seconds)
+        ]:
+            values = worth(history, model, found, speed_of(best), usual_seconds)
+            at = int(values.argmax())
+            if values[at] <= value:
+                break
+            value, chosen = float(values[at]), found[at]
+            roots |= further
+            further = self._with_one_more(history, chosen, roots[chosen])
+        if chosen not in roots:
             return None
-        model = SpeedModel(history)
-        values = worth(history, model, found, speed_of(best), usual_seconds)
-        at = int(values.argmax())
-        if values[at] <= 0:
-            return None
-        gpu, gpu_error, host, host_error = (float(each[0]) for each in model.times([found[at]]))
+        gpu, gpu_error, host, host_error = (float(each[0]) for each in model.times([chosen]))
         most = 1 / (speed_of(best) * max(math.exp(gpu - gpu_error), math.exp(host - host_error)))
-        seconds = usual_seconds + extra_seconds(history, found[at])
-        return Idea(found[at], roots[found[at]], most, seconds)
+        return Idea(chosen, roots[chosen].candidate, most, usual_seconds + extra_seconds(history, chosen))
 
-    def candidates(self, history: History, among: Collection[Candidate]) -> dict[Candidate, Candidate]:
+    def candidates(self, history: History, among: Collection[Candidate]) -> dict[Candidate, Tried]:
         """Return what may be tried, each with the measured candidate that it differs from.
 
         Of what ran and left too little memory, the same in segments that expand is one, too, and with levers the next
@@ -163,11 +164,18 @@ class Anytime:
         for root in over:
             if levers_of(root.candidate.arm, self._late):
                 pairs += [(root, each) for each in self._beside(root.candidate, larger=False, any_level=True)[:1]]
-        found: dict[Candidate, Candidate] = {}
+        found: dict[Candidate, Tried] = {}
         for root, each in pairs:
             if each not in found and self._can_be(history, judge, root, each):
-                found[each] = root.candidate
+                found[each] = root
         return found
+
+    def _with_one_more(self, history: History, candidate: Candidate, root: Tried) -> dict[Candidate, Tried]:
+        """Return what a candidate becomes with each lever that it may have besides its own."""
+        judge, chances = Judge(self._space, history), Chances(history)
+        failed, doubtful = (frozenset(chances.failing(least)) for least in (_SURELY, _PERHAPS))
+        further = (self._with(candidate, row, failed) for row in self._rows(candidate, failed, doubtful))
+        return {each: root for each in further if self._can_be(history, judge, root, each)}
 
     def _can_be(self, history: History, judge: Judge, root: Tried, candidate: Candidate) -> bool:
         """Return whether a candidate belongs to the space and may be tried now."""

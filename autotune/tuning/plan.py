@@ -352,9 +352,10 @@ class Plan:
         if not self.anytime.is_late(best.candidate) or self.anytime.has_time(seconds, spent):
             if (variant := self._next_loader(best)) is not None:
                 return Step("search", variant)
-            # Pinned to one core, once all else is done, if it is host-bound.
+            # Pinned to one core if it is host-bound, after all levers: captured, it needs no fast host.
             on_one_core = pinned(self._space, self.history, best)
-            if on_one_core is not None and not self.history.attempts(on_one_core) and self._is_settled:
+            is_its_turn = self._is_settled and not self._is_last and self._next_idea() is None
+            if on_one_core is not None and not self.history.attempts(on_one_core) and is_its_turn:
                 return Step("search", on_one_core)
         if self._request.objective != "throughput":
             return None

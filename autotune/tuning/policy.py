@@ -153,8 +153,6 @@ class Acquisition:
         believed = [t for t in history.believed() if space.contains(t.candidate)]
         best = max(believed, key=speed_of, default=None)
         among = self._grid(history, space, multiple)
-        if best is not None and (on_one_core := pinned(self._space, history, best)) is not None:
-            among.append(on_one_core)
         if not judge.fits_at(multiple):
             # Half the batch, which comes next, took 1.5 times as long for Qwen3-32B with QLoRA (H200).
             smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]

@@ -66,7 +66,13 @@ from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.failures import chain_of, first_line, package_of
-from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything, import_model
+from autotune.worker.imports import (
+    COLD_VARIABLE,
+    CudaStartedError,
+    import_compiler,
+    import_everything,
+    import_model,
+)
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.user.protection import Room, protect, take_kept
 
@@ -259,6 +265,8 @@ class Server:
         except AutotuneError as error:
             self.report(Ended(job.id, refused=f"{error.message}; {error.hint}"))
             return
+        if isinstance(job.work, TrialWork) and job.work.candidate.arm.torch_compile:
+            import_compiler()
         process.flush_output()
         ranks: list[_Rank] = []
         store = None

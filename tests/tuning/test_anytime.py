@@ -147,11 +147,22 @@ class TestOrder:
         levers = Anytime(space)
         arm = replace(root.arm, torch_compile=True, regional_compilation=True, cuda_graphs=True)
         both = replace(root, arm=arm)
-        assert levers.candidates(history, {root})[both] == root
+        assert levers.candidates(history, {root})[both].candidate == root
         history.add(Tried("b", both, fault("no capture")))
         alone = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert alone is not None
         assert levers_of(alone.candidate.arm, LATE) < levers_of(arm, LATE)
+
+    def test_all_levers_that_promise_more_together_are_tried_in_one_trial(self) -> None:
+        root = Candidate(Arm("bf16"), 64)
+        late = frozenset({"length_multiple", "cuda_graphs", "cudnn_attention", "sparse_prediction"})
+        history = History(ceiling_of(24 * GIB, headroom=0))
+        history.add(Tried("a", root, Completed(replace(measurement(root, 0.5, GIB, GIB), gpu_busy_share=0.6))))
+        found = Anytime(Space((Arm("bf16"),), Batches(64), late=late)).next(
+            history, {root}, usual_seconds=9.0, spent_seconds=0.0
+        )
+        assert found is not None
+        assert levers_of(found.candidate.arm, late) == late
 
     @pytest.mark.parametrize("graphs", ["auto", "off"])
     def test_the_compilers_own_graphs_are_tried_where_no_others_can_be_had(self, graphs: str, tmp_path: Path) -> None:
