@@ -219,7 +219,7 @@ def _protection() -> Check:
     """Return a check of the file protection in trials of the user's code."""
     from autotune.core.code_interface import PROTECTED
     from autotune.devices.health import Check
-    from autotune.execution.inspection import find_protection
+    from autotune.execution.oneshot import find_protection
 
     found = find_protection()
     if found.kind == "none":

@@ -21,7 +21,7 @@ from autotune.core.placement import Placement
 from autotune.core.scratch import Scratch, private_opener
 from autotune.core.workload import Workload
 from autotune.execution.child_process import ChildProcess, server_environment, tail
-from autotune.execution.inspection import GpuInspection
+from autotune.execution.oneshot import GpuInspection
 from autotune.space.features import version_of
 
 # How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.

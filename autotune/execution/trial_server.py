@@ -37,7 +37,7 @@ from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
 from autotune.execution.child_process import check_own_code, how_it_ended, tail
-from autotune.execution.inspection import GpuInspection, find_protection, merged
+from autotune.execution.oneshot import GpuInspection, find_protection, merged
 from autotune.execution.server_process import ServerProcess, WarmServer
 from autotune.models.dataset_files import check_unchanged
 

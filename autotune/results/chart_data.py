@@ -12,8 +12,8 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import OutOfMemory
 from autotune.core.units import GIB, MIB, format_bytes, format_rate, format_seconds
 from autotune.estimate.pooling import Speed
-from autotune.results.expert import expert_of
 from autotune.results.report import Report, measurement
+from autotune.results.study_view import expert_of
 from autotune.results.wording import rate_unit, verdict
 from autotune.space.features import how_to_add
 

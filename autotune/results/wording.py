@@ -12,7 +12,7 @@ from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import DATA_BOUND, what_limits
 from autotune.estimate.pooling import Speed
 from autotune.results.report import Report, measurement
-from autotune.space.dataloader import waits_for_data
+from autotune.space.space import waits_for_data
 from autotune.store.records import StopReason, StudyRecord, TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0

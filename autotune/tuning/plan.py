@@ -16,7 +16,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
-from autotune.space.dataloader import next_loader
+from autotune.space.space import next_loader
 from autotune.store.records import NOTHING_LEFT, Repeats, Stage, Stop, StopReason, TrialRecord
 from autotune.tuning.anytime import Anytime, Idea, gain_given
 from autotune.tuning.policy import Policy, pinned, to_measure_again

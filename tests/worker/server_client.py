@@ -23,7 +23,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.execution.child_process import ChildProcess, server_environment
-from autotune.execution.inspection import find_protection
+from autotune.execution.oneshot import find_protection
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 
 from autotune.core.code_interface import Protection
 from autotune.core.scratch import Scratch, make_scratch
-from autotune.execution.inspection import find_protection
+from autotune.execution.oneshot import find_protection
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user import protection, sandbox
 

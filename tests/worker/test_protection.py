@@ -24,7 +24,7 @@ from autotune.core.errors import TrainingSourceError
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
 from autotune.execution import TrialServer
-from autotune.execution.inspection import find_protection
+from autotune.execution.oneshot import find_protection
 from autotune.worker.user import sandbox
 from autotune.worker.user.protection import Room, caches
 

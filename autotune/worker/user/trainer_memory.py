@@ -27,7 +27,7 @@ from autotune.core.inspection import ModelFacts
 from autotune.core.messages import InspectionWork
 from autotune.core.prediction import TracedStep
 from autotune.space.arms import is_traced
-from autotune.space.dataloader import usable_cores
+from autotune.space.space import usable_cores
 from autotune.worker.arrays import arrays_by_place
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line
